@@ -1,0 +1,167 @@
+"""The public operator: checks its input, fills in what was left out, chooses the backend."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory import chunked, layout, reference
+from titans_kernels.memory.activations import ACTIVATIONS
+
+BACKENDS = ("auto", "reference", "chunked", "triton")
+
+
+class MemoryState(NamedTuple):
+    """The memory after some tokens: per layer its weights and momentum, [B, H, D_in, D_out], float32."""
+
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+
+    def detach(self) -> MemoryState:
+        """The same state, cut from the graph."""
+        return MemoryState(*(tuple(x.detach() for x in part) for part in self))
+
+
+def neural_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    weights: tuple[Tensor, ...],
+    momentum: tuple[Tensor, ...] | None = None,
+    *,
+    chunk_size: int = 64,
+    activation: str = "silu",
+    surprise_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, MemoryState]:
+    """Write each token into the memory and read it back (eqs. 12-16).
+
+    Each token takes one step of gradient descent on ``||M(k_t) - v_t||^2`` with momentum eta_t, step
+    theta_t and weight decay alpha_t, its gradient at the weights that stood when its chunk began; the read
+    ``y_t = M_t(q_t)`` uses the weights after token t.
+
+    Args:
+        q, k, v: [B, T, H, D]; the width of v is that of the last layer's output.
+        alpha, eta, theta: [B, T, H]; alpha, eta in [0, 1], theta >= 0.
+        weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
+        momentum: the same shapes, or None for zeros.
+        chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
+        activation: silu, gelu or identity, between layers.
+        surprise_bound: c; each token's error signal is scaled to norm at most c at every layer.
+        cu_seqlens: [N + 1] int, borders of N documents packed into B = 1; each starts from the given
+            weights and momentum (which may then have N in place of B), and so has the returned state.
+        backend: "auto", "reference", "chunked" or "triton".
+
+    Returns:
+        y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
+        float64 input). Passing a returned state continues exactly where the cut is on a chunk border.
+
+    Raises:
+        ValueError: a shape, name or size that does not fit, named.
+    """
+    documents = _check(q, k, v, (alpha, eta, theta), weights, momentum, chunk_size, cu_seqlens)
+    _check_names(activation, backend, surprise_bound)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    state = [_per_document(weights, documents, dtype)]
+    state.append(_per_document(momentum, documents, dtype) if momentum else _zeros_like(state[0]))
+    inputs = [x.to(dtype) for x in (q, k, v, alpha, eta, theta)]
+    options = (chunk_size, activation, surprise_bound)
+    # the state is float32 whatever autocast would make of the products
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "reference":
+            y, *state = _reference(inputs, *state, *options, cu_seqlens)
+        else:
+            plan = (
+                layout.equal_rows(q.shape[0], q.shape[1], chunk_size, q.device)
+                if cu_seqlens is None
+                else layout.packed(cu_seqlens, chunk_size)
+            )
+            y, *state = chunked.forget_and_learn(plan, inputs, *state, activation, surprise_bound)
+    return y.to(q.dtype), MemoryState(*state)
+
+
+def read_memory(q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu") -> Tensor:
+    """M(q) without a write: q [B, T, H, D], weights [B, H, D_in, D_out] or [H, D_in, D_out]."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    with torch.autocast(q.device.type, enabled=False):
+        y = reference.apply_memory(
+            tuple(W.to(dtype) for W in weights), q.to(dtype).transpose(1, 2), ACTIVATIONS[activation]
+        )
+    return y.transpose(1, 2).to(q.dtype)
+
+
+def _reference(inputs, weights, momentum, chunk_size, activation, bound, cu_seqlens):
+    options = (chunk_size, activation, bound)
+    if cu_seqlens is None:
+        return reference.forget_and_learn(*inputs, weights, momentum, *options)
+    results = []
+    borders = cu_seqlens.tolist()
+    for i, (start, end) in enumerate(zip(borders, borders[1:], strict=False)):
+        state = ([x[i : i + 1] for x in part] for part in (weights, momentum))
+        results.append(reference.forget_and_learn(*(x[:, start:end] for x in inputs), *state, *options))
+    y, weights, momentum = zip(*results, strict=True)
+    return torch.cat(y, 1), *(tuple(map(torch.cat, zip(*p, strict=True))) for p in (weights, momentum))
+
+
+def _per_document(layers: tuple[Tensor, ...], documents: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple((x if x.ndim == 4 else x.expand(documents, *x.shape)).to(dtype) for x in layers)
+
+
+def _zeros_like(layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(x) for x in layers)
+
+
+def _check_names(activation: str, backend: str, bound: float | None) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        raise ValueError("backend: triton has no kernel yet; use auto, which takes chunked")
+    if bound is not None and bound <= 0:
+        raise ValueError(f"surprise_bound: {bound} must be above 0, or None for no bound")
+
+
+def _check(q, k, v, gates, weights, momentum, chunk_size, cu_seqlens) -> int:
+    """Returns the number of documents; raises ValueError on the first thing that does not fit."""
+    B, T, H, _ = q.shape
+    if T == 0:
+        raise ValueError("q: no tokens (T = 0)")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: {chunk_size} must be at least 1")
+    if not weights:
+        raise ValueError("weights: a memory needs at least one layer")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:3] != (B, T, H):
+            raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
+    for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
+        if x.shape != (B, T, H):
+            raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
+    documents = B if cu_seqlens is None else _check_borders(B, T, cu_seqlens)
+    widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
+    if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
+        raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
+    for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
+        if len(layers) != len(weights):
+            raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
+        for l, x in enumerate(layers):
+            fits = ((H, widths[l], widths[l + 1]), (documents, H, widths[l], widths[l + 1]))
+            if tuple(x.shape) not in fits:
+                raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
+    return documents
+
+
+def _check_borders(B: int, T: int, cu_seqlens: Tensor) -> int:
+    if B != 1:
+        raise ValueError(f"cu_seqlens: packed documents need B = 1, not {B}")
+    borders = cu_seqlens.tolist()
+    rising = all(a < b for a, b in zip(borders, borders[1:], strict=False))
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != T or not rising:
+        raise ValueError(f"cu_seqlens: must rise from 0 to T = {T} without empty documents")
+    return len(borders) - 1

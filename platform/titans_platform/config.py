@@ -1,0 +1,121 @@
+"""What a run is, in data: model, data, optimiser, evaluation, seed. Nothing here knows a path of storage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from titans_core.config import Frozen, ModelConfig, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class TaskConfig(Frozen):
+    """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
+
+    task: str
+    options: dict[str, JsonValue] = {}
+    lengths: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    """Multiples of the training length; each is a separate measurement, and their mean the task's value."""
+    weight: NonNegative = 1.0
+    """Share of the rows of a `task` source; evaluation does not use it."""
+
+
+class SourceConfig(Frozen):
+    """Where training rows come from."""
+
+    kind: Literal["stdlib", "files", "hub", "task"]
+    weight: NonNegative = 1.0
+    """Share of the training rows; weights need not add up to 1. 0: validation only."""
+    path: str | None = None
+    """files: a file, folder or glob of .txt, .py, .jsonl, .parquet (also .gz, .xz)."""
+    dataset: str | None = None
+    """hub: the dataset's name, e.g. HuggingFaceFW/fineweb-edu."""
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    max_tokens: PositiveInt | None = None
+    """Stop after so many tokens."""
+    validation_fraction: Fraction = 0.05
+    """Share of the documents (whole files) kept for validation; task sources have none."""
+    tasks: tuple[TaskConfig, ...] = ()
+    """task: what to generate; each row is one item of exactly one training length."""
+    rows: PositiveInt | None = None
+    """task: rows to generate; training goes round them again when they run out."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> SourceConfig:
+        needed = {"files": "path", "hub": "dataset", "task": "tasks"}.get(self.kind)
+        if needed and not getattr(self, needed):
+            raise ValueError(f"{needed}: a source of kind {self.kind} needs it")
+        if self.kind == "task" and self.rows is None:
+            raise ValueError("rows: a source of kind task needs it")
+        return self
+
+
+class DataConfig(Frozen):
+    """Sources, tokenizer and row length."""
+
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(kind="stdlib"),)
+    tokenizer: str = "byte"
+    """`byte`, or the path of a SentencePiece .model or of a tokenizer.json."""
+    sequence_length: PositiveInt = 4096
+    """T, tokens of a training row."""
+    seed: int = 0
+    """Seed of what is generated and of how documents are split; the order of rows takes the run's seed."""
+
+
+class OptimConfig(Frozen):
+    """AdamW with linear warm-up and cosine decay; the paper's values by default."""
+
+    steps: PositiveInt = 1000
+    batch_rows: PositiveInt = 32
+    """Rows of one optimiser step, over all workers and micro-batches."""
+    micro_batch_rows: PositiveInt | None = None
+    """Rows of one forward pass; batch_rows where None."""
+    lr: Annotated[float, Field(gt=0)] = 4e-4
+    min_lr_ratio: Fraction = 0.1
+    warmup_fraction: Fraction = 0.05
+    weight_decay: NonNegative = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+class EvalConfig(Frozen):
+    """The columns of the table: each a list of tasks whose mean is the column's value."""
+
+    columns: dict[str, tuple[TaskConfig, ...]] = {"lm_ppl": (TaskConfig(task="perplexity"),)}
+    items: PositiveInt = 200
+    """Items a task and length."""
+    perplexity_tokens: PositiveInt = 65_536
+    """Validation tokens a perplexity is measured on."""
+    batch_tokens: PositiveInt = 16_384
+    """Tokens of one evaluation batch."""
+    seed: int = 0
+
+
+class RunConfig(Frozen):
+    """One run, whole: what its name and every number it gives are a function of."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    seed: int = 0
+    threads: PositiveInt = 1
+    """CPU threads of a worker: sums are taken in another order with another number of them."""
+
+    def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
+        """Hash of all that decides the run's numbers: 12 hex digits, the cell's name."""
+        return digest({"run": self.model_dump(mode="json"), "data": data_fingerprint, "eval": eval_version})
+
+
+def digest(value: Any, length: int = 12) -> str:
+    """Hash of a JSON value that does not depend on the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:length]

@@ -1,0 +1,166 @@
+"""The folder of a cell: what state a run is in, read from files alone.
+
+A cell is a folder named by the hash of all that decides its numbers. Everything here can be read from
+another shell while a study runs, or after it died.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULT = "result.json"
+STALE_RESULT = "result.stale.json"
+FAILED = "failed.json"
+PROGRESS = "progress.json"
+ORIGIN = "origin.json"
+CHECKPOINTS = "checkpoints"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a file, or None where there is no such file or nothing readable in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that is whole or not there at all."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that is whole or not there at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class CellFolder:
+    """The files of one cell under ``root/cells/<name>``."""
+
+    root: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The folder itself; it need not exist."""
+        return self.root / "cells" / self.name
+
+    def result(self) -> dict[str, Any] | None:
+        """The finished cell's numbers, or None; a file that names another cell is not this one's."""
+        found = read_json(self.path / RESULT)
+        return found if found and found.get("cell") == self.name else None
+
+    def shown_result(self) -> dict[str, Any] | None:
+        """The result to show: the present one, or the one kept aside while it is made again."""
+        return self.result() or read_json(self.path / STALE_RESULT)
+
+    def failure(self) -> dict[str, Any] | None:
+        """Why the last attempt failed (keys reason, trace, time, commit), or None."""
+        return read_json(self.path / FAILED)
+
+    def progress(self) -> dict[str, Any] | None:
+        """What the running cell last said of itself (step, steps, loss, ...), with its ``age`` in seconds."""
+        found = read_json(self.path / PROGRESS)
+        if found is None:
+            return None
+        try:
+            changed = (self.path / PROGRESS).stat().st_mtime
+        except OSError:
+            return None
+        return {**found, "age": max(0.0, time.time() - changed)}
+
+    def is_held(self) -> bool:
+        """Whether a living process works on the cell."""
+        try:
+            with (self.path / "lock").open("r") as handle:
+                return not _try_lock(handle.fileno(), shared=True)
+        except OSError:
+            return False
+
+    def state(self) -> str:
+        """One of done, running, failed, interrupted (begun, and nobody works on it), missing."""
+        if self.result():
+            return "done"
+        if self.is_held():
+            return "running"
+        if self.failure():
+            return "failed"
+        return "interrupted" if (self.path / PROGRESS).exists() else "missing"
+
+    def record_failure(self, error: BaseException, commit: str) -> None:
+        """Keep the reason for the table and for the next run."""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        trace = "".join(traceback.format_exception(error))[-8000:]
+        write_json(
+            self.path / FAILED, {"reason": reason, "trace": trace, "commit": commit, "time": time.time()}
+        )
+
+    def begin(self, commit: str) -> None:
+        """Make ready for an attempt: forget the last failure, and checkpoints that other code wrote.
+
+        The numbers of a cell come from one commit: what another left half-trained starts over.
+        """
+        origin = read_json(self.path / ORIGIN)
+        if origin is not None and origin.get("commit") != commit:
+            shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+        (self.path / FAILED).unlink(missing_ok=True)
+        write_json(self.path / ORIGIN, {"commit": commit})
+
+    def set_aside(self) -> None:
+        """Put a finished result aside, to be made again from nothing; it is shown until replaced."""
+        if self.result():
+            os.replace(self.path / RESULT, self.path / STALE_RESULT)
+        shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+        (self.path / PROGRESS).unlink(missing_ok=True)
+
+    def drop_stale(self) -> None:
+        """Forget the result that was set aside, once there is a new one."""
+        if self.result():
+            (self.path / STALE_RESULT).unlink(missing_ok=True)
+
+    @contextmanager
+    def hold(self, timeout: float = 90.0) -> Iterator[None]:
+        """Hold the cell while it is worked on; the lock dies with the process.
+
+        A driver killed a moment ago leaves workers that live a few seconds more; the next study waits
+        for them rather than write into the same folder. TimeoutError after ``timeout`` seconds.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with held(self.path / "lock", timeout) as got:
+            if not got:
+                raise TimeoutError(f"cell {self.name} is worked on by another process")
+            yield
+
+
+def _try_lock(descriptor: int, shared: bool = False) -> bool:
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def held(path: Path, timeout: float = 0.0) -> Iterator[bool]:
+    """Try to hold a file lock for up to ``timeout`` seconds; yields whether it is held."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        deadline = time.monotonic() + timeout
+        while not (got := _try_lock(handle.fileno())) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        yield got

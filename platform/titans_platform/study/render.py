@@ -1,0 +1,200 @@
+"""The table as a person reads it: in the terminal, in Markdown, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from titans_platform.study.spec import Column
+from titans_platform.study.table import Discrimination, Entry, Table, TableRow, discriminate
+
+DAGGERS = "†‡§¶"
+
+
+def number(value: float | None, decimals: int) -> str:
+    """A number with its column's decimals, a dash where there is none."""
+    if value is None:
+        return "—"
+    return f"{value:.{decimals}f}" if abs(value) < 1e5 else f"{value:.1e}"
+
+
+def ours(entry: Entry, column: Column, failed: bool = False) -> str:
+    """Mean and spread over seeds; the count of seeds where some are missing."""
+    some = f" ({len(entry.values)}/{entry.wanted})" if len(entry.values) < entry.wanted else ""
+    if entry.mean is None:
+        return ("failed" if failed else "—") + some
+    spread = f"±{number(entry.sd, column.decimals)}" if entry.sd is not None else ""
+    return f"{number(entry.mean, column.decimals)}{spread}{some}"
+
+
+def count(value: int | None) -> str:
+    """A count in three digits: 412K, 1.3M."""
+    if value is None:
+        return "—"
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}" if value / size < 999.5 else f"{value / size:.0f}{unit}"
+    return str(value)
+
+
+def footmarks(table: Table) -> dict[str, str]:
+    """A mark for every other commit that made some of the table's cells."""
+    commits = sorted({commit for row in table.rows for commit in row.stale})
+    return {commit: DAGGERS[min(i, len(DAGGERS) - 1)] for i, commit in enumerate(commits)}
+
+
+def title(table: Table) -> str:
+    """The table's one-line title."""
+    seeds = max((len(row.cells) for row in table.rows), default=0)
+    plural = "s" if seeds != 1 else ""
+    return f"{table.study.name} at scale {table.scale_name}: mean ± sd over {seeds} seed{plural}"
+
+
+def footnotes(table: Table) -> list[str]:
+    """What must be said beside the numbers: comparability, notes, other commits, failures, gaps."""
+    lines = []
+    if not table.scale.comparable:
+        lines.append(
+            "The columns at this scale are small substitutes: only the order of rows, never a number, "
+            "can be held against the paper's."
+        )
+    if table.scale.note:
+        lines.append(" ".join(table.scale.note.split()))
+    for commit, mark in footmarks(table).items():
+        lines.append(f"{mark} some cells were made by commit {commit[:12]}; --rerun-stale redoes them.")
+    for row in table.rows:
+        lines.extend(f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures)
+    if table.missing:
+        lines.append(f"{table.missing} cells have no result yet: the same sweep run makes only those.")
+    return lines
+
+
+def _name(table: Table, row: TableRow) -> str:
+    marks = footmarks(table)
+    return row.row.name + "".join(sorted({marks[commit] for commit in row.stale}))
+
+
+def heading(column: Column) -> str:
+    """A column's title with its unit and the way that is better."""
+    unit = f" {column.unit}" if column.unit else ""
+    return f"{column.title}{unit} {'↑' if column.higher_is_better else '↓'}"
+
+
+def _body(table: Table) -> list[list[str]]:
+    columns = table.study.columns
+    lines = []
+    for row in table.rows:
+        pairs = [
+            (ours(row.entries[key], column, bool(row.failures)), number(row.entries[key].paper, 2))
+            for key, column in columns.items()
+        ]
+        counts = [count(row.figure_of("parameters")), count(row.figure_of("state_bytes"))]
+        lines.append([_name(table, row), *(text for pair in pairs for text in pair), *counts])
+    return lines
+
+
+def _chance_line(table: Table) -> list[str]:
+    pairs = [
+        (number(table.chance.get(key), column.decimals), "") for key, column in table.study.columns.items()
+    ]
+    return ["chance", *(text for pair in pairs for text in pair), "", ""]
+
+
+def terminal(table: Table) -> RenderableType:
+    """The whole view for a terminal; 80 columns are enough."""
+    grid = RichTable(box=box.SIMPLE_HEAD, title=title(table), title_justify="left", padding=(0, 0, 0, 1))
+    grid.pad_edge = False
+    grid.add_column("", no_wrap=True)
+    for column in table.study.columns.values():
+        grid.add_column(heading(column).replace(" ", "\n", 1), justify="right", no_wrap=True)
+        grid.add_column("paper", justify="right", style="dim", no_wrap=True, vertical="bottom")
+    grid.add_column("para-\nmeters", justify="right")
+    grid.add_column("state\nbytes", justify="right")
+    body = _body(table)
+    for row, line in zip(table.rows, body, strict=True):
+        grid.add_row(*line, style="dim" if row.row.reference else "")
+    grid.add_section()
+    grid.add_row(*_chance_line(table), style="italic dim")
+    notes = [Text(note, style="dim") for note in footnotes(table)]
+    return Group(grid, *(Text(line) for line in summary_lines(table)), *notes)
+
+
+def _times(value: float | None) -> str:
+    if value is None:
+        return "—"
+    return "∞" if math.isinf(value) else f"{value:.1f}"
+
+
+def summary_line(table: Table, found: Discrimination) -> str:
+    """One sentence on how far a column tells the rows apart."""
+    column = table.study.columns[found.column]
+    line = f"{column.title}: best {found.best}, worst {found.worst}"
+    if found.gap is not None:
+        line += f", {_times(found.gap)} pooled sd apart ({_times(found.pair_gap)} by these two rows' own sd)"
+    if found.above_chance is not None:
+        line += f"; {found.first} {_times(found.above_chance)} standard errors above chance"
+    return line
+
+
+def summary_lines(table: Table) -> list[str]:
+    """Whether each column discriminates, a line a column."""
+    return [summary_line(table, found) for found in discriminate(table)]
+
+
+def markdown(table: Table) -> str:
+    """The table as Markdown, with the notes and where its numbers come from."""
+    columns = table.study.columns.values()
+    heads = ["", *(text for c in columns for text in (heading(c), "paper")), "parameters", "state bytes"]
+    lines = [f"**{title(table)}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
+    lines += [_md(line) for line in _body(table)]
+    lines += [_md([f"*{text}*" if text else "" for text in _chance_line(table)]), ""]
+    lines += [f"- {line}" for line in (*summary_lines(table), *footnotes(table))]
+    lines += ["", "<details><summary>Where each number comes from</summary>", "", *_provenance(table), ""]
+    return "\n".join([*lines, "</details>", ""])
+
+
+def _md(fields: list[str]) -> str:
+    return "| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |"
+
+
+def _provenance(table: Table) -> list[str]:
+    lines = [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
+    for row in table.rows:
+        for result in row.results:
+            run = str(result.get("mlflow_run_id") or "—")
+            origin = [f"`{result['cell']}`", f"`{run}`", f"`{str(result['commit'])[:12]}`"]
+            lines.append(_md([row.row.name, str(result["seed"]), *origin]))
+    return lines
+
+
+def summary_csv(table: Table) -> str:
+    """A line for each row and column: mean, sd, seeds done, the paper's number."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["row", "column", "mean", "sd", "seeds", "chance", "paper", "parameters", "state_bytes"])
+    for row in table.rows:
+        sizes = [row.figure_of("parameters"), row.figure_of("state_bytes")]
+        for key, entry in row.entries.items():
+            numbers = [entry.mean, entry.sd, len(entry.values), table.chance.get(key), entry.paper, *sizes]
+            writer.writerow([row.row.name, key, *("" if value is None else value for value in numbers)])
+    return out.getvalue()
+
+
+def cells_csv(table: Table) -> str:
+    """A line for each finished cell: where it lies and what it measured."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns = list(table.study.columns)
+    fields = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
+    writer.writerow(["row", *fields, *columns])
+    for row in table.rows:
+        for result in row.results:
+            values = [result.get(name, "") for name in fields]
+            writer.writerow([row.row.name, *values, *(result["columns"].get(c, "") for c in columns)])
+    return out.getvalue()

@@ -1,0 +1,216 @@
+"""A study file: a grid of runs as data, checked whole before anything runs.
+
+A run is ``base``, then the scale's fragment, then the row's ``set``, then ``--set`` of the command line,
+each laid over the one before. Its name comes later, when the data are prepared and have a fingerprint.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue
+
+from titans_core.config import Frozen, PositiveInt
+from titans_platform.config import DataConfig, RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.loading import apply_override, nearest, read_yaml, validate
+from titans_platform.study.cells import CellFolder
+
+Fragment = dict[str, JsonValue]
+
+
+class Resources(Frozen):
+    """What one cell asks of the machine; no number it gives depends on them, so no name does."""
+
+    workers: PositiveInt = 1
+    cpus_per_worker: PositiveInt = 1
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+
+
+class Scale(Frozen):
+    """One size of the study: a RunConfig fragment, the seeds, the resources."""
+
+    about: str = ""
+    comparable: bool = False
+    """Whether the columns measure what the paper's do; where not, the table says so."""
+    note: str = ""
+    """What the columns are at this scale, printed under the table."""
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    resources: Resources = Resources()
+    model: Fragment = {}
+    data: Fragment = {}
+    optim: Fragment = {}
+    eval: Fragment = {}
+    threads: PositiveInt = 1
+
+    def fragment(self) -> dict[str, Any]:
+        """The part of a RunConfig this scale lays over the base."""
+        parts = {"model": self.model, "data": self.data, "optim": self.optim, "eval": self.eval}
+        return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
+
+
+class Row(Frozen):
+    """One row of the table: a name, what it changes, what the paper printed for it."""
+
+    name: str
+    set: Fragment = {}
+    paper: dict[str, float | None] = {}
+    reference: bool = False
+    """A row shown for comparison that the paper's table does not have: left out of best and worst."""
+
+
+class Column(Frozen):
+    """How a column is shown, and which way is better."""
+
+    title: str
+    unit: str = ""
+    higher_is_better: bool = True
+    decimals: Annotated[int, Field(ge=0)] = 1
+
+
+class Study(Frozen):
+    """A study file, whole."""
+
+    name: str
+    description: str = ""
+    columns: Annotated[dict[str, Column], Field(min_length=1)]
+    base: Fragment = {}
+    scales: Annotated[dict[str, Scale], Field(min_length=1)]
+    rows: Annotated[tuple[Row, ...], Field(min_length=1)]
+
+    def scale(self, name: str) -> Scale:
+        """A scale by name; UsageError with the nearest name where there is none."""
+        return self.scales[pick(name, self.scales, "scale", self.name)]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid; ``name`` is None until its data are prepared."""
+
+    row: str
+    seed: int
+    config: RunConfig
+    name: str | None = None
+
+    def folder(self, root: Path) -> CellFolder:
+        """Where the cell lives under a storage root."""
+        assert self.name is not None, "a cell has no folder before its data are prepared"
+        return CellFolder(root, self.name)
+
+
+def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
+    """``name`` if it is known, in any capitals; else a UsageError that names the nearest one."""
+    folded = {item.casefold(): item for item in known}
+    if name.casefold() not in folded:
+        raise UsageError(f"{where}: no {what} {name!r}; {nearest(name, folded.values())}")
+    return folded[name.casefold()]
+
+
+def study_folders() -> list[Path]:
+    """Where studies are looked up by name, the first that has it wins."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[1] / "sweeps"
+    return [Path.cwd() / "sweeps", package / "_shipped" / "sweeps", checkout]
+
+
+def find_study(name: str) -> Path:
+    """The file of a study given by name or by path."""
+    if name.endswith((".yaml", ".yml")) or os.sep in name:
+        if not Path(name).is_file():
+            raise UsageError(f"study: no file {name}")
+        return Path(name)
+    found = known_studies()
+    return found[pick(name, found, "study", "sweeps")]
+
+
+def known_studies() -> dict[str, Path]:
+    """Every study that can be given by name, and its file."""
+    files: dict[str, Path] = {}
+    for folder in study_folders():
+        for path in sorted(folder.glob("*.yaml")):
+            files.setdefault(path.stem, path)
+    return files
+
+
+def load_study(name: str) -> Study:
+    """Read a study by name or path; UsageError, one line, for anything wrong in it."""
+    path = find_study(name)
+    study = validate(Study, read_yaml(path), path.name)
+    rows = [row.name for row in study.rows]
+    twice = sorted({row for row in rows if rows.count(row) > 1})
+    if twice:
+        raise UsageError(f"{path.name}: rows: {twice[0]!r} is there twice; give each row its own name")
+    for row in study.rows:
+        for column in row.paper:
+            pick(column, study.columns, f"column (row {row.name!r}, paper)", path.name)
+    return study
+
+
+def expand(
+    study: Study,
+    scale_name: str,
+    *,
+    rows: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+) -> list[Cell]:
+    """The cells of a scale, seed by seed so that a whole table of one seed is there first.
+
+    Every row is checked, also those that ``rows`` leaves out. ``seeds`` replaces the scale's own;
+    ``overrides`` are ``a.b=c`` and come last.
+    """
+    scale = study.scale(scale_name)
+    configs = {row.name: _resolve(study, scale_name, row, overrides) for row in study.rows}
+    chosen = [pick(row, configs, "row", study.name) for row in rows] or list(configs)
+    ordered = [row for row in configs if row in chosen]
+    return [
+        Cell(row, seed, configs[row].model_copy(update={"seed": seed}))
+        for seed in dict.fromkeys(seeds or scale.seeds)
+        for row in ordered
+    ]
+
+
+def _resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str]) -> RunConfig:
+    where = f"{study.name}, scale {scale_name}, row {row.name!r}"
+    fragment: dict[str, Any] = {}
+    for layer in (study.base, study.scales[scale_name].fragment(), row.set):
+        fragment = overlay(fragment, layer)
+    for override in overrides:
+        apply_override(fragment, override)
+    try:
+        config = validate(RunConfig, fragment)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    missing = [column for column in study.columns if column not in config.eval.columns]
+    if missing:
+        raise UsageError(f"{where}: eval.columns.{missing[0]}: the table has this column; list its tasks")
+    return config
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``: mappings key by key, everything else replaced; keys may be dotted."""
+    merged = copy.deepcopy(dict(below))
+    for dotted, value in above.items():
+        key, _, rest = dotted.partition(".")
+        value = {rest: value} if rest else value
+        under = merged.get(key)
+        if isinstance(value, Mapping):
+            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def name_cells(
+    cells: Iterable[Cell], fingerprint: Callable[[DataConfig], str], eval_version: str
+) -> list[Cell]:
+    """The same cells with their names, given the fingerprint of prepared data."""
+    return [
+        replace(cell, name=cell.config.fingerprint(fingerprint(cell.config.data), eval_version))
+        for cell in cells
+    ]

@@ -1,0 +1,205 @@
+"""The table in numbers: means and spreads over seeds, chance levels, and whether the columns discriminate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number of the table: a column's value over the seeds of a row."""
+
+    values: tuple[float, ...]
+    wanted: int
+    paper: float | None = None
+    item_stderr: float = 0.0
+    """Standard error of the mean that comes from the number of items asked, without that of seeds."""
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the seeds that are done, None where there is none."""
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def sd(self) -> float | None:
+        """Sample standard deviation over seeds, None for fewer than two."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def stderr(self) -> float:
+        """Standard error of the mean: the larger of what seeds and what items give."""
+        over_seeds = self.sd / math.sqrt(len(self.values)) if self.sd is not None else 0.0
+        return max(over_seeds, self.item_stderr)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row: its entries by column, and the cells they come from."""
+
+    row: Row
+    cells: tuple[Cell, ...]
+    results: tuple[dict[str, Any], ...]
+    failures: tuple[str, ...] = ()
+    entries: dict[str, Entry] = field(default_factory=dict)
+    stale: tuple[str, ...] = ()
+    """Short commits, other than the present one, that made some of its cells."""
+
+    def figure_of(self, key: str) -> int | None:
+        """``parameters`` or ``state_bytes`` of the row's model, from its results."""
+        return next((int(result[key]) for result in self.results if result.get(key) is not None), None)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A study at one scale, as far as its cells are done."""
+
+    study: Study
+    scale_name: str
+    rows: tuple[TableRow, ...]
+    chance: dict[str, float]
+    commit: str
+
+    @property
+    def scale(self) -> Scale:
+        """The scale's own entry in the study file."""
+        return self.study.scales[self.scale_name]
+
+    @property
+    def missing(self) -> int:
+        """Cells that have no result."""
+        return sum(len(row.cells) - len(row.results) for row in self.rows)
+
+
+def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path, commit: str) -> Table:
+    """Read the results of named cells and put them in the study's row order."""
+    by_row: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_row.setdefault(cell.row, []).append(cell)
+    rows = [
+        _table_row(row, study.columns, by_row[row.name], root, commit)
+        for row in study.rows
+        if row.name in by_row
+    ]
+    return Table(study, scale_name, tuple(rows), _chance(rows), commit)
+
+
+def _table_row(
+    row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
+) -> TableRow:
+    found = [cell.folder(root).shown_result() for cell in cells]
+    results = tuple(result for result in found if result is not None)
+    unfinished = [cell for cell, result in zip(cells, found, strict=True) if result is None]
+    failures = tuple(
+        str(failure["reason"]) for cell in unfinished if (failure := cell.folder(root).failure())
+    )
+    stale = sorted({str(result["commit"]) for result in results} - {commit})
+    entries = {
+        column: _entry(column, results, len(cells), row.paper.get(column)) for column in columns
+    }
+    return TableRow(row, tuple(cells), results, failures, entries, tuple(stale))
+
+
+def _entry(column: str, results: Iterable[dict[str, Any]], wanted: int, paper: float | None) -> Entry:
+    kept = [result for result in results if _finite(result["columns"].get(column))]
+    values = tuple(float(result["columns"][column]) for result in kept)
+    errors = [column_stderr(column, result.get("tasks", {})) for result in kept]
+    item_stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if errors else 0.0
+    return Entry(values, wanted, paper, item_stderr)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
+    """Standard error of a column's value in one cell, from its items.
+
+    A column is the mean of its tasks and a task the mean over its lengths; ``tasks`` maps
+    ``column/task@length`` to what was measured there. 0 where nothing gives a standard error.
+    """
+    by_task: dict[str, list[float]] = {}
+    for key, measured in tasks.items():
+        owner, _, task = key.partition("/")
+        if owner == column and measured.get("stderr") is not None:
+            by_task.setdefault(task.rpartition("@")[0] or task, []).append(float(measured["stderr"]))
+    variances = [sum(error**2 for error in errors) / len(errors) ** 2 for errors in by_task.values()]
+    return math.sqrt(sum(variances)) / len(variances) if variances else 0.0
+
+
+def _chance(rows: Iterable[TableRow]) -> dict[str, float]:
+    levels: dict[str, float] = {}
+    for row in rows:
+        for result in row.results:
+            levels.update({column: v for column, v in result.get("chance", {}).items() if _finite(v)})
+    return levels
+
+
+@dataclass(frozen=True)
+class Discrimination:
+    """How far a column tells the rows apart, reference rows left out."""
+
+    column: str
+    best: str
+    worst: str
+    gap: float | None
+    """Best minus worst in standard deviations pooled over all rows; None without two seeds anywhere."""
+    pair_gap: float | None
+    """The same with the deviation of these two rows alone."""
+    above_chance: float | None
+    """The first row's distance above chance in its standard errors; None where chance has no meaning."""
+    first: str = ""
+
+
+def discriminate(table: Table) -> list[Discrimination]:
+    """One summary a column that has at least two rows with numbers."""
+    found = [_discriminate(table, column) for column in table.study.columns]
+    return [summary for summary in found if summary is not None]
+
+
+def _discriminate(table: Table, column: str) -> Discrimination | None:
+    entries = {row.row.name: row.entries[column] for row in table.rows if not row.row.reference}
+    means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
+    if len(means) < 2:
+        return None
+    sign = 1 if table.study.columns[column].higher_is_better else -1
+    best = max(means, key=lambda name: sign * means[name])
+    worst = min(means, key=lambda name: sign * means[name])
+    distance = abs(means[best] - means[worst])
+    first = table.rows[0].row.name
+    return Discrimination(
+        column,
+        best,
+        worst,
+        _ratio(distance, pooled_sd(entries.values())),
+        _ratio(distance, pooled_sd((entries[best], entries[worst]))),
+        _above_chance(table, column, entries.get(first)),
+        first,
+    )
+
+
+def pooled_sd(entries: Iterable[Entry]) -> float | None:
+    """Standard deviation over seeds pooled over rows, weighted by degrees of freedom; None without any."""
+    spread = [(len(e.values) - 1, e.sd) for e in entries if e.sd is not None]
+    freedom = sum(n for n, _ in spread)
+    return math.sqrt(sum(n * sd**2 for n, sd in spread) / freedom) if freedom else None
+
+
+def _ratio(distance: float, sd: float | None) -> float | None:
+    if sd is None:
+        return None
+    return distance / sd if sd > 0 else math.inf
+
+
+def _above_chance(table: Table, column: str, entry: Entry | None) -> float | None:
+    level = table.chance.get(column)
+    if entry is None or entry.mean is None or level is None:
+        return None
+    sign = 1 if table.study.columns[column].higher_is_better else -1
+    return _ratio(sign * (entry.mean - level), entry.stderr)

@@ -1,0 +1,109 @@
+"""What a model is, in data: every component a field that can be switched off."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Frozen(BaseModel):
+    """Base of all configs: immutable, no unknown keys, no silent coercion of strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class MemoryConfig(Frozen):
+    """The neural long-term memory of Sections 3.1, 3.2 and 4.4.
+
+    The memory of one head is an MLP of ``depth`` layers from ``head_dim`` to ``head_dim`` whose hidden
+    layers are ``expansion * head_dim`` wide; its weights are the recurrent state.
+    """
+
+    depth: PositiveInt = 2
+    """L_M, the number of layers of the memory; 1 is a linear memory."""
+    heads: PositiveInt = 4
+    head_dim: PositiveInt | None = None
+    """Width of a head; ``d_model // heads`` where None."""
+    expansion: PositiveInt = 1
+    """Hidden width of the memory over its head width."""
+    chunk_size: PositiveInt = 64
+    """The paper's b (eq. 16): gradients of a chunk are taken at the weights it starts from."""
+    activation: Literal["silu", "gelu", "identity"] = "silu"
+    """Non-linearity between the layers of the memory."""
+    momentum: bool = True
+    """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
+    decay: bool = True
+    """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
+    conv: bool = True
+    """Causal depthwise convolution after each of the q, k, v projections."""
+    conv_kernel: PositiveInt = 4
+    qk_norm: bool = True
+    """L2-normalise queries and keys."""
+    value_norm: bool = True
+    """L2-normalise values, so that a bound on the surprise means the same in every layer."""
+    output_norm: bool = True
+    output_gate: bool = True
+    gates_per: Literal["token", "chunk"] = "token"
+    """alpha, eta, theta as functions of the token, or one value a chunk (Section 3.2)."""
+    max_theta: Annotated[float, Field(gt=0)] = 0.5
+    """Upper end of the inner learning rate theta_t."""
+    surprise_bound: Annotated[float, Field(gt=0)] | None = 1.0
+    """Bound c on each token's surprise; None is the paper's unbounded rule."""
+    backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
+
+
+class AttentionConfig(Frozen):
+    """The short-term memory: softmax attention with rotary positions."""
+
+    heads: PositiveInt = 4
+    window: PositiveInt | None = None
+    """Tokens a query sees, itself included; None: all before it."""
+    segment_size: PositiveInt | None = None
+    """Segment of MAC, in tokens; a multiple of the memory's chunk_size."""
+    rope_base: Annotated[float, Field(gt=0)] = 10_000.0
+
+
+class ModelConfig(Frozen):
+    """A language model: ``n_layers`` blocks of one variant between an embedding and a head."""
+
+    variant: str = "lmm"
+    """A name in the block registry: lmm, mac, mag, mal, transformer."""
+    vocab_size: PositiveInt = 32_000
+    d_model: PositiveInt = 256
+    n_layers: PositiveInt = 4
+    persistent_tokens: Annotated[int, Field(ge=0)] = 4
+    """N_p of eq. 19, in every block; 0 switches persistent memory off."""
+    mlp_expansion: Annotated[float, Field(ge=0)] = 8 / 3
+    """Hidden width of the SwiGLU layer of a block over d_model; 0 leaves the layer out."""
+    tie_embeddings: bool = True
+    memory: MemoryConfig = MemoryConfig()
+    attention: AttentionConfig = AttentionConfig()
+
+    @model_validator(mode="after")
+    def _widths_fit(self) -> ModelConfig:
+        if self.memory.head_dim is None and self.d_model % self.memory.heads:
+            raise ValueError(f"memory.heads: {self.memory.heads} does not divide d_model {self.d_model}")
+        if self.d_model % self.attention.heads:
+            raise ValueError(
+                f"attention.heads: {self.attention.heads} does not divide d_model {self.d_model}"
+            )
+        if (self.d_model // self.attention.heads) % 2:
+            raise ValueError("attention.heads: rotary positions need an even head width")
+        if self.variant == "mac":
+            segment = self.attention.segment_size
+            if segment is None:
+                raise ValueError("attention.segment_size: variant mac needs one")
+            if segment % self.memory.chunk_size:
+                raise ValueError(
+                    f"attention.segment_size: {segment} is not a multiple of memory.chunk_size "
+                    f"{self.memory.chunk_size}"
+                )
+        return self
+
+    @property
+    def memory_head_dim(self) -> int:
+        """Width of one memory head, in features."""
+        return self.memory.head_dim or self.d_model // self.memory.heads
