@@ -1,0 +1,24 @@
+"""Titans: models whose long-term memory is a small network that keeps learning while it reads."""
+
+from titans_core import presets
+from titans_core.blocks import BLOCKS
+from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
+from titans_core.documents import Documents
+from titans_core.memory import MemoryCache, NeuralMemory
+from titans_core.model import LanguageModel, ModelOutput, ModelState
+from titans_core.telemetry import record
+
+__all__ = [
+    "BLOCKS",
+    "AttentionConfig",
+    "Documents",
+    "LanguageModel",
+    "MemoryCache",
+    "MemoryConfig",
+    "ModelConfig",
+    "ModelOutput",
+    "ModelState",
+    "NeuralMemory",
+    "presets",
+    "record",
+]

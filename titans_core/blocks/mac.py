@@ -1,0 +1,99 @@
+"""MAC, memory as context: each segment is read with what the memory holds of those before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_core.attention import Attention, KeyCache
+from titans_core.blocks.base import EPS, Block, Place
+from titans_core.config import ModelConfig
+from titans_core.documents import Documents
+from titans_core.layers import Gate
+from titans_core.memory import Carries, MemoryCache, NeuralMemory
+from titans_kernels.memory.layout import packed
+
+
+class MACState(NamedTuple):
+    """``written`` follows the stream of attention outputs; ``segment`` is the memory the open segment reads.
+
+    ``open_keys`` are the keys of the open segment, of its reads and of its tokens; ``seen`` its tokens.
+    """
+
+    written: MemoryCache
+    segment: MemoryCache
+    read_carries: Carries
+    open_keys: tuple[KeyCache, KeyCache] | None
+    seen: int
+
+
+class MAC(Block):
+    """Segments Z in turn: r = M(q) before it, y = Attn([p] || r || Z), o = y gated by M_i(y_i) (eqs. 21-25).
+
+    Only y at Z's positions is written, and each y_i is read at the weights that hold y_1 .. y_i.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        assert config.attention.segment_size is not None  # ModelConfig has seen to it
+        self.segment_size = config.attention.segment_size
+        self.attention = Attention(config.d_model, config.attention)
+        self.memory = NeuralMemory(config.d_model, config.memory, EPS)
+        self.gate = Gate(config.d_model, EPS)
+
+    def mix(self, x_BTD: Tensor, state: MACState | None, place: Place) -> tuple[Tensor, MACState | None]:  # noqa: D102
+        if place.documents is not None:
+            return self._packed(x_BTD, place.documents), None
+        state = state or self._start(x_BTD.shape[0])
+        first = self.segment_size - state.seen
+        sizes, rest = [min(first, x_BTD.shape[1])], x_BTD.shape[1] - first
+        while rest > 0:
+            sizes.append(min(self.segment_size, rest))
+            rest -= self.segment_size
+        position = place.position_BT.expand(x_BTD.shape[0], -1)
+        outputs = []
+        for part, at in zip(x_BTD.split(sizes, 1), position.split(sizes, 1), strict=True):
+            o, state = self._segment(part, state, at)
+            outputs.append(o)
+        return torch.cat(outputs, 1), state
+
+    def state_bytes(self, length: int) -> int:  # noqa: D102
+        keys = 4 * min(length, self.segment_size) * self.gate.memory_norm.weight.numel()
+        return self.memory.state_bytes() + keys * self.memory.w_k.weight.element_size()
+
+    def _start(self, batch: int) -> MACState:
+        cache = self.memory.start(batch)
+        return MACState(cache, cache, cache.carries, None, 0)
+
+    def _segment(self, z_BTD: Tensor, state: MACState, position_BT: Tensor) -> tuple[Tensor, MACState]:
+        """The next tokens of a segment, at most to its end."""
+        r, carries = self.memory.read(z_BTD, state.segment, state.read_carries)
+        y, keys = self.attention.segment(z_BTD, r, position_BT, state.open_keys, self.persistent_PD)
+        m, written = self.memory(y, state.written)
+        o, seen = self.gate(y, m), state.seen + z_BTD.shape[1]
+        if seen == self.segment_size:  # a multiple of the chunk: nothing of it is still open
+            return o, MACState(written, written, carries, None, 0)
+        return o, MACState(written, state.segment, carries, keys, seen)
+
+    def _packed(self, x_BTD: Tensor, documents: Documents) -> Tensor:
+        """All documents' first segments, then all second ones; those that have ended drop out."""
+        layout = packed(documents.cu_seqlens, self.segment_size)
+        flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
+        segments_MTD = layout.split(flat)[:, 0]
+        state, outputs, first = self._start(layout.documents), [], 0
+        for step, rows in enumerate(layout.rows):
+            state = _first_rows(state, rows)
+            at = torch.arange(self.segment_size, device=x_BTD.device) + step * self.segment_size
+            o, state = self._segment(segments_MTD[first : first + rows], state, at[None])
+            outputs.append(o)
+            first += rows
+        return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)
+
+
+def _first_rows(state: MACState, rows: int) -> MACState:
+    """Cut to the documents that are still running; all have just ended a segment."""
+    cut = lambda tree: torch.utils._pytree.tree_map(lambda t: t[:rows], tree)  # noqa: E731
+    written = cut(state.written)
+    return MACState(written, written, cut(state.read_carries), None, 0)

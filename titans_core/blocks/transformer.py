@@ -1,0 +1,25 @@
+"""Transformer++, the baseline of every table: attention alone (rotary positions, RMSNorm, SwiGLU)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from titans_core.attention import Attention, KeyCache
+from titans_core.blocks.base import Block, Place
+from titans_core.config import ModelConfig
+
+
+class Transformer(Block):
+    """Causal attention over ``attention.window`` tokens, all of them where it is None."""
+
+    uses_persistent = False
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.attention = Attention(config.d_model, config.attention)
+
+    def mix(self, x_BTD: Tensor, state: KeyCache | None, place: Place) -> tuple[Tensor, KeyCache | None]:  # noqa: D102
+        return self.attention(x_BTD, place.position_BT, state, documents=place.documents)
+
+    def state_bytes(self, length: int) -> int:  # noqa: D102
+        return self.attention.state_bytes(length)

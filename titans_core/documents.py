@@ -1,0 +1,31 @@
+"""Borders of packed documents: everything that must start afresh where one text ends and another begins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """Documents of a packed batch [B, T], seen as one row of B * T tokens.
+
+    Each row starts a document, so no document crosses from one row of the batch into another.
+    """
+
+    cu_seqlens: Tensor  # [N + 1] borders in the flattened batch, int32
+    position_BT: Tensor  # place of each token within its document
+    index_BT: Tensor  # which document a token belongs to
+
+    @staticmethod
+    def from_starts(starts_BT: Tensor) -> Documents:
+        """From a mask that is True where a document begins; the first token of a row always does."""
+        starts = starts_BT.clone()
+        starts[:, 0] = True
+        flat = starts.flatten()
+        first = torch.nonzero(flat).flatten()
+        index = flat.cumsum(0) - 1
+        position = torch.arange(flat.numel(), device=flat.device) - first[index]
+        borders = torch.cat([first, first.new_tensor([flat.numel()])]).to(torch.int32)
+        return Documents(borders, position.view_as(starts_BT), index.view_as(starts_BT))

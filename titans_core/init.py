@@ -1,0 +1,72 @@
+"""All initialisation, in one place.
+
+| parameter | start |
+|---|---|
+| embedding | normal, std 0.02 (tied: the head too) |
+| linear layers | normal, std 1 / sqrt(fan in) |
+| layers that write to the residual stream (w_o, mlp.down) | the same over sqrt(2 n_layers) |
+| head, where not tied | normal, std 0.02 |
+| norms | 1 |
+| convolutions | the token itself (weight 1), earlier ones normal, std 0.1 |
+| M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
+| persistent tokens | normal, std 1, as large as the normalised input they stand before |
+| alpha | weight 0.02, bias -4: a token forgets 2% |
+| eta | weight 0.02, bias 0: half of the past surprise is kept |
+| theta | weight 0.02, bias -1: 0.27 of max_theta |
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from titans_core.attention import Attention
+from titans_core.blocks import Block
+from titans_core.layers import CausalConv, SwiGLU
+from titans_core.memory import NeuralMemory
+
+ALPHA_BIAS = -4.0
+ETA_BIAS = 0.0
+THETA_BIAS = -1.0
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, n_layers: int) -> None:
+    """Set every parameter of a `LanguageModel`, or of a block, from the global random state."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, CausalConv):
+            nn.init.normal_(module.weight_KC, std=0.1)
+            module.weight_KC[0] = 1.0
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+    for module in model.modules():
+        _special(module, n_layers)
+
+
+def _special(module: nn.Module, n_layers: int) -> None:
+    if isinstance(module, NeuralMemory):
+        _memory(module)
+    if isinstance(module, Block) and module.persistent_PD is not None:
+        nn.init.normal_(module.persistent_PD)
+    if isinstance(module, (Attention, NeuralMemory)):
+        module.w_o.weight.div_(math.sqrt(2 * n_layers))
+    if isinstance(module, SwiGLU):
+        module.down.weight.div_(math.sqrt(2 * n_layers))
+
+
+def _memory(memory: NeuralMemory) -> None:
+    for W in memory.initial_weights:
+        nn.init.normal_(W, std=W.shape[-2] ** -0.5)
+    memory.initial_weights[-1].mul_(0.1)
+    biases = {"alpha": ALPHA_BIAS, "eta": ETA_BIAS, "theta": THETA_BIAS}
+    for name, bias in biases.items():
+        gate = getattr(memory, name)
+        if gate is not None:
+            nn.init.normal_(gate.weight, std=0.02)
+            nn.init.constant_(gate.bias, bias)

@@ -1,0 +1,87 @@
+"""Small layers shared by the blocks.
+
+Shapes: B batch, T tokens, D model width, H heads, C channels, K convolution width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titans_core.documents import Documents
+
+
+class CausalConv(nn.Module):
+    """Depthwise convolution over the last K tokens; starts afresh at each document."""
+
+    def __init__(self, channels: int, kernel: int):
+        super().__init__()
+        self.weight_KC = nn.Parameter(torch.empty(kernel, channels))
+
+    def forward(
+        self, x_BTC: Tensor, carry_BKC: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """y_t = sum_j w_j x_{t-j}.
+
+        ``carry_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
+        when packed). Returns y and the carry after the last token.
+        """
+        kernel, T = self.weight_KC.shape[0], x_BTC.shape[1]
+        padded = torch.cat([carry_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
+        y = self.weight_KC[0] * x_BTC
+        for j in range(1, kernel):
+            shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
+            if documents is not None:
+                shifted = self._reset(shifted, carry_BKC, documents.position_BT, j)
+            y = torch.addcmul(y, self.weight_KC[j], shifted)
+        return y, padded[:, T:]
+
+    def _reset(self, shifted: Tensor, carry: Tensor, position: Tensor, j: int) -> Tensor:
+        """Where fewer than j tokens of the document have been, the carry stands before it."""
+        before = carry[0, (self.weight_KC.shape[0] - 1 + position - j).clamp(0, carry.shape[1] - 1)]
+        return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
+
+    def no_carry(self, batch: int) -> Tensor:
+        """Zeros before the first token, [B, K - 1, C]."""
+        kernel, channels = self.weight_KC.shape
+        return self.weight_KC.new_zeros(batch, kernel - 1, channels)
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward layer of Llama: (silu(x W_1) * x W_2) W_3."""
+
+    def __init__(self, d_model: int, expansion: float):
+        super().__init__()
+        # a multiple of 16 that tensor cores like, at every scale
+        hidden = max(16, 16 * round(expansion * d_model / 16))
+        self.gate = nn.Linear(d_model, hidden, bias=False)
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.down = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Gate(nn.Module):
+    """The gate of MAC and MAG (eqs. 25, 28): both branches normalised with learned vectors, one gating."""
+
+    def __init__(self, d_model: int, eps: float = 1e-6):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(d_model, eps=eps)
+        self.memory_norm = nn.RMSNorm(d_model, eps=eps)
+
+    def forward(self, attention_BTD: Tensor, memory_BTD: Tensor) -> Tensor:
+        """[B, T, D] and [B, T, D] to [B, T, D]."""
+        return self.attention_norm(attention_BTD) * F.silu(self.memory_norm(memory_BTD))
+
+
+def rotate(x_BHTD: Tensor, position_BT: Tensor, base: float) -> Tensor:
+    """Rotary position embedding; ``position_BT`` is [B, T] or [1, T], angles in float32."""
+    half = x_BHTD.shape[-1] // 2
+    exponent = torch.arange(half, device=x_BHTD.device, dtype=torch.float32) / half
+    angle = position_BT[:, None, :, None].float() * base**-exponent
+    cos, sin = angle.cos().to(x_BHTD.dtype), angle.sin().to(x_BHTD.dtype)
+    left, right = x_BHTD[..., :half], x_BHTD[..., half:]
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)

@@ -1,0 +1,253 @@
+"""The neural long-term memory as a plain layer on any [B, T, D] input (Sections 3.1, 3.2, 4.4).
+
+Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E channels, K convolution width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titans_core.config import MemoryConfig
+from titans_core.documents import Documents
+from titans_core.layers import CausalConv
+from titans_kernels import MemoryState, neural_memory, read_memory
+
+Carries = dict[str, Tensor]
+
+
+class Writes(NamedTuple):
+    """What tokens write with: k, v [B, T, H, E] and the gates [B, T, H]."""
+
+    k: Tensor
+    v: Tensor
+    alpha: Tensor
+    eta: Tensor
+    theta: Tensor
+
+
+class MemoryCache(NamedTuple):
+    """All that a sequence leaves behind, wherever it is cut.
+
+    ``start`` is the memory where the open chunk began; ``open`` are that chunk's tokens, whose gradients
+    are taken at ``start`` and which are therefore written anew with the tokens that complete the chunk.
+    """
+
+    start: MemoryState
+    open: Writes
+    carries: Carries
+
+
+class NeuralMemory(nn.Module):
+    """Memory whose weights learn while it reads; every component is a switch of `MemoryConfig`.
+
+    Args:
+        d_model: width D of the input and output.
+        config: what the memory is made of; `heads * head_dim` channels where head_dim is set.
+        eps: of the output norm.
+    """
+
+    def __init__(self, d_model: int, config: MemoryConfig, eps: float = 1e-6):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim or d_model // config.heads
+        channels = config.heads * self.head_dim
+        self.w_q = nn.Linear(d_model, channels, bias=False)
+        self.w_k = nn.Linear(d_model, channels, bias=False)
+        self.w_v = nn.Linear(d_model, channels, bias=False)
+        if config.conv:
+            self.conv_q = CausalConv(channels, config.conv_kernel)
+            self.conv_k = CausalConv(channels, config.conv_kernel)
+            self.conv_v = CausalConv(channels, config.conv_kernel)
+        self.alpha = nn.Linear(d_model, config.heads) if config.decay else None
+        self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
+        self.theta = nn.Linear(d_model, config.heads)
+        hidden = config.expansion * self.head_dim
+        widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
+        self.initial_weights = nn.ParameterList(
+            torch.empty(config.heads, *pair) for pair in zip(widths, widths[1:], strict=False)
+        )
+        self.output_norm = nn.RMSNorm(self.head_dim, eps=eps) if config.output_norm else None
+        self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
+        self.w_o = nn.Linear(channels, d_model, bias=False)
+        self.recorder: list[dict[str, Tensor]] | None = None
+
+    def forward(
+        self, x_BTD: Tensor, cache: MemoryCache | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, MemoryCache | None]:
+        """Write and read each token: y_t = M_t(q_t) (eqs. 11-15), normalised, gated and projected.
+
+        Args:
+            x_BTD: [B, T, D].
+            cache: from `start` or an earlier call, cut anywhere; None starts from the initial weights.
+            documents: borders of packed documents; each starts from ``cache``, which must then be fresh.
+
+        Returns:
+            [B, T, D] and the cache after the last token, None when packed.
+        """
+        if documents is not None:
+            return self._packed(x_BTD, cache or self.start(1), documents), None
+        cache = cache or self.start(x_BTD.shape[0])
+        q, carries = self._queries(x_BTD, cache.carries)
+        new, carries = self._writes(x_BTD, carries)
+        writes = Writes(*(torch.cat(pair, 1) for pair in zip(cache.open, new, strict=True)))
+        writes = self._per_chunk(writes)
+        opened = cache.open.k.shape[1]
+        q_all = torch.cat([torch.zeros_like(cache.open.k), q], 1) if opened else q
+        y, cache = self._advance(q_all, writes, cache.start, carries)
+        return self._output(y[:, opened:], x_BTD), cache
+
+    def read(self, x_BTD: Tensor, cache: MemoryCache, carries: Carries) -> tuple[Tensor, Carries]:
+        """M(q) at the weights ``cache`` starts from, without a write (eq. 21); own convolution carries."""
+        q, carries = self._queries(x_BTD, carries)
+        y = read_memory(q, cache.start.weights, activation=self.config.activation)
+        return self._output(y, x_BTD), carries
+
+    def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
+        """The cache before the first token: the initial weights, after the persistent tokens if given.
+
+        The prefix is written as chunks of its own, so the sequence starts on a chunk border. It is the
+        same for every row and document, so it is written once.
+        """
+        H, E, x = self.config.heads, self.head_dim, self.w_k.weight
+        weights = tuple(self.initial_weights)
+        carries = {n: getattr(self, f"conv_{n}").no_carry(1) for n in "qkv"} if self.config.conv else {}
+        empty = Writes(*[x.new_zeros(1, 0, H, E)] * 2, *[x.new_zeros(1, 0, H)] * 3)
+        state = MemoryState(
+            tuple(W[None].to(_state_dtype(x)) for W in weights),
+            tuple(torch.zeros_like(W, dtype=_state_dtype(x))[None] for W in weights),
+        )
+        if prefix_PD is not None and prefix_PD.shape[0]:
+            prefix = prefix_PD[None]
+            q, carries = self._queries(prefix, carries)
+            writes, carries = self._writes(prefix, carries)
+            _, state = self._operate(q, self._per_chunk(writes), state)
+        grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
+        state = MemoryState(*(tuple(map(grow, part)) for part in state))
+        return MemoryCache(state, Writes(*map(grow, empty)), {n: grow(c) for n, c in carries.items()})
+
+    def state_bytes(self) -> int:
+        """Bytes one sequence carries from token to token: weights, momentum, convolution inputs."""
+        memory = sum(W.numel() for W in self.initial_weights) * (2 if self.config.momentum else 1)
+        carried = sum(getattr(self, f"conv_{n}").no_carry(1).numel() for n in "qkv") if self.config.conv else 0
+        return 4 * memory + self.w_k.weight.element_size() * carried
+
+    def _queries(
+        self, x: Tensor, carries: Carries, documents: Documents | None = None
+    ) -> tuple[Tensor, Carries]:
+        q, carries = self._project(x, "q", carries, documents)
+        return (_unit(q) if self.config.qk_norm else q), carries
+
+    def _writes(
+        self, x: Tensor, carries: Carries, documents: Documents | None = None
+    ) -> tuple[Writes, Carries]:
+        k, carries = self._project(x, "k", carries, documents)
+        v, carries = self._project(x, "v", carries, documents)
+        k = _unit(k) if self.config.qk_norm else k
+        v = _unit(v) if self.config.value_norm else v
+        theta = self.config.max_theta * _gate(self.theta, x)
+        alpha = torch.zeros_like(theta) if self.alpha is None else _gate(self.alpha, x)
+        eta = torch.zeros_like(theta) if self.eta is None else _gate(self.eta, x)
+        return Writes(k, v, alpha, eta, theta), carries
+
+    def _project(
+        self, x: Tensor, name: str, carries: Carries, documents: Documents | None
+    ) -> tuple[Tensor, Carries]:
+        """Projection, SiLU, convolution, and the split into heads: [B, T, D] to [B, T, H, E]."""
+        y = F.silu(getattr(self, f"w_{name}")(x))
+        if self.config.conv:
+            y, carry = getattr(self, f"conv_{name}")(y, carries[name], documents)
+            carries = {**carries, name: carry}
+        return y.unflatten(-1, (self.config.heads, self.head_dim)), carries
+
+    def _per_chunk(self, writes: Writes, documents: Documents | None = None) -> Writes:
+        """One value of each gate a chunk, that of its first token, which keeps the layer causal."""
+        if self.config.gates_per == "token":
+            return writes
+        T, b = writes.k.shape[1], self.config.chunk_size
+        token = torch.arange(T, device=writes.k.device)
+        within = token if documents is None else documents.position_BT.flatten()
+        first = token - within % b
+        return Writes(writes.k, writes.v, *(gate[:, first] for gate in writes[2:]))
+
+    def _advance(
+        self, q: Tensor, writes: Writes, state: MemoryState, carries: Carries
+    ) -> tuple[Tensor, MemoryCache]:
+        """Write whole chunks into the state for good; the open chunk's tokens are kept beside it."""
+        whole = q.shape[1] // self.config.chunk_size * self.config.chunk_size
+        done, rest = Writes(*(w[:, :whole] for w in writes)), Writes(*(w[:, whole:] for w in writes))
+        outputs = []
+        if whole:
+            y, state = self._operate(q[:, :whole], done, state)
+            outputs.append(y)
+        if whole < q.shape[1]:
+            outputs.append(self._operate(q[:, whole:], rest, state)[0])
+        return torch.cat(outputs, 1), MemoryCache(state, rest, carries)
+
+    def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
+        carries = {name: carry[:1] for name, carry in cache.carries.items()}
+        q, _ = self._queries(x_BTD, carries, documents)
+        writes, _ = self._writes(x_BTD, carries, documents)
+        flat = Writes(*(w.flatten(0, 1)[None] for w in writes))
+        N = documents.cu_seqlens.numel() - 1
+        state = MemoryState(*(tuple(s[:1].expand(N, *s.shape[1:]) for s in part) for part in cache.start))
+        y, _ = self._operate(
+            q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
+        )
+        return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
+
+    def _operate(
+        self, q: Tensor, writes: Writes, state: MemoryState, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        c = self.config
+        call = lambda q: neural_memory(  # noqa: E731
+            q, *writes, state.weights, state.momentum, chunk_size=c.chunk_size, activation=c.activation,
+            surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
+        )  # fmt: skip
+        y, after = call(q)
+        if self.recorder is not None:
+            self._record(call, writes, after)
+        return y, after
+
+    @torch.no_grad()
+    def _record(self, call, writes: Writes, after: MemoryState) -> None:
+        """Telemetry; reading with the next token's key gives M_{t-1}(k_t), the prediction it surprises."""
+        assert self.recorder is not None
+        before, _ = call(torch.roll(writes.k, -1, 1))
+        error = (before[:, :-1] - writes.v[:, 1:]).float().square().sum(-1)
+        norm = lambda layers: torch.stack([s.square().sum((-1, -2, -3)) for s in layers]).sum(0).sqrt().mean()  # noqa: E731
+        self.recorder.append(
+            {
+                "surprise": error.mean() if error.numel() else error.new_zeros(()),
+                "alpha_mean": writes.alpha.mean(),
+                "eta_mean": writes.eta.mean(),
+                "theta_mean": writes.theta.mean(),
+                "weight_norm": norm(after.weights),
+                "momentum_norm": norm(after.momentum),
+            }
+        )
+
+    def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+        y = y_BTHE if self.output_norm is None else self.output_norm(y_BTHE)
+        y = y.flatten(-2).to(x_BTD.dtype)
+        if self.output_gate is not None:
+            y = y * F.silu(self.output_gate(x_BTD))
+        return self.w_o(y)
+
+
+def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A gate in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = _state_dtype(linear.weight)
+        return torch.sigmoid(F.linear(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1, eps=1e-6)
+
+
+def _state_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

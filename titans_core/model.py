@@ -1,0 +1,104 @@
+"""The language model: an embedding, blocks of one variant, a head."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titans_core.blocks import BLOCKS
+from titans_core.blocks.base import EPS, Place
+from titans_core.config import ModelConfig
+from titans_core.documents import Documents
+from titans_core.init import initialize
+
+
+class ModelState(NamedTuple):
+    """What a sequence leaves behind: tokens seen so far, and the state of each block."""
+
+    position: int
+    blocks: tuple[Any, ...]
+
+
+class ModelOutput(NamedTuple):
+    """Logits [B, T, V] and the state after the last token (None when packed)."""
+
+    logits: Tensor
+    state: ModelState | None
+
+
+class LanguageModel(nn.Module):
+    """Next-token logits from tokens.
+
+    Raises:
+        ValueError: the config's variant is not in the block registry.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        if config.variant not in BLOCKS:
+            raise ValueError(f"variant: {config.variant!r} is not one of {', '.join(BLOCKS)}")
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(BLOCKS[config.variant](config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=EPS)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        initialize(self, config.n_layers)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(
+        self, tokens_BT: Tensor, state: ModelState | None = None, *, document_starts: Tensor | None = None
+    ) -> ModelOutput:
+        """Logits of the token after each.
+
+        Args:
+            tokens_BT: [B, T] int64.
+            state: from an earlier call: the sequence goes on, cut anywhere.
+            document_starts: [B, T] bool, True where a packed document begins; memory, convolutions,
+                attention and positions start afresh there. Cannot be combined with ``state``.
+        """
+        if document_starts is not None and state is not None:
+            raise ValueError("document_starts: packed documents cannot continue a state")
+        place, start = self._place(tokens_BT, state, document_starts)
+        x = self.embedding(tokens_BT)
+        before = [None] * len(self.blocks) if state is None else state.blocks
+        after = []
+        for block, block_state in zip(self.blocks, before, strict=True):
+            x, block_state = block(x, block_state, place)
+            after.append(block_state)
+        end = None if place.documents else ModelState(start + tokens_BT.shape[1], tuple(after))
+        return ModelOutput(self.head(self.norm(x)), end)
+
+    def num_parameters(self) -> int:
+        """Trained numbers, a tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes one sequence carries after ``length`` tokens."""
+        return sum(block.state_bytes(length) for block in self.blocks)
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimiser groups: decay pulls on the matrices of linear layers and on nothing else.
+
+        Norms, biases, convolutions, gates' biases, persistent tokens, the embedding and M_0 keep their
+        scale: it means something in each of them.
+        """
+        decayed = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)}
+        decayed.discard(id(self.embedding.weight))
+        split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for p in self.parameters():
+            split[id(p) not in decayed].append(p)
+        return [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
+
+    def _place(
+        self, tokens: Tensor, state: ModelState | None, starts: Tensor | None
+    ) -> tuple[Place, int]:
+        if starts is not None:
+            documents = Documents.from_starts(starts)
+            return Place(documents.position_BT, documents), 0
+        start = 0 if state is None else state.position
+        return Place(torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]), start
