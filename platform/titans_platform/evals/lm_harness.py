@@ -1,0 +1,179 @@
+"""Adapter to lm-evaluation-harness (the extra `lm-eval`): its tasks, on this repository's models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from titans_core.config import Frozen
+from titans_platform.errors import UsageError
+from titans_platform.evals.choice import encode_pair
+from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.scoring import Request, Scorer
+
+MISSING = "task: lm_eval needs lm-evaluation-harness: pip install titans-lab[lm-eval]"
+CHANCES = {
+    "piqa": 1 / 2,
+    "hellaswag": 1 / 4,
+    "winogrande": 1 / 2,
+    "arc_easy": 1 / 4,
+    "arc_challenge": 1 / 4,
+    "social_iqa": 1 / 3,
+    # the share of yes in its validation set
+    "boolq": 0.6217,
+    "lambada_openai": 0.0,
+    "lambada_standard": 0.0,
+}
+
+
+class LmEvalOptions(Frozen):
+    """Which of the harness's tasks, by which metric."""
+
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
+    metric: str = "acc"
+    """A metric of every one of them, e.g. acc, acc_norm, perplexity, word_perplexity."""
+    chance: float | None = None
+    """What guessing gets; known for the tasks of the paper's Table 1 where None."""
+    num_fewshot: Annotated[int, Field(ge=0)] = 0
+
+
+class HarnessModel:
+    """The three questions the harness asks of a model, each a list of requests with `.args`.
+
+    Needs nothing of the harness, so that it can be read and tested without it.
+    """
+
+    def __init__(self, scorer: Scorer, max_length: int) -> None:
+        self.scorer = scorer
+        self.max_length = max_length
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood in nats, greedy decoding gives it) of each `(context, continuation)`."""
+        del disable_tqdm
+        tokenizer = self.scorer.tokenizer
+        pairs = [encode_pair(request.args[0], request.args[1], tokenizer) for request in requests]
+        return [(score.logprob, score.greedy) for score in self.scorer.score(pairs, self.max_length)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood in nats of each whole `(text,)`, in windows that do not overlap."""
+        del disable_tqdm
+        totals = []
+        for request in requests:
+            tokens = self.scorer.tokenizer.encode(request.args[0])
+            scores = self.scorer.score(list(self._windows(tokens)), self.max_length)
+            totals.append(math.fsum(score.logprob for score in scores))
+        return totals
+
+    def _windows(self, tokens: list[int]) -> list[Request]:
+        """Every token once; a later window opens with the last token of the one before."""
+        if not tokens:
+            return []
+        width = self.max_length - 1
+        windows = [Request([], tokens[:width])]
+        for start in range(width, len(tokens), width - 1):
+            windows.append(Request(tokens[start - 1 : start], tokens[start : start + width - 1]))
+        return windows
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy continuation of each `(context, {until, max_gen_toks})`, up to the first stop string."""
+        del disable_tqdm
+        return [self._generate(*request.args) for request in requests]
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        if settings.get("do_sample") or settings.get("temperature", 0):
+            raise UsageError("task: lm_eval decodes greedily; this task asks for sampling")
+        until = settings.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        tokenizer = self.scorer.tokenizer
+        tokens, made = tokenizer.encode(context), []
+        for _ in range(int(settings.get("max_gen_toks", 256))):
+            row = [tokenizer.bos, *(tokens + made)[-(self.max_length - 1) :]]
+            token = int(self.scorer.logits(torch.tensor([row]))[0, -1].argmax())
+            if token in (tokenizer.bos, tokenizer.pad):
+                break
+            made.append(token)
+            text = tokenizer.decode(made)
+            if any(stop in text for stop in stops):
+                break
+        text = tokenizer.decode(made)
+        return text[: min([text.find(stop) for stop in stops if stop in text], default=len(text))]
+
+
+def harness_model(scorer: Scorer, max_length: int) -> Any:
+    """`HarnessModel` as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)`.
+
+    Raises:
+        UsageError: the harness is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise UsageError(MISSING) from None
+
+    class TitansLM(HarnessModel, LM):
+        def __init__(self) -> None:
+            LM.__init__(self)
+            HarnessModel.__init__(self, scorer, max_length)
+
+    return TitansLM()
+
+
+@register
+class LmEval(Task):
+    """Mean of one metric over tasks of lm-evaluation-harness."""
+
+    name = "lm_eval"
+    Options = LmEvalOptions
+
+    @property
+    def label(self) -> str:
+        """The tasks' names."""
+        return "+".join(self.options.names)
+
+    @property
+    def chance(self) -> float:
+        """`options.chance`, or the mean of the tasks' own.
+
+        Raises:
+            UsageError: a task whose chance is not known, and none given.
+        """
+        if self.options.chance is not None:
+            return self.options.chance
+        unknown = [name for name in self.options.names if name not in CHANCES]
+        if unknown or "perplexity" in self.options.metric:
+            raise UsageError(f"options.chance: give it for {', '.join(unknown) or self.options.metric}")
+        return fmean(CHANCES[name] for name in self.options.names)
+
+    def measure(self, context: Context) -> Measurement:
+        """The metric on `config.items` documents of each task."""
+        model = harness_model(context.scorer, context.length)
+        import lm_eval  # pyright: ignore[reportMissingImports]
+
+        chance = self.chance
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(self.options.names),
+            num_fewshot=self.options.num_fewshot,
+            limit=context.config.items,
+            bootstrap_iters=0,
+            random_seed=context.config.seed,
+        )
+        if found is None:
+            raise UsageError("task: lm_eval gave no results; it answers on rank 0 only")
+        values = [self._value(found["results"][name], name) for name in self.options.names]
+        documents = sum(count["effective"] for count in found["n-samples"].values())
+        # the harness's own standard errors need its bootstrap for some metrics; accuracies do not
+        stderr = math.sqrt(sum(p * (1 - p) for p in values if 0 < p < 1) / documents / len(values))
+        return Measurement(fmean(values), stderr, chance, documents)
+
+    def _value(self, results: dict[str, Any], name: str) -> float:
+        for key, value in results.items():
+            if key.partition(",")[0] == self.options.metric:
+                return float(value)
+        have = sorted({key.partition(",")[0] for key in results if isinstance(results[key], float)})
+        raise UsageError(f"options.metric: {name} has no {self.options.metric}; it has {', '.join(have)}")

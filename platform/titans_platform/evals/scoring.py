@@ -1,0 +1,89 @@
+"""Forward passes for evaluation: logits of whole rows, and log-likelihoods of continuations.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titans_platform.evals.items import Tokenizer
+
+
+class Request(NamedTuple):
+    """A continuation whose likelihood after a context is asked for; token ids, no document start."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class Score(NamedTuple):
+    """Log-likelihood of a continuation in nats, whether greedy decoding would give it, its tokens."""
+
+    logprob: float
+    greedy: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model with what is needed to ask it: tokenizer, device, tokens of one forward pass."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    device: torch.device
+    batch_tokens: int
+
+    def rows(self, length: int) -> int:
+        """Rows of `length` tokens in one forward pass."""
+        return max(1, self.batch_tokens // length)
+
+    def logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        """[B, T, V] logits; `starts_BT` marks document starts, None: one document a row."""
+        starts = None if starts_BT is None else starts_BT.to(self.device)
+        return self.model(tokens_BT.to(self.device), document_starts=starts).logits
+
+    def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
+        """Scores in the order of `requests`; contexts lose their beginning where a row exceeds `max_length`.
+
+        Rows of similar length share a pass, padded on the right, which a causal model does not see.
+        """
+        sequences = [self._sequence(request, max_length) for request in requests]
+        order = sorted(range(len(requests)), key=lambda i: -len(sequences[i]))
+        scores: list[Score] = [Score(0.0, True, 0)] * len(requests)
+        start = 0
+        while start < len(order):
+            batch = order[start : start + self.rows(len(sequences[order[start]]))]
+            widths = [len(requests[i].continuation) for i in batch]
+            for i, result in zip(batch, self._pass([sequences[i] for i in batch], widths), strict=True):
+                scores[i] = result
+            start += len(batch)
+        return scores
+
+    def _sequence(self, request: Request, max_length: int) -> list[int]:
+        tokens = request.context + request.continuation
+        return [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
+
+    def _pass(self, sequences: list[list[int]], widths: list[int]) -> list[Score]:
+        length = max(map(len, sequences))
+        padded = [row + [self.tokenizer.pad] * (length - len(row)) for row in sequences]
+        logits = self.logits(torch.tensor(padded)[:, :-1])
+        return [
+            _score_row(row_logits, row, min(width, len(row) - 1))
+            for row_logits, row, width in zip(logits, sequences, widths, strict=True)
+        ]
+
+
+def _score_row(logits_TV: Tensor, row: list[int], width: int) -> Score:
+    """Score of the last `width` tokens of `row`; position t of the logits predicts token t + 1."""
+    if width == 0:
+        return Score(0.0, True, 0)
+    logprobs = logits_TV[len(row) - 1 - width : len(row) - 1].float().log_softmax(-1)
+    targets = torch.tensor(row[-width:], device=logprobs.device)
+    chosen = logprobs.gather(-1, targets[:, None]).sum()
+    return Score(float(chosen), bool((logprobs.argmax(-1) == targets).all()), width)
