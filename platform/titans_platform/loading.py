@@ -71,7 +71,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text; ``where`` names it in the error. Raises UsageError."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}:{line} not valid YAML: {error.problem}") from None
@@ -112,7 +112,9 @@ def _descend(holder: Any, part: str, at: str, dotted: str) -> Any:
 
 def _index(items: list[Any], part: str, at: str, dotted: str) -> int:
     if not part.isdigit() or int(part) >= len(items):
-        raise UsageError(f"--set {dotted}: {at} is a list of {len(items)}; give a place from 0 on, not {part!r}")
+        raise UsageError(
+            f"--set {dotted}: {at} is a list of {len(items)}; give a place from 0 on, not {part!r}"
+        )
     return int(part)
 
 

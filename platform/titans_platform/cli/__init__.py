@@ -1,1 +1,108 @@
+"""The `titans` command. Commands are imported when they are called, so that --help answers at once."""
 
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from titans_platform.errors import TitansError
+
+INTERRUPTED = 130
+
+# name -> (module under titans_platform.cli, the attribute in it, one line for --help)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "bench": ("bench", "bench", "Measure the memory's speed and space, alone or beside another's."),
+    "data": ("data", "data", "Turn sources into token shards, and look at them."),
+    "eval": ("eval", "evaluate", "Measure a run or one of its checkpoints."),
+    "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
+    "train": ("train", "train", "Train and measure one model."),
+    "ui": ("ui", "ui", "Open MLflow on the store of the runs."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules not yet imported; their help lines stand in ``COMMANDS``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in order."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command itself, imported now."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        return getattr(importlib.import_module(f"titans_platform.cli.{module}"), attribute)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][2]) for name in self.list_commands(ctx)])
+
+
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(package_name="titans-lab")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Titans: models that learn to memorize at test time. Train them, and make the paper's tables.
+
+    \b
+    Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 cluster or authentication,
+    4 study incomplete, 130 interrupted.
+
+    \b
+    Example:
+      titans sweep run ablation --scale laptop
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code; an error is one line unless --debug is given."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; its exit code."""
+    debug = "--debug" in arguments
+    # a scheduler that ends a job sends SIGTERM: leave by the same door as for Ctrl-C
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        # --debug is taken anywhere in the line
+        code = cli.main([a for a in arguments if a != "--debug"], prog_name="titans", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        return _failed("interrupted; the same command goes on from the last checkpoint", INTERRUPTED, debug)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "titans"
+        return _failed(f"{error.format_message()} (see {where} --help)", 2, debug)
+    except click.ClickException as error:
+        return _failed(error.format_message(), error.exit_code, debug)
+    except TitansError as error:
+        return _failed(str(error), error.exit_code, debug)
+    except BrokenPipeError:
+        # the reader of a pipe has seen enough; nothing is left to flush to
+        sys.stdout = None
+        return 0
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return _failed(f"{reason} (--debug shows where)", 1, debug)
+
+
+def _failed(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt

@@ -116,8 +116,8 @@ def _check_shapes(path: Path, saved: dict[str, Any], weights: dict[str, torch.Te
         there = tuple(kept[name].size) if name in kept else None
         if here != there:
             raise UsageError(
-                f"{path}: {name} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model; "
-                "give the config the checkpoint was made with, or another folder"
+                f"{path}: {name} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the "
+                "model; give the config the checkpoint was made with, or another folder"
             )
 
 

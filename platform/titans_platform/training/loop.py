@@ -82,7 +82,9 @@ class Trainer:
     workers changes it. With a process group, each rank gives its own rows of the batch.
     """
 
-    def __init__(self, model: nn.Module, cfg: OptimConfig, stream: Stream, device: torch.device | str = "cpu"):
+    def __init__(
+        self, model: nn.Module, cfg: OptimConfig, stream: Stream, device: torch.device | str = "cpu"
+    ):
         self.device = torch.device(device)
         self.model = model.to(self.device)
         self.cfg = cfg
@@ -152,9 +154,7 @@ class Trainer:
         """Mean cross-entropy of each row over the positions that count; 0 for a row that has none. [B]"""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
             logits_BTV = self._forward(tokens[:, :-1], document_starts=starts[:, :-1]).logits
-        losses_BT = F.cross_entropy(
-            logits_BTV.float().transpose(1, 2), tokens[:, 1:], reduction="none"
-        )
+        losses_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), tokens[:, 1:], reduction="none")
         return (losses_BT * counts).sum(1) / counts.sum(1).clamp(min=1)
 
     def _micro_batches(self, batch: RowBatch) -> Iterator[tuple[Tensor, ...]]:
@@ -182,8 +182,8 @@ class Trainer:
     def _advice(self, loss: float, norm: float) -> str:
         seen = ", ".join(f"{k} {v:.3g}" for k, v in self.progress.telemetry.items()) or "none yet"
         return (
-            f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; last telemetry: {seen}; "
-            "try model.memory.surprise_bound=1, a smaller model.memory.max_theta, or a smaller optim.lr"
+            f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; last telemetry: "
+            f"{seen}; try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
         )
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from titans_platform.config import OptimConfig
+
+
+class Grouped(Protocol):
+    """A model that says which of its weights decay."""
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]: ...  # noqa: D102
 
 
 def learning_rate(step: int, cfg: OptimConfig) -> float:
@@ -20,20 +26,7 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * cosine)
 
 
-def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's own parameter groups, or its matrices decayed and the rest not."""
-    groups = getattr(model, "parameter_groups", _groups_by_shape(model))
-    return torch.optim.AdamW(
-        groups(cfg.weight_decay), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, foreach=True
-    )
-
-
-def _groups_by_shape(model: nn.Module):
-    def groups(weight_decay: float) -> list[dict]:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in trained if p.ndim == 2], "weight_decay": weight_decay},
-            {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
-        ]
-
-    return groups
+def adamw(model: Grouped, cfg: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the model's own parameter groups: it knows which of its weights decay may pull on."""
+    groups = model.parameter_groups(cfg.weight_decay)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, foreach=True)

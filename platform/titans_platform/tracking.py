@@ -1,0 +1,271 @@
+"""The one file that talks to MLflow: a store, a parent run for a study, a child run for each cell.
+
+The driver opens the store (which creates and migrates it once) and creates the runs; a worker resumes its
+run by id, so that a run which was killed and restarted stays one run with each step logged once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sqlite3
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+from filelock import FileLock
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+from titans_platform.errors import UsageError
+
+# alembic tells of every migration, mlflow of every table
+for _name in ("mlflow", "alembic"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+EXPERIMENT = "titans"
+CELL_TAG = "titans.cell"
+STUDY_TAG = "titans.study"
+# what MLflow takes in one call
+_BATCH_METRICS, _BATCH_PARAMS, _PARAM_LENGTH = 1000, 100, 6000
+
+
+def store_uri(root: Path) -> str:
+    """The address of the store under ``root``, an SQLite file."""
+    return f"sqlite:///{root.resolve() / 'mlflow.db'}"
+
+
+def open_store(where: Path | str) -> Store:
+    """Open the store under a root folder, or at a tracking address; create and migrate it where needed.
+
+    Raises UsageError where it cannot be opened.
+    """
+    uri = store_uri(where) if isinstance(where, Path) else where
+    if uri.startswith("sqlite:///"):
+        path = Path(uri.removeprefix("sqlite:///"))
+        _check_sqlite(path)
+        # several first writers on a fresh file break the migration: one at a time
+        with FileLock(f"{path}.lock"):
+            return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
+    if uri.startswith(("http://", "https://")):
+        _check_server(uri)
+        return _connect(uri, None)
+    raise UsageError(f"tracking store {uri}: should start with sqlite:///, http:// or https://")
+
+
+def _connect(uri: str, artifacts: str | None) -> Store:
+    try:
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        found = client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts)
+    except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
+        raise UsageError(f"tracking store {uri}: cannot be opened: {_first_line(error)}") from None
+    return Store(client, uri, experiment)
+
+
+def _check_sqlite(path: Path) -> None:
+    """Refuse at once what MLflow would try ten times to open."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(path, timeout=30)
+        try:
+            connection.execute("PRAGMA schema_version").fetchone()
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+        finally:
+            connection.close()
+    except (OSError, sqlite3.Error) as error:
+        raise UsageError(
+            f"tracking store {path}: cannot be opened: {_first_line(error)}; "
+            "move the file away or give another --root"
+        ) from None
+
+
+def _check_server(uri: str) -> None:
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10):
+            pass
+    except urllib.error.HTTPError as error:
+        # a server that wants a password says so here and to nobody else
+        if error.code not in (401, 403):
+            raise UsageError(f"tracking store {uri}: {_first_line(error)}; is it an MLflow server?") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"tracking store {uri}: no answer: {_first_line(error)}; start `titans ui`"
+        ) from None
+
+
+class Store:
+    """An open MLflow store and our experiment in it."""
+
+    def __init__(self, client: MlflowClient, uri: str, experiment: str):
+        self.client = client
+        self.uri = uri
+        self.experiment = experiment
+
+    def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
+        """The parent run of a study, created the first time; its run id."""
+        run_id = self._find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
+        self._tag(run_id, tags or {})
+        self.client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def cell_run(
+        self,
+        cell: str,
+        name: str,
+        *,
+        parent: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> str:
+        """The run of a cell, created the first time, with its resolved config as params; its run id."""
+        run_id = self._find(CELL_TAG, cell)
+        if run_id is None:
+            nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+            run_id = self._create(name, {CELL_TAG: cell} | nested)
+            params = [Param(k, v[:_PARAM_LENGTH]) for k, v in flatten(config or {}).items()]
+            for start in range(0, len(params), _BATCH_PARAMS):
+                self.client.log_batch(run_id, params=params[start : start + _BATCH_PARAMS])
+        self._tag(run_id, tags or {})
+        return run_id
+
+    def discard_run(self, run_id: str) -> None:
+        """Delete a run, so that a cell which is made again is logged from nothing."""
+        self.client.delete_run(run_id)
+
+    def run(self, run_id: str) -> RunLog:
+        """The run's log, continued where it stopped."""
+        return RunLog(self, run_id)
+
+    def cell_of(self, run_id: str) -> str:
+        """The cell whose run ``run_id`` is. Raises UsageError."""
+        try:
+            return self.client.get_run(run_id).data.tags[CELL_TAG]
+        except (MlflowException, KeyError):
+            raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
+
+    def url(self, run_id: str) -> str:
+        """Where `titans ui` shows the run, below the address of the server."""
+        return f"#/experiments/{self.experiment}/runs/{run_id}"
+
+    def _find(self, tag: str, value: str) -> str | None:
+        runs = self.client.search_runs(
+            [self.experiment], f"tags.`{tag}` = '{value}'", max_results=1, order_by=["start_time DESC"]
+        )
+        return runs[0].info.run_id if runs else None
+
+    def _create(self, name: str, tags: dict[str, str]) -> str:
+        return self.client.create_run(self.experiment, tags=tags, run_name=name).info.run_id
+
+    def _tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        if tags:
+            self.client.log_batch(run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+
+
+class RunLog:
+    """One run: metrics by step, gathered and written in batches; tables, texts and figures at once."""
+
+    def __init__(self, store: Store, run_id: str, flush_every: float = 5.0):
+        self.run_id = run_id
+        self._client = store.client
+        self._flush_every = flush_every
+        self._pending: list[Metric] = []
+        self._flushed = time.monotonic()
+        self._last_step = self._logged_to()
+        self._client.update_run(run_id, status="RUNNING")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log values at a step. A step logged before the run was interrupted is not logged again."""
+        if step <= self._last_step:
+            return
+        now = int(time.time() * 1000)
+        # MLflow shows a NaN as a run's latest value for ever
+        self._pending += [Metric(k, float(v), now, step) for k, v in values.items() if math.isfinite(v)]
+        if time.monotonic() - self._flushed > self._flush_every or len(self._pending) > _BATCH_METRICS // 2:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is gathered; the values of one step go together, so a step is logged whole or not."""
+        pending, self._pending = self._pending, []
+        self._flushed = time.monotonic()
+        while pending:
+            cut = len(pending)
+            if cut > _BATCH_METRICS:
+                cut = _BATCH_METRICS
+                while pending[cut - 1].step == pending[cut].step:
+                    cut -= 1
+            self._client.log_batch(self.run_id, metrics=pending[:cut])
+            pending = pending[cut:]
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        """Log the run's final numbers, which have no step; the latest value is the one shown."""
+        now = int(time.time() * 1000)
+        metrics = [Metric(k, float(v), now, 0) for k, v in values.items() if math.isfinite(v)]
+        for start in range(0, len(metrics), _BATCH_METRICS):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_METRICS])
+
+    def tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags."""
+        self._client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+
+    def note(self, markdown: str) -> None:
+        """The description MLflow shows at the top of the run; the place for links to other runs."""
+        self._client.set_tag(self.run_id, "mlflow.note.content", markdown)
+
+    def table(self, rows: Iterable[Mapping[str, Any]], name: str) -> None:
+        """Put a table (``name`` ends in .json) on the run, in place of an earlier one of that name."""
+        listed = [dict(row) for row in rows]
+        columns = {key: [row.get(key) for row in listed] for key in (listed[0] if listed else {})}
+        # log_table appends to the table of an earlier call
+        self._client.log_dict(self.run_id, {"columns": list(columns), "data": _rows(columns)}, name)
+        tag = json.dumps([{"path": name, "type": "table"}])
+        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tag)
+
+    def text(self, text: str, name: str) -> None:
+        """Put a text on the run."""
+        self._client.log_text(self.run_id, text, name)
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        """Put a file on the run."""
+        self._client.log_artifact(self.run_id, str(path), folder)
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Write what is left and end the run: FINISHED, FAILED or KILLED."""
+        self.flush()
+        self._client.set_terminated(self.run_id, status)
+
+    def _logged_to(self) -> int:
+        history = self._client.get_metric_history(self.run_id, "loss")
+        return max((metric.step for metric in history), default=-1)
+
+
+def _rows(columns: Mapping[str, list[Any]]) -> list[list[Any]]:
+    return [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """A nested config as dotted names and texts, as params want it."""
+    if isinstance(value, Mapping):
+        items = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(v, Mapping) for v in value):
+        items = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: str(value)}
+    flat: dict[str, str] = {}
+    for key, inner in items:
+        flat |= flatten(inner, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

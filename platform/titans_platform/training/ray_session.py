@@ -1,0 +1,47 @@
+"""Ray as a library: a cluster of this process's own, started quietly and ended with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from titans_platform.errors import ClusterError
+from titans_platform.training.ray_trainer import quiet
+
+
+@contextmanager
+def session(cpus: float, gpus: float = 0, address: str | None = None) -> Iterator[None]:
+    """A Ray cluster with room for ``cpus`` and ``gpus``; none is started where both are 0.
+
+    ``address`` joins a running one instead. A session that is already open is used and left open.
+    Raises ClusterError.
+    """
+    import ray
+
+    if not cpus and not gpus:
+        yield
+        return
+    if ray.is_initialized():
+        yield
+        return
+    # RAY_ADDRESS would turn the embedded default into a client of somebody's cluster
+    where = {"address": address} if address else {"address": "local", "num_cpus": max(1, round(cpus))}
+    if gpus and not address:
+        where["num_gpus"] = max(1, round(gpus))
+    quiet()
+    try:
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level="ERROR",
+            **where,
+        )
+    except Exception as error:
+        raise ClusterError(
+            f"Ray cluster {address or 'on this machine'}: {' '.join(str(error).split())}"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,185 @@
+"""The MLflow store: one run across restarts, each step once, and one line when it cannot be opened."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from titans_platform.errors import UsageError
+from titans_platform.tracking import Store, flatten, open_store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return open_store(tmp_path_factory.mktemp("store"))
+
+
+def history(store: Store, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(m.step, m.value) for m in store.client.get_metric_history(run_id, name)]
+
+
+def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    first = open_store(tmp_path / "runs")
+    run_id = first.cell_run("abc", "lmm seed 0")
+    second = open_store(tmp_path / "runs")
+    assert second.cell_run("abc", "another name") == run_id
+    assert second.cell_of(run_id) == "abc"
+    # nothing is told, and nothing is put where the command happens to be run
+    assert capfd.readouterr() == ("", "")
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+def test_cells_are_children_of_their_study(store):
+    parent = store.study_run("ablation-smoke")
+    child = store.cell_run(
+        "cell1", "lmm seed 0", parent=parent, config={"model": {"d": 3}}, tags={"row": "lmm"}
+    )
+    assert store.study_run("ablation-smoke") == parent
+    run = store.client.get_run(child)
+    assert run.data.tags["mlflow.parentRunId"] == parent
+    assert run.data.tags["row"] == "lmm"
+    assert run.data.params == {"model.d": "3"}
+    assert run.info.run_name == "lmm seed 0"
+
+
+def test_many_and_long_params_are_taken(store):
+    config = {f"key{i}": i for i in range(230)} | {"long": "x" * 9000}
+    run_id = store.cell_run("wide", "wide", config=config)
+    params = store.client.get_run(run_id).data.params
+    assert len(params) == 231
+    assert params["key229"] == "229"
+
+
+def test_steps_are_logged_once_across_a_restart(store):
+    run_id = store.cell_run("resumed", "resumed")
+    before = store.run(run_id)
+    for step in range(1, 31):
+        before.metrics(step, {"loss": 1 / step})
+    before.flush()
+    after = open_store(store.uri).run(run_id)
+    for step in range(21, 51):
+        after.metrics(step, {"loss": 1 / step})
+    after.close()
+    assert [step for step, _ in history(store, run_id, "loss")] == list(range(1, 51))
+    assert store.client.get_run(run_id).info.status == "FINISHED"
+
+
+def test_more_than_one_call_takes_keeps_steps_whole(store, monkeypatch):
+    log = store.run(store.cell_run("many", "many"))
+    sizes, whole = [], store.client.log_batch
+
+    def log_batch(run_id, metrics=(), **other):
+        sizes.append(len(metrics))
+        assert {m.key for m in metrics if m.step == metrics[-1].step} == {f"m{k}" for k in range(7)}
+        whole(run_id, metrics, **other)
+
+    monkeypatch.setattr(store.client, "log_batch", log_batch)
+    monkeypatch.setattr("titans_platform.tracking._BATCH_METRICS", 1000)
+    log._flush_every = math.inf
+    for step in range(400):
+        log._pending += [m for k in range(7) for m in [_metric(f"m{k}", step)]]
+    log.flush()
+    assert sum(sizes) == 2800
+    assert max(sizes) <= 1000
+
+
+def _metric(key: str, step: int):
+    from mlflow.entities import Metric
+
+    return Metric(key, 1.0, 0, step)
+
+
+def test_what_is_no_number_is_left_out(store):
+    run_id = store.cell_run("nan", "nan")
+    log = store.run(run_id)
+    log.metrics(1, {"loss": 2.0, "surprise": math.nan})
+    log.summary({"column.reasoning": 0.5, "column.broken": math.inf})
+    log.close("FAILED")
+    assert store.client.get_run(run_id).data.metrics == {"loss": 2.0, "column.reasoning": 0.5}
+    assert store.client.get_run(run_id).info.status == "FAILED"
+
+
+def test_parent_takes_table_text_figure_and_links(store, tmp_path):
+    run_id = store.study_run("report")
+    log = store.run(run_id)
+    picture = tmp_path / "figure.png"
+    picture.write_bytes(b"png")
+    for value in (1, 2):
+        log.table([{"row": "lmm", "ppl": value}, {"row": "mac", "ppl": None}], "table.json")
+    log.text("| row |", "table.md")
+    log.artifact(picture)
+    log.note(f"[cell]({store.url(run_id)})")
+    client = MlflowClient(store.uri, store.uri)
+    assert {a.path for a in client.list_artifacts(run_id)} == {"table.json", "table.md", "figure.png"}
+    loaded = json.loads(Path(client.download_artifacts(run_id, "table.json")).read_text())
+    assert loaded == {"columns": ["row", "ppl"], "data": [["lmm", 2], ["mac", None]]}
+    assert run_id in client.get_run(run_id).data.tags["mlflow.note.content"]
+
+
+def test_a_discarded_run_is_made_anew(store):
+    run_id = store.cell_run("again", "again")
+    store.discard_run(run_id)
+    assert store.cell_run("again", "again") != run_id
+
+
+def test_flatten_names_every_leaf():
+    config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
+    assert flatten(config) == {"a.b": "1", "a.c": "None", "d.0.e": "2", "d.1.e": "3", "f": "[1, 2]"}
+
+
+@pytest.mark.parametrize("kind", ["not a database", "a folder", "under a file"])
+def test_a_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
+    root = tmp_path / "runs"
+    if kind == "under a file":
+        root.write_text("")
+    else:
+        root.mkdir()
+        path = root / "mlflow.db"
+        path.mkdir() if kind == "a folder" else path.write_text("not a database " * 100)
+    with pytest.raises(UsageError, match=r"tracking store .*mlflow\.db: cannot be opened: ") as caught:
+        open_store(root)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_database_of_another_program_is_refused(tmp_path):
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
+        connection.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        connection.execute("INSERT INTO alembic_version VALUES ('from the future')")
+    connection.close()
+    with pytest.raises(UsageError, match="cannot be opened"):
+        open_store(tmp_path)
+
+
+def test_a_server_that_does_not_answer_is_one_line():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UsageError, match="no answer"):
+        open_store(uri)
+
+
+def test_an_address_of_no_known_kind_is_refused():
+    with pytest.raises(UsageError, match="should start with"):
+        open_store("file:///tmp/mlruns")
+
+
+def test_first_writers_at_once_all_succeed(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from titans_platform.tracking import open_store;"
+        "s = open_store(Path(sys.argv[1])); r = s.run(s.cell_run(sys.argv[2], 'x'));"
+        "r.metrics(1, {'loss': 1.0}); r.close()"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), f"cell{i}"]) for i in range(3)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    store = open_store(tmp_path)
+    assert len(store.client.search_runs([store.experiment])) == 3
