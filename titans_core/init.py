@@ -2,12 +2,11 @@
 
 | parameter | start |
 |---|---|
-| embedding | normal, std 0.02 (tied: the head too) |
+| embedding | normal, std 1 / sqrt(d_model), tied or not the head too; read times sqrt(d_model) |
 | linear layers | normal, std 1 / sqrt(fan in) |
 | layers that write to the residual stream (w_o, mlp.down) | the same over sqrt(2 n_layers) |
-| head, where not tied | normal, std 0.02 |
 | norms | 1 |
-| convolutions | the token itself (weight 1), earlier ones normal, std 0.1 |
+| convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
 | alpha | weight 0.02, bias -4: a token forgets 2% |
@@ -39,10 +38,10 @@ def initialize(model: nn.Module, n_layers: int) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, CausalConv):
-            nn.init.normal_(module.weight_KC, std=0.1)
-            module.weight_KC[0] = 1.0
+            bound = module.weight_KC.shape[0] ** -0.5
+            nn.init.uniform_(module.weight_KC, -bound, bound)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
     for module in model.modules():

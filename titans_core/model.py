@@ -47,8 +47,6 @@ class LanguageModel(nn.Module):
         initialize(self, config.n_layers)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        else:
-            nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(
         self, tokens_BT: Tensor, state: ModelState | None = None, *, document_starts: Tensor | None = None
@@ -64,7 +62,8 @@ class LanguageModel(nn.Module):
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
         place, start = self._place(tokens_BT, state, document_starts)
-        x = self.embedding(tokens_BT)
+        # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
+        x = self.embedding(tokens_BT) * self.config.d_model**0.5
         before = [None] * len(self.blocks) if state is None else state.blocks
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):
