@@ -10,6 +10,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -101,8 +102,8 @@ class MultipleChoice(Task):
 
     @property
     def label(self) -> str:
-        """The format's name."""
-        return self.options.format
+        """The file's name: ARC's easy and challenge sets have one format."""
+        return Path(self.options.path).name.partition(".")[0]
 
     @property
     def chance(self) -> float:

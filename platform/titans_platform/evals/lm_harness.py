@@ -17,6 +17,8 @@ from titans_platform.evals.registry import Context, Measurement, Task, register
 from titans_platform.evals.scoring import Request, Scorer
 
 MISSING = "task: lm_eval needs lm-evaluation-harness: pip install titans-lab[lm-eval]"
+# draws for the standard errors that have no closed form; its default, 100 000, outlasts the evaluation
+BOOTSTRAPS = 1000
 CHANCES = {
     "piqa": 1 / 2,
     "hellaswag": 1 / 4,
@@ -40,6 +42,8 @@ class LmEvalOptions(Frozen):
     chance: float | None = None
     """What guessing gets; known for the tasks of the paper's Table 1 where None."""
     num_fewshot: Annotated[int, Field(ge=0)] = 0
+    include_path: str | None = None
+    """A folder of further task files (YAML), e.g. ones that read local data."""
 
 
 class HarnessModel:
@@ -150,30 +154,40 @@ class LmEval(Task):
         return fmean(CHANCES[name] for name in self.options.names)
 
     def measure(self, context: Context) -> Measurement:
-        """The metric on `config.items` documents of each task."""
+        """The metric on `config.items` documents of each task; stderr 0 where the harness has none."""
         model = harness_model(context.scorer, context.length)
         import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
         chance = self.chance
         found = lm_eval.simple_evaluate(
             model=model,
             tasks=list(self.options.names),
+            task_manager=TaskManager(include_path=self.options.include_path),
             num_fewshot=self.options.num_fewshot,
             limit=context.config.items,
-            bootstrap_iters=0,
+            bootstrap_iters=BOOTSTRAPS,
             random_seed=context.config.seed,
         )
         if found is None:
             raise UsageError("task: lm_eval gave no results; it answers on rank 0 only")
-        values = [self._value(found["results"][name], name) for name in self.options.names]
+        results = [found["results"][name] for name in self.options.names]
+        values = [self._value(result, name) for result, name in zip(results, self.options.names, strict=True)]
+        errors = [_metric(result, f"{self.options.metric}_stderr") or 0.0 for result in results]
         documents = sum(count["effective"] for count in found["n-samples"].values())
-        # the harness's own standard errors need its bootstrap for some metrics; accuracies do not
-        stderr = math.sqrt(sum(p * (1 - p) for p in values if 0 < p < 1) / documents / len(values))
-        return Measurement(fmean(values), stderr, chance, documents)
+        return Measurement(fmean(values), math.hypot(*errors) / len(errors), chance, documents)
 
-    def _value(self, results: dict[str, Any], name: str) -> float:
-        for key, value in results.items():
-            if key.partition(",")[0] == self.options.metric:
-                return float(value)
-        have = sorted({key.partition(",")[0] for key in results if isinstance(results[key], float)})
-        raise UsageError(f"options.metric: {name} has no {self.options.metric}; it has {', '.join(have)}")
+    def _value(self, result: dict[str, Any], name: str) -> float:
+        value = _metric(result, self.options.metric)
+        if value is None:
+            have = sorted({key.partition(",")[0] for key in result if isinstance(result[key], float)})
+            raise UsageError(f"options.metric: {name} has no {self.options.metric}; it has {', '.join(have)}")
+        return value
+
+
+def _metric(result: dict[str, Any], metric: str) -> float | None:
+    """The harness names a result `metric,filter`; N/A, where it has no standard error, counts as none."""
+    for key, value in result.items():
+        if key.partition(",")[0] == metric and isinstance(value, (int, float)):
+            return float(value)
+    return None

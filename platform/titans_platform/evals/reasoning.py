@@ -77,7 +77,7 @@ class Reasoning(GeneratedTask):
     """Answers that follow from the story so far.
 
     Answers are balanced: yes and no, and every count, are drawn before the story is made to fit; places
-    are interchangeable, so each is the answer equally often.
+    are interchangeable, so each is the answer equally often, and the latest no more often than the others.
     """
 
     name = "reasoning"
@@ -172,7 +172,7 @@ class Reasoning(GeneratedTask):
         for time, (fact, _) in enumerate(facts, start=1):
             world.apply(fact)
             for target, feasible in times.items():
-                if self._subjects(world, target):
+                if self._candidates(world, target):
                     feasible.append(time)
         asks = []
         for index, target in enumerate(targets):
@@ -183,44 +183,59 @@ class Reasoning(GeneratedTask):
             asks.append(Ask(target, rng.choice(feasible)))
         return sorted(asks[:-1], key=lambda ask: ask.time) + asks[-1:]
 
-    def _subjects(self, world: World, target: str | None) -> list[tuple[str, str]]:
-        """(subject, place) pairs that can be asked about now with `target` as the answer."""
-        match self.options.kind:
-            case "one_fact" | "yes_no":
-                return [(person, "") for person in world.place_of]
-            case "two_facts":
-                return [(thing, "") for thing in world.visits]
-            case "three_facts":
-                return [
-                    (thing, place)
-                    for thing, visits in world.visits.items()
-                    for place in visits[1:]
-                    if visits.count(place) == 1
-                ]
-            case _:
-                return [(p, "") for p in world.place_of if str(len(world.carried(p))) == target]
-
-    def _pose(self, rng: random.Random, world: World, target: str | None, before: str) -> Question:
-        """A question whose answer holds in `world`, on another subject than `before` where there is one."""
-        subjects = self._subjects(world, target)
-        others = [pair for pair in subjects if pair[0] != before]
-        subject, place = rng.choice(others or subjects)
+    def _candidates(self, world: World, target: str | None) -> list[Question]:
+        """What can be asked now with `target` as the answer."""
         match self.options.kind:
             case "one_fact":
-                return Question(subject, "", world.place_of[subject])
+                return [Question(person, "", place) for person, place in world.place_of.items()]
             case "two_facts":
-                return Question(subject, "", world.visits[subject][-1])
+                return [Question(thing, "", visits[-1]) for thing, visits in world.visits.items()]
             case "three_facts":
-                visits = world.visits[subject]
-                return Question(subject, place, visits[visits.index(place) - 1])
+                return [
+                    Question(thing, place, visits[i])
+                    for thing, visits in world.visits.items()
+                    for i, place in enumerate(visits[1:])
+                    if visits.count(place) == 1
+                ]
             case "yes_no":
-                here = world.place_of[subject]
-                # a wrong place that the story holds too, so that being mentioned does not mean yes
-                others = sorted(set(world.place_of.values()) - {here})
-                wrong = others or [place for place in self.names.places if place != here]
-                return Question(subject, here if target == "Y" else rng.choice(wrong), target or "")
+                return self._yes_no(world, target == "Y")
             case _:
-                return Question(subject, "", target or "")
+                people = [person for person in world.place_of if str(len(world.carried(person))) == target]
+                return [Question(person, "", str(target)) for person in people]
+
+    def _yes_no(self, world: World, yes: bool) -> list[Question]:
+        """Questions with that answer, over pairs of people who are apart.
+
+        yes names the one's own place, no the other's: person and place alone then say nothing about
+        the answer, each pair of them being asked about as often with either.
+        """
+        apart = [
+            (person, here if yes else there)
+            for person, here in world.place_of.items()
+            for there in world.place_of.values()
+            if here != there
+        ]
+        # everyone is in one place: any other will do
+        alone = [
+            (person, place)
+            for person, here in world.place_of.items()
+            for place in self.names.places
+            if (place == here) == yes
+        ]
+        return [Question(person, place, "Y" if yes else "N") for person, place in apart or alone]
+
+    def _pose(self, rng: random.Random, world: World, target: str | None, before: str) -> Question:
+        """A question that holds in `world`, on another subject than `before` where there is one.
+
+        The place told of last is the answer no more often than any other: guessing it gives chance.
+        """
+        questions = self._candidates(world, target)
+        questions = [question for question in questions if question.subject != before] or questions
+        if self.options.kind in ("one_fact", "two_facts"):
+            latest = rng.random() < 1 / self.options.places
+            fitting = [q for q in questions if (q.answer == world.latest_place) == latest]
+            questions = fitting or questions
+        return rng.choice(questions)
 
     def _tell(
         self, rng: random.Random, facts: list[tuple[Fact, str]], asks: list[Ask]

@@ -37,11 +37,13 @@ class World:
     """Who carries each thing seen so far; None: it lies where it was put down."""
     visits: dict[str, list[str]] = field(default_factory=dict)
     """Places each thing has been at, in order, without immediate repeats."""
+    latest_place: str = ""
+    """Where someone went last."""
 
     def apply(self, fact: Fact) -> None:
         """Let `fact` happen."""
         if fact.action == "move":
-            self.place_of[fact.person] = fact.target
+            self.place_of[fact.person] = self.latest_place = fact.target
             for thing in self.carried(fact.person):
                 self.visits[thing].append(fact.target)
         elif fact.action == "get":
