@@ -110,6 +110,10 @@ class CellFolder:
             self.path / FAILED, {"reason": reason, "trace": trace, "commit": commit, "time": time.time()}
         )
 
+    def forget_failure(self) -> None:
+        """Drop the reason of the last attempt: there is about to be another."""
+        (self.path / FAILED).unlink(missing_ok=True)
+
     def begin(self, commit: str) -> None:
         """Make ready for an attempt: forget the last failure, and checkpoints that other code wrote.
 
@@ -118,7 +122,7 @@ class CellFolder:
         origin = read_json(self.path / ORIGIN)
         if origin is not None and origin.get("commit") != commit:
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-        (self.path / FAILED).unlink(missing_ok=True)
+        self.forget_failure()
         write_json(self.path / ORIGIN, {"commit": commit})
 
     def set_aside(self) -> None:

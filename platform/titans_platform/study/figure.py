@@ -39,7 +39,7 @@ def _caption(table: Table) -> str:
     bars = "Large dot and bar: mean ± one standard deviation over seeds; small dots: seeds; dotted: chance."
     if table.scale.comparable:
         return bars
-    return f"{bars}  The columns are small substitutes: compare the order of rows with the paper's, not the numbers."
+    return f"{bars}\nThe columns are small substitutes: compare the order of rows with the paper's, not numbers."
 
 
 def _rows(axis: Axes, table: Table) -> None:
@@ -64,14 +64,18 @@ def _plain(axis: Axes) -> None:
 def _ours(axis: Axes, table: Table, key: str) -> None:
     column = table.study.columns[key]
     level = table.chance.get(key)
-    if level is not None:
+    # where lower is better chance lies far away, and would squeeze the rows into one place
+    if level is not None and column.higher_is_better:
         axis.axvline(level, color=REFERENCE, linestyle=":", linewidth=1.2)
     for y, row in enumerate(table.rows):
         entry = row.entries[key]
         if entry.mean is None:
             continue
         colour = REFERENCE if row.row.reference else OURS
-        axis.scatter(entry.values, [y] * len(entry.values), s=9, color=colour, alpha=0.35, linewidths=0)
+        if len(entry.values) > 1:
+            axis.scatter(
+                entry.values, [y + 0.22] * len(entry.values), s=8, color=colour, alpha=0.6, linewidths=0
+            )
         axis.errorbar(
             entry.mean, y, xerr=entry.sd, fmt="o", color=colour, markersize=6, elinewidth=1.6, capsize=2.5
         )
@@ -83,15 +87,12 @@ def _ours(axis: Axes, table: Table, key: str) -> None:
 
 
 def _paper(axis: Axes, table: Table, key: str) -> None:
-    points = [
-        (row.entries[key].paper, y, row.row.reference)
-        for y, row in enumerate(table.rows)
-        if row.entries[key].paper is not None
-    ]
-    for value, y, reference in points:
-        axis.plot(value, y, "D", color=REFERENCE if reference else PAPER, markersize=5)
+    for y, row in enumerate(table.rows):
+        value = row.entries[key].paper
+        if value is not None:
+            axis.plot(value, y, "D", color=REFERENCE if row.row.reference else PAPER, markersize=5)
     axis.set_title("the paper's", loc="left", fontsize=10, color=PAPER)
     _plain(axis)
     axis.set_facecolor("#fbf8f1")
-    if not points:
+    if not axis.lines:
         axis.set_xticks([])

@@ -26,7 +26,7 @@ def number(value: float | None, decimals: int) -> str:
 
 def ours(entry: Entry, column: Column, failed: bool = False) -> str:
     """Mean and spread over seeds; the count of seeds where some are missing."""
-    some = f" ({len(entry.values)}/{entry.wanted})" if len(entry.values) < entry.wanted else ""
+    some = f" {len(entry.values)}/{entry.wanted}" if len(entry.values) < entry.wanted else ""
     if entry.mean is None:
         return ("failed" if failed else "—") + some
     spread = f"±{number(entry.sd, column.decimals)}" if entry.sd is not None else ""
@@ -86,7 +86,8 @@ def heading(column: Column) -> str:
     return f"{column.title}{unit} {'↑' if column.higher_is_better else '↓'}"
 
 
-def _body(table: Table) -> list[list[str]]:
+def body(table: Table) -> list[list[str]]:
+    """The lines of the table: name, ours and the paper's for each column, parameters, state bytes."""
     columns = table.study.columns
     lines = []
     for row in table.rows:
@@ -106,23 +107,33 @@ def _chance_line(table: Table) -> list[str]:
     return ["chance", *(text for pair in pairs for text in pair), "", ""]
 
 
-def terminal(table: Table) -> RenderableType:
-    """The whole view for a terminal; 80 columns are enough."""
-    grid = RichTable(box=box.SIMPLE_HEAD, title=title(table), title_justify="left", padding=(0, 0, 0, 1))
-    grid.pad_edge = False
-    grid.add_column("", no_wrap=True)
+def terminal(table: Table, width: int = 80) -> RenderableType:
+    """The whole view for a terminal; 80 columns are enough, only a long row name is then broken."""
+    grid = RichTable(
+        box=box.SIMPLE_HEAD,
+        title=title(table),
+        title_justify="left",
+        padding=(0, 0, 0, 1) if width >= 100 else 0,
+        show_edge=False,
+    )
+    grid.add_column("", vertical="bottom")
     for column in table.study.columns.values():
-        grid.add_column(heading(column).replace(" ", "\n", 1), justify="right", no_wrap=True)
+        grid.add_column(_stacked(column), justify="right", no_wrap=True, vertical="bottom")
         grid.add_column("paper", justify="right", style="dim", no_wrap=True, vertical="bottom")
-    grid.add_column("para-\nmeters", justify="right")
-    grid.add_column("state\nbytes", justify="right")
-    body = _body(table)
-    for row, line in zip(table.rows, body, strict=True):
+    grid.add_column("para-\nmeters", justify="right", no_wrap=True, vertical="bottom")
+    grid.add_column("state\nbytes", justify="right", no_wrap=True, vertical="bottom")
+    for row, line in zip(table.rows, body(table), strict=True):
         grid.add_row(*line, style="dim" if row.row.reference else "")
     grid.add_section()
     grid.add_row(*_chance_line(table), style="italic dim")
     notes = [Text(note, style="dim") for note in footnotes(table)]
-    return Group(grid, *(Text(line) for line in summary_lines(table)), *notes)
+    return Group(grid, *(Text(line) for line in summary_lines(table)), "", *notes)
+
+
+def _stacked(column: Column) -> str:
+    """A column's heading word by word, unit and arrow last: narrow enough for 80 columns."""
+    arrow = "↑" if column.higher_is_better else "↓"
+    return "\n".join([*column.title.split(), f"{column.unit} {arrow}".strip()])
 
 
 def _times(value: float | None) -> str:
@@ -152,7 +163,7 @@ def markdown(table: Table) -> str:
     columns = table.study.columns.values()
     heads = ["", *(text for c in columns for text in (heading(c), "paper")), "parameters", "state bytes"]
     lines = [f"**{title(table)}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
-    lines += [_md(line) for line in _body(table)]
+    lines += [_md(line) for line in body(table)]
     lines += [_md([f"*{text}*" if text else "" for text in _chance_line(table)]), ""]
     lines += [f"- {line}" for line in (*summary_lines(table), *footnotes(table))]
     lines += ["", "<details><summary>Where each number comes from</summary>", "", *_provenance(table), ""]

@@ -42,10 +42,10 @@ class Scale(Frozen):
     """What the columns are at this scale, printed under the table."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     resources: Resources = Resources()
-    model: Fragment = {}
-    data: Fragment = {}
-    optim: Fragment = {}
-    eval: Fragment = {}
+    model: Fragment = Field(default_factory=dict)
+    data: Fragment = Field(default_factory=dict)
+    optim: Fragment = Field(default_factory=dict)
+    eval: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
 
     def fragment(self) -> dict[str, Any]:
@@ -58,8 +58,8 @@ class Row(Frozen):
     """One row of the table: a name, what it changes, what the paper printed for it."""
 
     name: str
-    set: Fragment = {}
-    paper: dict[str, float | None] = {}
+    set: Fragment = Field(default_factory=dict)
+    paper: dict[str, float | None] = Field(default_factory=dict)
     reference: bool = False
     """A row shown for comparison that the paper's table does not have: left out of best and worst."""
 
@@ -69,6 +69,8 @@ class Column(Frozen):
 
     title: str
     unit: str = ""
+    factor: float = 1.0
+    """What a measured value is multiplied by to be shown: 100 for a share in percent."""
     higher_is_better: bool = True
     decimals: Annotated[int, Field(ge=0)] = 1
 
@@ -79,13 +81,17 @@ class Study(Frozen):
     name: str
     description: str = ""
     columns: Annotated[dict[str, Column], Field(min_length=1)]
-    base: Fragment = {}
+    base: Fragment = Field(default_factory=dict)
     scales: Annotated[dict[str, Scale], Field(min_length=1)]
     rows: Annotated[tuple[Row, ...], Field(min_length=1)]
 
+    def scale_name(self, name: str) -> str:
+        """The name as the file spells it; UsageError with the nearest name where there is none."""
+        return pick(name, self.scales, "scale", self.name)
+
     def scale(self, name: str) -> Scale:
         """A scale by name; UsageError with the nearest name where there is none."""
-        return self.scales[pick(name, self.scales, "scale", self.name)]
+        return self.scales[self.scale_name(name)]
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,8 @@ def expand(
     Every row is checked, also those that ``rows`` leaves out. ``seeds`` replaces the scale's own;
     ``overrides`` are ``a.b=c`` and come last.
     """
-    scale = study.scale(scale_name)
+    scale_name = study.scale_name(scale_name)
+    scale = study.scales[scale_name]
     configs = {row.name: _resolve(study, scale_name, row, overrides) for row in study.rows}
     chosen = [pick(row, configs, "row", study.name) for row in rows] or list(configs)
     ordered = [row for row in configs if row in chosen]
@@ -178,11 +185,11 @@ def expand(
 def _resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str]) -> RunConfig:
     where = f"{study.name}, scale {scale_name}, row {row.name!r}"
     fragment: dict[str, Any] = {}
-    for layer in (study.base, study.scales[scale_name].fragment(), row.set):
-        fragment = overlay(fragment, layer)
-    for override in overrides:
-        apply_override(fragment, override)
     try:
+        for layer in (study.base, study.scales[scale_name].fragment(), row.set):
+            fragment = overlay(fragment, _with_preset(layer))
+        for override in overrides:
+            apply_override(fragment, override)
         config = validate(RunConfig, fragment)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
@@ -190,6 +197,20 @@ def _resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str]) 
     if missing:
         raise UsageError(f"{where}: eval.columns.{missing[0]}: the table has this column; list its tasks")
     return config
+
+
+def _with_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer with ``model.preset`` written out; the layer's other model fields lie over it."""
+    layer = overlay({}, layer)
+    model = layer.get("model")
+    if not isinstance(model, dict) or "preset" not in model:
+        return layer
+    from titans_core.presets import PRESETS
+
+    name = str(model.pop("preset"))
+    if name not in PRESETS:
+        raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, PRESETS)}")
+    return {**layer, "model": overlay(PRESETS[name].model_dump(mode="json"), model)}
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

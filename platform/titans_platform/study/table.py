@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path
         for row in study.rows
         if row.name in by_row
     ]
-    return Table(study, scale_name, tuple(rows), _chance(rows), commit)
+    return Table(study, scale_name, tuple(rows), _chance(study.columns, rows), commit)
 
 
 def _table_row(
@@ -101,15 +101,18 @@ def _table_row(
     )
     stale = sorted({str(result["commit"]) for result in results} - {commit})
     entries = {
-        column: _entry(column, results, len(cells), row.paper.get(column)) for column in columns
+        key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
+        for key, column in columns.items()
     }
     return TableRow(row, tuple(cells), results, failures, entries, tuple(stale))
 
 
-def _entry(column: str, results: Iterable[dict[str, Any]], wanted: int, paper: float | None) -> Entry:
+def _entry(
+    column: str, factor: float, results: Iterable[dict[str, Any]], wanted: int, paper: float | None
+) -> Entry:
     kept = [result for result in results if _finite(result["columns"].get(column))]
-    values = tuple(float(result["columns"][column]) for result in kept)
-    errors = [column_stderr(column, result.get("tasks", {})) for result in kept]
+    values = tuple(factor * float(result["columns"][column]) for result in kept)
+    errors = [factor * column_stderr(column, result.get("tasks", {})) for result in kept]
     item_stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if errors else 0.0
     return Entry(values, wanted, paper, item_stderr)
 
@@ -133,11 +136,12 @@ def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
     return math.sqrt(sum(variances)) / len(variances) if variances else 0.0
 
 
-def _chance(rows: Iterable[TableRow]) -> dict[str, float]:
+def _chance(columns: Mapping[str, Column], rows: Iterable[TableRow]) -> dict[str, float]:
     levels: dict[str, float] = {}
     for row in rows:
         for result in row.results:
-            levels.update({column: v for column, v in result.get("chance", {}).items() if _finite(v)})
+            found = result.get("chance", {})
+            levels |= {key: c.factor * found[key] for key, c in columns.items() if _finite(found.get(key))}
     return levels
 
 
@@ -153,7 +157,7 @@ class Discrimination:
     pair_gap: float | None
     """The same with the deviation of these two rows alone."""
     above_chance: float | None
-    """The first row's distance above chance in its standard errors; None where chance has no meaning."""
+    """The first row's distance above chance in its standard errors; None where lower is better."""
     first: str = ""
 
 
@@ -194,12 +198,40 @@ def pooled_sd(entries: Iterable[Entry]) -> float | None:
 def _ratio(distance: float, sd: float | None) -> float | None:
     if sd is None:
         return None
-    return distance / sd if sd > 0 else math.inf
+    return distance / sd if sd > 0 else math.copysign(math.inf, distance)
 
 
 def _above_chance(table: Table, column: str, entry: Entry | None) -> float | None:
     level = table.chance.get(column)
     if entry is None or entry.mean is None or level is None:
         return None
-    sign = 1 if table.study.columns[column].higher_is_better else -1
-    return _ratio(sign * (entry.mean - level), entry.stderr)
+    if not table.study.columns[column].higher_is_better:
+        return None
+    return _ratio(entry.mean - level, entry.stderr)
+
+
+def as_record(table: Table) -> dict[str, Any]:
+    """The table as a JSON value: means, spreads, the paper's numbers, cells, discrimination."""
+    rows = [
+        {
+            "row": row.row.name,
+            "columns": {
+                key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
+                for key, e in row.entries.items()
+            },
+            "parameters": row.figure_of("parameters"),
+            "state_bytes": row.figure_of("state_bytes"),
+            "cells": [cell.name for cell in row.cells],
+            "failures": list(row.failures),
+        }
+        for row in table.rows
+    ]
+    summary = {found.column: asdict(found) for found in discriminate(table)}
+    scale = {"study": table.study.name, "scale": table.scale_name, "comparable": table.scale.comparable}
+    return {
+        **scale,
+        "rows": rows,
+        "chance": table.chance,
+        "missing": table.missing,
+        "discrimination": summary,
+    }

@@ -1,0 +1,240 @@
+"""`titans sweep`: studies, from the grid to the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from titans_platform.cli.options import dry_run_option, echo_json, json_option, root_option, set_option
+
+if TYPE_CHECKING:
+    from titans_platform.config import TaskConfig
+    from titans_platform.study.spec import Cell, Study
+    from titans_platform.study.table import Table
+
+scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
+rows_option = click.option(
+    "--rows", multiple=True, metavar="NAME", help="Only this row, or several with commas. May be repeated."
+)
+seeds_option = click.option(
+    "--seeds", metavar="LIST", help="Seeds in place of the scale's own, e.g. 0,1,2 or 0-4."
+)
+
+
+@click.group()
+def sweep() -> None:
+    """Studies: a grid of runs trained, measured and put in a table beside the paper's.
+
+    \b
+    Example:
+      titans sweep run ablation --scale laptop
+    """
+
+
+@sweep.command("list")
+@json_option
+def list_studies(as_json: bool) -> None:
+    """List the studies that can be given by name.
+
+    \b
+    Example:
+      titans sweep list
+    """
+    from titans_platform.study.spec import known_studies, load_study
+
+    studies = [(load_study(str(path)), path) for path in known_studies().values()]
+    if as_json:
+        echo_json([_about(study, path) for study, path in studies])
+        return
+    for study, path in studies:
+        click.echo(f"{study.name}: {' '.join(study.description.split())}")
+        click.echo(f"  scales {', '.join(study.scales)}; {len(study.rows)} rows; {path}")
+
+
+def _about(study: Study, path: Path) -> dict[str, Any]:
+    scales = {name: {"about": scale.about, "seeds": scale.seeds} for name, scale in study.scales.items()}
+    rows = [row.name for row in study.rows]
+    return {
+        "name": study.name,
+        "description": study.description,
+        "path": path,
+        "scales": scales,
+        "rows": rows,
+    }
+
+
+@sweep.command()
+@click.argument("study")
+@scale_option
+@set_option
+@json_option
+def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show a study's rows, what each changes, and the columns at a scale.
+
+    \b
+    Example:
+      titans sweep show ablation --scale 340M
+    """
+    from titans_platform.study.spec import expand, load_study
+
+    found = load_study(study)
+    cells = expand(found, scale, overrides=overrides)
+    if as_json:
+        configs = {cell.row: cell.config.model_dump(mode="json") for cell in cells}
+        echo_json({"study": found.name, "scale": scale, "seeds": found.scale(scale).seeds, "rows": configs})
+        return
+    _show(Console(), found, scale, cells[0])
+
+
+def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
+    from titans_platform.study.progress import compact
+
+    size, config = study.scale(scale), first.config
+    console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)
+    steps, batch, length = config.optim.steps, config.optim.batch_rows, config.data.sequence_length
+    console.print(
+        f"{steps} steps of {batch} rows of {length} tokens, seeds {', '.join(map(str, size.seeds))}",
+        highlight=False,
+    )
+    for key, tasks in config.eval.columns.items():
+        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}", highlight=False)
+    for row in study.rows:
+        changes = ", ".join(f"{field}={value}" for field, value in compact(row.set).items()) or "the base"
+        console.print(f"  {row.name:22} {changes}", highlight=False, markup=False)
+
+
+def _task_text(task: TaskConfig) -> str:
+    kind = f" {task.options['kind']}" if "kind" in task.options else ""
+    lengths = "" if task.lengths == (1.0,) else f" at {'/'.join(f'{x:g}' for x in task.lengths)}x"
+    return f"{task.task}{kind}{lengths}"
+
+
+@sweep.command()
+@click.argument("study")
+@scale_option
+@rows_option
+@seeds_option
+@set_option
+@root_option
+@click.option("--rerun-stale", is_flag=True, help="Run again the cells that another commit made.")
+@click.option("--concurrency", type=click.IntRange(1), help="Cells at once; as many as fit by default.")
+@dry_run_option
+@json_option
+def run(
+    study: str,
+    scale: str,
+    rows: tuple[str, ...],
+    seeds: str | None,
+    overrides: tuple[str, ...],
+    root: Path,
+    rerun_stale: bool,
+    concurrency: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run the cells of STUDY (a name, or a YAML file) that are missing, then draw its table and figure.
+
+    A cell's name is a hash of all that decides its numbers, so the same command again runs nothing twice
+    and goes on from the last checkpoint of what was interrupted. Exit code 4: some cells have no result.
+
+    \b
+    Example:
+      titans sweep run ablation --scale laptop --dry-run
+      titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
+    """
+    from titans_platform.study.drive import dry_run as show_plan
+    from titans_platform.study.drive import open_study, plan_study, run_study
+
+    console = Console(stderr=as_json)
+    opened = open_study(study, scale, root, rows=split(rows), seeds=parse_seeds(seeds), overrides=overrides)
+    if dry_run:
+        found = show_plan(opened, plan_study(opened, rerun_stale, concurrency), console, quiet=as_json)
+        if as_json:
+            echo_json(found)
+        return 0
+    table = run_study(opened, console, rerun_stale=rerun_stale, concurrency=concurrency)
+    if as_json:
+        echo_json(_table_json(table))
+    return 4 if table.missing else 0
+
+
+@sweep.command()
+@click.argument("study")
+@scale_option
+@root_option
+@json_option
+def status(study: str, scale: str, root: Path, as_json: bool) -> None:
+    """Tell how a study is going, from its files alone: also while it runs, or after it died.
+
+    \b
+    Example:
+      titans sweep status ablation --scale laptop
+    """
+    from titans_platform.study.status import print_status, read_status
+
+    found = read_status(study, scale, root.resolve())
+    if as_json:
+        echo_json(found)
+    else:
+        print_status(found, Console())
+
+
+@sweep.command()
+@click.argument("study")
+@scale_option
+@rows_option
+@seeds_option
+@set_option
+@root_option
+@json_option
+def report(
+    study: str,
+    scale: str,
+    rows: tuple[str, ...],
+    seeds: str | None,
+    overrides: tuple[str, ...],
+    root: Path,
+    as_json: bool,
+) -> int:
+    """Draw the table and the figure of a study anew from its results. Exit code 4: cells are missing.
+
+    \b
+    Example:
+      titans sweep report ablation --scale laptop
+    """
+    from titans_platform.study.drive import open_study, report_study
+
+    console = Console(stderr=as_json)
+    opened = open_study(study, scale, root, rows=split(rows), seeds=parse_seeds(seeds), overrides=overrides)
+    table = report_study(opened, console)
+    if as_json:
+        echo_json(_table_json(table))
+    return 4 if table.missing else 0
+
+
+def _table_json(table: Table) -> dict[str, Any]:
+    from titans_platform.study.table import as_record
+
+    return as_record(table)
+
+
+def split(values: tuple[str, ...]) -> list[str]:
+    """Names given one by one or with commas."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def parse_seeds(text: str | None) -> list[int]:
+    """`0,2,5-7` as a list. Raises UsageError."""
+    from titans_platform.errors import UsageError
+
+    seeds: list[int] = []
+    for part in split((text or "",)):
+        low, dash, high = part.partition("-")
+        try:
+            seeds.extend(range(int(low), int(high) + 1) if dash else [int(low)])
+        except ValueError:
+            raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
+    return seeds

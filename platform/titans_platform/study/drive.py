@@ -1,0 +1,236 @@
+"""A study from the command line's point of view: open, plan, run, report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from titans_platform.config import DataConfig, RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.study import render
+from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
+from titans_platform.study.progress import clock, look
+from titans_platform.study.report import FIGURE, TABLE, log_views, write_views
+from titans_platform.study.run import StudyRun, execute, fingerprints, only_driver, write_manifest
+from titans_platform.study.spec import Cell, expand, load_study, name_cells
+from titans_platform.study.table import Table, build_table
+
+if TYPE_CHECKING:
+    from titans_core import LanguageModel
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A study at a scale with the cells asked for, every config and task checked."""
+
+    run: StudyRun
+    cells: tuple[Cell, ...]
+
+    @property
+    def named(self) -> bool:
+        """Whether the data are prepared, so that cells have names."""
+        return all(cell.name for cell in self.cells)
+
+
+def open_study(
+    study: str,
+    scale: str,
+    root: Path,
+    *,
+    rows: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+) -> Opened:
+    """Read and check a study; cells get their names where the data are prepared already."""
+    from titans_platform.data import open_prepared
+    from titans_platform.provenance import commit
+
+    found = load_study(study)
+    cells = expand(found, scale, rows=rows, seeds=seeds, overrides=overrides)
+    check(cells)
+    opened = Opened(StudyRun(found, found.scale_name(scale), root.resolve(), commit()), tuple(cells))
+    try:
+        return _named(opened, lambda data: open_prepared(data, root.resolve()))
+    except UsageError:
+        return opened
+
+
+def check(cells: Sequence[Cell]) -> None:
+    """Build every task and model once, so that a wrong name or option is found before anything runs."""
+    for row, config in {cell.row: cell.config for cell in cells}.items():
+        try:
+            _check_tasks(config)
+            _empty_model(config)
+        except (UsageError, ValueError) as error:
+            raise UsageError(f"row {row!r}: {error}") from None
+
+
+def _check_tasks(config: RunConfig) -> None:
+    from titans_platform.evals import build_generated, build_task
+
+    for tasks in config.eval.columns.values():
+        for task in tasks:
+            build_task(task)
+    for source in config.data.sources:
+        for task in source.tasks:
+            build_generated(task)
+
+
+def _empty_model(config: RunConfig) -> LanguageModel:
+    """The model without memory for its weights."""
+    import torch
+
+    from titans_core import LanguageModel
+
+    with torch.device("meta"):
+        return LanguageModel(config.model)
+
+
+def _named(opened: Opened, prepared: Any) -> Opened:
+    from titans_platform.evals import EVAL_VERSION
+
+    return replace(opened, cells=tuple(name_cells(opened.cells, fingerprints(prepared), EVAL_VERSION)))
+
+
+def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
+    """What is to do; UsageError for what cannot be placed on this machine."""
+    resources = opened.run.study.scales[opened.run.scale_name].resources
+    return make_plan(
+        opened.cells,
+        opened.run.root,
+        opened.run.commit,
+        resources=resources,
+        machine=this_machine(resources),
+        asked=asked,
+        rerun_stale=rerun_stale,
+    )
+
+
+def dry_run(opened: Opened, plan: Plan, console: Console, quiet: bool = False) -> dict[str, Any]:
+    """Show what would run; nothing is written. The same as a dict."""
+    guess = estimate(plan, opened.run.root)
+    record = {
+        "study": opened.run.study.name,
+        "scale": opened.run.scale_name,
+        "cells": [_planned(opened, plan, cell) for cell in opened.cells],
+        "to_run": len(plan.todo),
+        "concurrency": plan.concurrency,
+        "resources": plan.resources.model_dump(),
+        "estimate_seconds": guess.seconds,
+        "estimate_basis": guess.basis,
+    }
+    if not quiet:
+        _print_plan(record, opened, console)
+    return record
+
+
+def _planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
+    state = cell.folder(opened.run.root).state() if cell.name else "missing"
+    if cell in plan.stale:
+        state = "stale"
+    return {
+        "cell": cell.name,
+        "row": cell.row,
+        "seed": cell.seed,
+        "parameters": _empty_model(cell.config).num_parameters(),
+        "tokens": train_tokens(cell.config),
+        "state": state,
+    }
+
+
+def _print_plan(record: dict[str, Any], opened: Opened, console: Console) -> None:
+    from rich.table import Table as RichTable
+
+    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, justify in (("cell", "left"), ("row", "left"), ("seed", "right"), ("parameters", "right")):
+        grid.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
+    grid.add_column("tokens", justify="right")
+    grid.add_column("state")
+    for cell in record["cells"]:
+        sizes = [render.count(cell["parameters"]), render.count(cell["tokens"])]
+        grid.add_row(cell["cell"] or "—", cell["row"], str(cell["seed"]), *sizes, cell["state"])
+    console.print(grid)
+    if not opened.named:
+        console.print("Cells get their names once the data are prepared; the run does that first.")
+    r = record["resources"]
+    console.print(
+        f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
+        f"each on {r['workers']} worker with {r['cpus_per_worker']} CPU and {r['gpus_per_worker']:g} GPU.",
+        highlight=False,
+    )
+    guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
+    console.print(f"Time: about {guess} (from {record['estimate_basis']}).", highlight=False)
+
+
+def run_study(
+    opened: Opened, console: Console, *, rerun_stale: bool = False, concurrency: int | None = None
+) -> Table:
+    """Prepare data, run what is missing, draw the views. The table, complete or not."""
+    # what cannot be placed is refused before time goes into data
+    plan_study(opened, rerun_stale, concurrency)
+    with only_driver(opened.run):
+        opened = _prepare(opened, console)
+        plan = plan_study(opened, rerun_stale, concurrency)
+        write_manifest(opened.run, opened.cells)
+        if plan.todo:
+            with _resumable(opened, console):
+                execute(opened.run, plan, console)
+        return report_study(opened, console, link=bool(plan.todo))
+
+
+def _prepare(opened: Opened, console: Console) -> Opened:
+    from titans_platform.data import prepare
+
+    with console.status("preparing data") as status:
+
+        def told(what: str, done: int, total: int, *rest: Any) -> None:
+            status.update(f"preparing data: {what} {done:,}/{total:,}")
+
+        def once(data: DataConfig) -> Any:
+            return prepare(data, opened.run.root, progress=told)
+
+        return _named(opened, once)
+
+
+@contextmanager
+def _resumable(opened: Opened, console: Console) -> Iterator[None]:
+    """Say, when interrupted, what is safe and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        done = sum(item.state == "done" for item in look(opened.cells, opened.run.root))
+        console.print(
+            f"interrupted: {done} of {len(opened.cells)} cells are done and kept; the same command goes on "
+            "from the last checkpoints",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise
+
+
+def report_study(opened: Opened, console: Console, link: bool = True) -> Table:
+    """Draw the table and the figure from what is there; with ``link`` put them on the MLflow run too."""
+    run = opened.run
+    if not opened.named:
+        raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
+    table = build_table(run.study, run.scale_name, opened.cells, run.root, run.commit)
+    paths = write_views(table, run.folder)
+    if link and any(row.results for row in table.rows):
+        from titans_platform.tracking import open_store
+
+        log_views(open_store(run.root), table, run.label, paths)
+    console.print(render.terminal(table, console.width))
+    for name in (TABLE, FIGURE):
+        console.print(f"{name.split('.')[0]:7}{_near(paths[name])}", highlight=False, soft_wrap=True)
+    return table
+
+
+def _near(path: Path) -> str:
+    """The path as a person here would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

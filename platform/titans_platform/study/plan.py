@@ -1,0 +1,180 @@
+"""What a sweep is about to do: which cells are missing, how many run at once, how long it may take."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.study.spec import Cell, Resources
+
+CALIBRATION_LIMIT = 50e6
+"""Parameters above which steps are not timed on the spot."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What cells can be placed on."""
+
+    cpus: int
+    gpus: int = 0
+
+
+def this_machine(resources: Resources) -> Machine:
+    """The CPUs this process may use and, where a cell asks for them, the GPUs torch sees."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not resources.gpus_per_worker:
+        return Machine(cpus)
+    import torch
+
+    return Machine(cpus, torch.cuda.device_count())
+
+
+def concurrency(resources: Resources, machine: Machine, asked: int | None = None) -> int:
+    """How many cells fit at once; UsageError where not one does, or not as many as asked."""
+    cpus, gpus = resources.workers * resources.cpus_per_worker, resources.workers * resources.gpus_per_worker
+    fit = machine.cpus // cpus
+    if gpus:
+        fit = min(fit, int(machine.gpus // gpus))
+    need = f"a cell takes {cpus} CPU" + (f" and {gpus:g} GPU" if gpus else "")
+    have = f"there are {machine.cpus} CPU" + (f" and {machine.gpus} GPU" if gpus else "")
+    if fit < 1:
+        raise UsageError(f"resources: {need}, {have}; choose a smaller scale or another machine")
+    if asked is not None and not 1 <= asked <= fit:
+        raise UsageError(f"--concurrency {asked}: {need}, {have}; give 1 to {fit}")
+    return asked or fit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cells to run and cells that need not."""
+
+    cells: tuple[Cell, ...]
+    todo: tuple[Cell, ...]
+    stale: tuple[Cell, ...]
+    """Finished cells that another commit made."""
+    concurrency: int
+    resources: Resources
+
+
+def make_plan(
+    cells: Sequence[Cell],
+    root: Path,
+    commit: str,
+    *,
+    resources: Resources,
+    machine: Machine,
+    asked: int | None = None,
+    rerun_stale: bool = False,
+) -> Plan:
+    """Sort cells into done and to do; with ``rerun_stale`` what another commit made is to do again."""
+    results = [(cell, cell.folder(root).result() if cell.name else None) for cell in cells]
+    stale = tuple(cell for cell, result in results if result and result.get("commit") != commit)
+    todo = [cell for cell, result in results if result is None or (rerun_stale and cell in stale)]
+    return Plan(tuple(cells), tuple(todo), stale, concurrency(resources, machine, asked), resources)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Wall-clock seconds a plan may take, or None, and what that rests on."""
+
+    seconds: float | None
+    basis: str
+
+
+def estimate(plan: Plan, root: Path) -> Estimate:
+    """From finished cells of this study and scale; without any, from a few steps timed on the spot."""
+    if not plan.todo:
+        return Estimate(0.0, "nothing to run")
+    known = _finished_seconds(plan, root)
+    if known:
+        overall = statistics.fmean(statistics.fmean(times) for times in known.values())
+        each = [statistics.fmean(known.get(cell.row, [overall])) for cell in plan.todo]
+        done = sum(len(times) for times in known.values())
+        return Estimate(_wall(plan, each), f"{done} finished cells")
+    return _calibrated(plan)
+
+
+def _wall(plan: Plan, each: Sequence[float]) -> float:
+    """Start-up, the average load of a slot, and never less than the longest cell."""
+    return 15.0 + max(sum(each) / plan.concurrency, max(each))
+
+
+def _finished_seconds(plan: Plan, root: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for cell in plan.cells:
+        result = cell.folder(root).shown_result() if cell.name else None
+        if result and result.get("train_seconds"):
+            seconds = float(result["train_seconds"]) + float(result.get("eval_seconds") or 0)
+            found.setdefault(cell.row, []).append(seconds)
+    return found
+
+
+def _calibrated(plan: Plan) -> Estimate:
+    import torch
+
+    from titans_core import LanguageModel
+
+    config = plan.todo[0].config
+    with torch.device("meta"):
+        parameters = LanguageModel(config.model).num_parameters()
+    if parameters > CALIBRATION_LIMIT:
+        flop = sum(6 * parameters * train_tokens(cell.config) for cell in plan.todo)
+        return Estimate(None, f"no cell is finished yet; about 6ND = {flop:.1e} FLOP of training in all")
+    per_token = _seconds_per_token(config)
+    each = [per_token * (train_tokens(cell.config) + eval_tokens(cell.config) / 3) for cell in plan.todo]
+    return Estimate(_wall(plan, each), f"two optimiser steps of {plan.todo[0].row} timed now")
+
+
+def train_tokens(config: RunConfig) -> int:
+    """Tokens a run trains on."""
+    return config.optim.steps * config.optim.batch_rows * config.data.sequence_length
+
+
+def eval_tokens(config: RunConfig) -> float:
+    """Tokens a run is measured on, as near as its config tells."""
+    lengths = sum(
+        length for tasks in config.eval.columns.values() for task in tasks for length in task.lengths
+    )
+    return config.eval.items * lengths * config.data.sequence_length
+
+
+def _seconds_per_token(config: RunConfig) -> float:
+    """Time two steps after one to warm up, on random tokens: no data are needed."""
+
+    from titans_core import LanguageModel
+    from titans_platform.training.loop import Trainer, deterministic
+
+    rows = min(config.optim.micro_batch_rows or config.optim.batch_rows, config.optim.batch_rows)
+    optim = config.optim.model_copy(update={"batch_rows": rows, "micro_batch_rows": None})
+    with deterministic(0, config.threads):
+        stream = _RandomRows(rows, config.data.sequence_length, config.model.vocab_size)
+        trainer = Trainer(LanguageModel(config.model), optim, stream)
+        trainer.step()
+        started = time.perf_counter()
+        for _ in range(2):
+            trainer.step()
+        seconds = time.perf_counter() - started
+    return seconds / (2 * rows * config.data.sequence_length)
+
+
+class _RandomRows:
+    """A stream whose every batch is the same random rows."""
+
+    def __init__(self, rows: int, length: int, vocab_size: int):
+        import torch
+
+        self.tokens = torch.randint(vocab_size, (rows, length + 1))
+        self.starts = torch.zeros(rows, length + 1, dtype=torch.bool)
+        self.starts[:, 0] = True
+        self.loss = torch.ones(rows, length, dtype=torch.bool)
+
+    def batch(self, step: int) -> Any:
+        """The rows, whatever the step."""
+        return self

@@ -1,0 +1,230 @@
+"""How a study is going, drawn from the files its cells write: the driver and other shells see the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from titans_platform.study.render import count
+from titans_platform.study.spec import Cell
+
+TRAINING_SHARE = 0.9
+"""Part of a cell that is training; the rest is evaluation."""
+PLAIN_EVERY = 15.0
+"""Seconds between lines where there is no terminal."""
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as a person says them: 45s, 3m05s, 2h10m."""
+    if seconds is None:
+        return "?"
+    seconds = int(seconds + 0.5)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+def compact(fragment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested fragment as dotted fields."""
+    flat: dict[str, Any] = {}
+    for key, value in fragment.items():
+        name = f"{prefix}{key}"
+        flat |= compact(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One cell as its files show it."""
+
+    cell: Cell
+    state: str
+    progress: dict[str, Any]
+    reason: str = ""
+
+    @property
+    def fraction(self) -> float:
+        """How much of the cell is behind us, 0 to 1."""
+        if self.state in ("done", "failed"):
+            return 1.0
+        steps = self.progress.get("steps") or 0
+        return TRAINING_SHARE * float(self.progress.get("step", 0)) / steps if steps else 0.0
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds of training left at the present speed."""
+        speed, left = self.progress.get("tokens_per_second"), self._tokens_left()
+        return left / float(speed) if speed else None
+
+    def _tokens_left(self) -> float:
+        config = self.cell.config
+        steps = max(0, config.optim.steps - int(self.progress.get("step", 0)))
+        return steps * config.optim.batch_rows * config.data.sequence_length
+
+
+def look(cells: Sequence[Cell], root: Path) -> list[Seen]:
+    """Read the state of every cell."""
+    seen = []
+    for cell in cells:
+        folder = cell.folder(root)
+        state = folder.state()
+        failure = folder.failure() if state == "failed" else None
+        progress = folder.progress() if state in ("running", "interrupted") else None
+        seen.append(Seen(cell, state, progress or {}, str((failure or {}).get("reason", ""))))
+    return seen
+
+
+def counts(seen: Sequence[Seen]) -> dict[str, int]:
+    """Cells by state."""
+    states = ("done", "running", "failed", "interrupted", "missing")
+    return {state: sum(item.state == state for item in seen) for state in states}
+
+
+def counted(seen: Sequence[Seen]) -> str:
+    """Cells by state, in words."""
+    found = {state: n for state, n in counts(seen).items() if n or state == "done"}
+    return ", ".join(f"{n} {state}" for state, n in found.items())
+
+
+def running_line(item: Seen) -> list[str]:
+    """What one running cell says: row, seed, step, loss, speed, time left."""
+    p = item.progress
+    steps = p.get("steps") or item.cell.config.optim.steps
+    phase = str(p.get("phase") or "")
+    if not p:
+        return [item.cell.row, f"seed {item.cell.seed}", "starting", "", "", ""]
+    if phase.startswith("eval") or p.get("step") == steps:
+        return [item.cell.row, f"seed {item.cell.seed}", "evaluating", "", "", ""]
+    loss = f"loss {float(p['loss']):.3f}" if p.get("loss") is not None else ""
+    speed = f"{count(int(p['tokens_per_second']))} tok/s" if p.get("tokens_per_second") else ""
+    return [
+        item.cell.row,
+        f"seed {item.cell.seed}",
+        f"{p.get('step', 0)}/{steps}",
+        loss,
+        speed,
+        clock(item.eta),
+    ]
+
+
+class View:
+    """The display of a running study; ``todo`` is what this sweep runs, ``cells`` the whole study."""
+
+    def __init__(self, title: str, cells: Sequence[Cell], todo: Sequence[Cell], root: Path):
+        self.title, self.cells, self.todo, self.root = title, list(cells), list(todo), root
+        self.started = time.monotonic()
+        self._start_fraction: dict[str, float] = {
+            item.cell.name or "": 0.0 if item.state in ("done", "failed") else item.fraction
+            for item in look(self.todo, root)
+        }
+        self._told: set[str] = set()
+
+    def eta(self, seen: Sequence[Seen]) -> float | None:
+        """Seconds until all of it is done, by the work done since the start; None before there is any."""
+        todo = {cell.name for cell in self.todo}
+        mine = [item for item in seen if item.cell.name in todo]
+        work = sum(item.fraction - self._start_fraction.get(item.cell.name or "", 0.0) for item in mine)
+        left = sum(1 - item.fraction for item in mine)
+        elapsed = time.monotonic() - self.started
+        return left * elapsed / work if work > 0.02 else None
+
+    def render(self) -> RenderableType:
+        """Overall line, bar, one line a running cell."""
+        seen = look(self.cells, self.root)
+        share = sum(item.fraction for item in seen) / len(seen) if seen else 1.0
+        head = RichTable.grid(expand=True)
+        head.add_column(ratio=1, no_wrap=True)
+        head.add_column(justify="right", no_wrap=True)
+        elapsed = clock(time.monotonic() - self.started)
+        head.add_row(
+            Text(f"{self.title}: {len(seen)} cells, {counted(seen)}", style="bold"),
+            f"{elapsed}, {clock(self.eta(seen))} left",
+        )
+        lines = RichTable.grid(padding=(0, 2, 0, 0))
+        lines.add_column(no_wrap=True)
+        for justify in ("left", "right", "right", "right", "right"):
+            lines.add_column(justify=justify, no_wrap=True)
+        for item in seen:
+            if item.state == "running":
+                lines.add_row(*running_line(item))
+        return Group(head, ProgressBar(total=1.0, completed=share), lines)
+
+    def news(self) -> list[str]:
+        """A line for every cell that ended since the last call."""
+        lines = []
+        for item in look(self.todo, self.root):
+            name = item.cell.name or ""
+            if item.state not in ("done", "failed") or name in self._told:
+                continue
+            self._told.add(name)
+            lines.append(self._ended(item))
+        return lines
+
+    def _ended(self, item: Seen) -> str:
+        who = f"{item.cell.row}, seed {item.cell.seed}"
+        if item.state == "failed":
+            return f"failed  {who}: {item.reason[:160]}"
+        result = item.cell.folder(self.root).result() or {}
+        values = ", ".join(
+            f"{column} {value:.2f}" if isinstance(value, float) else f"{column} {value}"
+            for column, value in result.get("columns", {}).items()
+        )
+        seconds = float(result.get("train_seconds") or 0) + float(result.get("eval_seconds") or 0)
+        return f"done    {who}: {values} ({clock(seconds)})"
+
+    def plain(self) -> str:
+        """The state in one line, for logs."""
+        seen = look(self.cells, self.root)
+        running = [running_line(item) for item in seen if item.state == "running"]
+        cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
+        elapsed = clock(time.monotonic() - self.started)
+        return f"[{elapsed}] {counted(seen)}; {clock(self.eta(seen))} left" + (f" | {cells}" if cells else "")
+
+
+@contextmanager
+def showing(view: View, console: Console) -> Iterator[None]:
+    """Keep the view on screen: live in a terminal, a line now and then in a log."""
+    if console.is_terminal:
+        with Live(
+            get_renderable=view.render,
+            console=console,
+            refresh_per_second=2,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+        ):
+            yield
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_plain_lines, args=(view, console, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _plain_lines(view: View, console: Console, stop: threading.Event) -> None:
+    due = time.monotonic() + PLAIN_EVERY
+    while not stop.wait(1.0):
+        for line in view.news():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if time.monotonic() >= due:
+            console.print(view.plain(), markup=False, highlight=False, soft_wrap=True)
+            due = time.monotonic() + PLAIN_EVERY
+    for line in view.news():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

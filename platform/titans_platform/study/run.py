@@ -1,0 +1,206 @@
+"""Running a study: what is missing becomes trials of Ray Tune, what is done is left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from titans_platform.config import DataConfig, digest
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.study.cells import CellFolder, held, write_json
+from titans_platform.study.plan import Plan
+from titans_platform.study.progress import View, showing
+from titans_platform.study.spec import Cell, Study
+from titans_platform.study.trial import run_trial
+
+MAX_DEATHS = 3
+"""Times a trial whose process died is started again."""
+
+# read by Ray when it is imported: no result files beside ours, no change of directory, Ctrl-C to us
+QUIET = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One study at one scale under one storage root."""
+
+    study: Study
+    scale_name: str
+    root: Path
+    commit: str
+
+    @property
+    def label(self) -> str:
+        """The name of its folder and of its parent run."""
+        return f"{self.study.name}-{self.scale_name}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the views go."""
+        return self.root / "studies" / self.label
+
+
+def fingerprints(prepare: Callable[[DataConfig], Any]) -> Callable[[DataConfig], str]:
+    """Fingerprint of a data config, each prepared (or opened) once."""
+    known: dict[str, str] = {}
+
+    def fingerprint(data: DataConfig) -> str:
+        key = digest(data.model_dump(mode="json"))
+        if key not in known:
+            known[key] = prepare(data).fingerprint
+        return known[key]
+
+    return fingerprint
+
+
+@contextmanager
+def only_driver(run: StudyRun) -> Iterator[None]:
+    """Keep a second driver off the same study; the lock dies with the process."""
+    with held(run.folder / "lock") as got:
+        if not got:
+            raise UsageError(f"{run.label}: another sweep run works on it under {run.root}; see sweep status")
+        yield
+
+
+def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
+    """Say which cells the study has, for whoever looks at it from outside."""
+    listed = [
+        {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
+        for c in cells
+    ]
+    manifest = {"study": run.study.name, "scale": run.scale_name, "commit": run.commit, "cells": listed}
+    write_json(run.folder / "cells.json", manifest)
+
+
+def execute(run: StudyRun, plan: Plan, console: Console) -> None:
+    """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
+    for cell in plan.todo:
+        folder = cell.folder(run.root)
+        folder.forget_failure()
+        if cell in plan.stale:
+            folder.set_aside()
+    title = f"{run.study.name} at {run.scale_name}"
+    view = View(title, plan.cells, plan.todo, run.root)
+    with showing(view, console), _aside(run.folder / "ray.log"):
+        tasks = _tasks(run, plan)
+        with _ray(plan):
+            _tune(run, plan, tasks)
+
+
+def _tasks(run: StudyRun, plan: Plan) -> list[dict[str, Any]]:
+    """What each trial is told; its MLflow run is created here, where there is one writer."""
+    from titans_platform.tracking import open_store
+
+    store = open_store(run.root)
+    parent = store.study_run(run.label, {"titans.scale": run.scale_name, "titans.commit": run.commit})
+    return [
+        {
+            "root": str(run.root),
+            "study": run.study.name,
+            "row": cell.row,
+            "cell": cell.name,
+            "config": cell.config.model_dump_json(),
+            "commit": run.commit,
+            "resources": plan.resources.model_dump(),
+            "tracked": (store.uri, _cell_run(store, run, plan, cell, parent)),
+        }
+        for cell in plan.todo
+    ]
+
+
+def _cell_run(store: Any, run: StudyRun, plan: Plan, cell: Cell, parent: str) -> str:
+    tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": run.scale_name}
+    assert cell.name is not None
+    name = f"{cell.row} · seed {cell.seed}"
+    config = cell.config.model_dump(mode="json")
+    run_id = store.cell_run(cell.name, name, parent=parent, config=config, tags=tags)
+    if cell in plan.stale:
+        # the same cell from other code is another run
+        store.discard_run(run_id)
+        run_id = store.cell_run(cell.name, name, parent=parent, config=config, tags=tags)
+    return run_id
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[None]:
+    """Send what Ray prints to a file; the console that draws was opened before and stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+        yield
+
+
+@contextmanager
+def _ray(plan: Plan) -> Iterator[None]:
+    """A Ray instance of our own, as large as the plan needs, gone when the study ends."""
+    os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
+    from titans_platform.training.ray_session import session
+
+    resources = plan.resources
+    # a trial that only drives other workers takes a sliver of a CPU beside theirs
+    cpus = resources.workers * resources.cpus_per_worker * plan.concurrency + (resources.workers > 1)
+    gpus = resources.workers * resources.gpus_per_worker * plan.concurrency
+    with session(cpus, gpus):
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+        yield
+
+
+def _tune(run: StudyRun, plan: Plan, tasks: list[dict[str, Any]]) -> None:
+    """Every task as a trial, first come first served."""
+    from ray import tune
+
+    resources = plan.resources
+    alone = resources.workers == 1
+    share: Mapping[str, float] = (
+        {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker} if alone else {"CPU": 0.01}
+    )
+    storage = run.folder / "tune"
+    shutil.rmtree(storage, ignore_errors=True)
+    tuner = tune.Tuner(
+        tune.with_resources(_trial, {key: value for key, value in share.items() if value}),
+        param_space={"task": tune.grid_search(tasks)},
+        tune_config=tune.TuneConfig(
+            max_concurrent_trials=plan.concurrency,
+            # the next cell finds torch imported
+            reuse_actors=True,
+            # the default holds every value of the grid, here a whole config
+            trial_name_creator=lambda trial: trial.trial_id,
+            trial_dirname_creator=lambda trial: trial.trial_id,
+        ),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=str(run.folder),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=MAX_DEATHS),
+        ),
+    )
+    _record_deaths(run, tuner.fit())
+    shutil.rmtree(storage, ignore_errors=True)
+
+
+def _trial(space: dict[str, Any]) -> dict[str, Any]:
+    return run_trial(space["task"])
+
+
+def _record_deaths(run: StudyRun, results: Any) -> None:
+    """A trial whose process kept dying had no chance to say so itself."""
+    for result in results:
+        if result.error is not None:
+            folder = CellFolder(run.root, result.config["task"]["cell"])
+            folder.record_failure(TitansError(f"its process died {MAX_DEATHS + 1} times"), run.commit)

@@ -1,0 +1,45 @@
+"""One cell as a Tune trial: what runs on a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from titans_platform.config import RunConfig
+from titans_platform.study.cells import CellFolder
+
+
+def run_trial(task: dict[str, Any]) -> dict[str, Any]:
+    """Run one cell from where it stopped; its state, done or failed.
+
+    A failure is written down and returned, never raised: Tune starts a trial again whose process died, and
+    another try of what raised would raise again.
+    """
+    folder = CellFolder(Path(task["root"]), task["cell"])
+    try:
+        with folder.hold():
+            if folder.result() is None:
+                folder.begin(task["commit"])
+                _fit(task)
+            folder.drop_stale()
+    except Exception as error:
+        folder.record_failure(error, task["commit"])
+        return {"state": "failed"}
+    return {"state": "done"}
+
+
+def _fit(task: dict[str, Any]) -> None:
+    from titans_platform.training.cell import Tracked
+    from titans_platform.training.ray_trainer import Resources, fit
+
+    resources = task["resources"]
+    # one worker trains in this process: a second one would only cost its start
+    workers = resources["workers"] if resources["workers"] > 1 else 0
+    fit(
+        RunConfig.model_validate_json(task["config"]),
+        Path(task["root"]),
+        task["cell"],
+        Resources(workers, resources["cpus_per_worker"], resources["gpus_per_worker"]),
+        extra={"study": task["study"], "row": task["row"]},
+        tracked=Tracked(*task["tracked"]),
+    )
