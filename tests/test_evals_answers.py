@@ -1,0 +1,289 @@
+"""Answers are right: solvers that read nothing but an item's text find them again."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from titans_platform.config import TaskConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.evals import build_generated
+from titans_platform.evals.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
+
+BYTE = load_tokenizer("byte")
+
+
+@cache
+def items(task, length, count, **options):
+    made = build_generated(TaskConfig(task=task, options=options))
+    rng = random.Random(str(options))
+    return [made.item(rng, length, BYTE) for _ in range(count)]
+
+
+def questions(item):
+    """(all text before the answer, answer) of each answer."""
+    text = ""
+    for piece, is_answer in item.pieces:
+        if is_answer:
+            yield text, piece
+        text += piece
+
+
+# --- needle
+
+
+@pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
+def test_compact_needles_are_there_once_and_asked_for(kind):
+    for item in items("needle", 96, 200, kind=kind, style="compact", digits=3, needles=4, queries=3):
+        found = re.findall(r"([A-Z]):([0-9a-f]{3});", item.text)
+        assert len(found) == len(dict(found)) == 4
+        asked = [before[-2] for before, _ in questions(item)]
+        assert len(set(asked)) == 3
+        for before, answer in questions(item):
+            assert before.endswith(f"?{before[-2]}:")
+            assert dict(found)[before[-2]] == answer
+        filler = re.sub(r"([A-Z]):[0-9a-f]{3};", "", item.text.partition("?")[0])
+        assert re.fullmatch(r"[a-z ]*", filler)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("passkey", r"\d{7}"), ("number", r"\d{7}"), ("uuid", r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-\w{12}")],
+)
+def test_ruler_needles_are_there_once_and_asked_for(kind, value):
+    for item in items("needle", 700, 50, kind=kind):
+        needles = re.findall(
+            rf"One of the special magic (?:number|uuid)s for ([\w-]+) is: ({value})\.", item.text
+        )
+        assert len(needles) == 1
+        ((before, answer),) = questions(item)
+        key, told = needles[0][0], needles[0][1]
+        assert answer == f" {told}"
+        assert before.endswith(f"for {key} mentioned in the provided text is")
+        assert item.text.count(told) == 2
+
+
+@pytest.mark.parametrize("style", ["compact", "ruler"])
+def test_depth_is_uniform(style):
+    length = 128 if style == "compact" else 1600
+    depths = []
+    for item in items("needle", length, 1000, kind="number", style=style):
+        if style == "compact":
+            haystack = item.text.partition("?")[0]
+        else:
+            haystack = item.text.split("afterwards.\n")[1].split("\nWhat is")[0]
+        start, end = re.search(r"[A-Z]:\d\d;|One of the special.*?is: \d+\. ", haystack).span()
+        depths.append(start / (len(haystack) - (end - start)))
+    counts = Counter(min(int(depth * 5), 4) for depth in depths)
+    # a fifth each; 4.5 standard deviations of a binomial of 1000 draws is 57
+    assert all(abs(counts[fifth] - 200) < 57 for fifth in range(5)), counts
+    assert min(depths) < 0.01
+    assert max(depths) > 0.99
+
+
+def test_a_haystack_can_be_read_from_a_file(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("It rained.  The ship\nsailed at dawn! Nobody waved. " * 20)
+    for item in items("needle", 600, 20, kind="number", path=str(path)):
+        assert "The ship sailed" in item.text
+        assert re.search(r"(?:^|[.!] |\n)One of the special", item.text)
+
+
+# --- recall
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pairs": 4, "values": 16},
+        {"pairs": 8, "queries": 3, "filler": "noise", "rebind": 0.5},
+        {"pairs": 6, "queries": 9, "gaps": "power", "rebind": 1.0},
+    ],
+)
+def test_recall_answers_are_the_latest_binding(options):
+    for item in items("recall", 90, 100, **options):
+        asked = list(questions(item))
+        assert len(asked) == options.get("queries", options["pairs"])
+        for before, answer in asked:
+            key = before[-1]
+            bound = re.findall(rf"{key}([0-9a-z])", before)
+            assert bound[-1] == answer
+        block = re.match(r"(?:[A-Z][0-9a-z])+", item.text).group()
+        first = len(asked[0][0]) - 1
+        assert len(block) >= 2 * (options["pairs"] + round(options["pairs"] * options.get("rebind", 0)))
+        assert first >= 2 * options["pairs"]
+        keys = [before[-1] for before, _ in asked]
+        assert len(set(keys)) == min(len(keys), options["pairs"])
+
+
+def test_rebound_keys_change_their_value():
+    for item in items("recall", 90, 50, pairs=8, rebind=0.5):
+        block = item.text[: 2 * 12]
+        values = {}
+        for key, value in re.findall(r"([A-Z])([0-9a-z])", block):
+            values.setdefault(key, []).append(value)
+        assert sorted(map(len, values.values())) == [1] * 4 + [2] * 4
+        assert all(v[0] != v[-1] for v in values.values() if len(v) == 2)
+
+
+def test_large_alphabets_take_two_characters():
+    seen = Counter()
+    for item in items("recall", 90, 200, pairs=5, keys=400, values=200):
+        pairs = dict(re.findall(r"([A-Z]{2})([0-9a-z]{2})", item.text[:20]))
+        assert len(pairs) == 5
+        for before, answer in questions(item):
+            assert pairs[before[-2:]] == answer
+            seen[answer] += 1
+    assert len(seen) > 150
+    assert max(seen.values()) < 20
+
+
+def test_power_gaps_are_mostly_short():
+    def mean_gap(gaps):
+        firsts = [
+            len(next(questions(item))[0]) for item in items("recall", 256, 200, pairs=4, queries=1, gaps=gaps)
+        ]
+        return sum(firsts) / len(firsts)
+
+    assert mean_gap("power") < 0.5 * mean_gap("uniform")
+
+
+# --- reasoning: facts are (person, action, target) in order, read off the text
+
+ACTIONS = {verb: action for action, verbs in VERBS.items() for verb in verbs}
+FACT = re.compile(rf"({'|'.join(PEOPLE)}) ({'|'.join(ACTIONS)}) the (\w+)\.")
+COMPACT_FACT = re.compile(r"([A-M])([+-]?)([a-z])\.")
+
+
+def facts_of(text, style):
+    if style == "prose":
+        return [(person, ACTIONS[verb], target) for person, verb, target in FACT.findall(text)]
+    told = re.sub(r"\?[^.]*(\.|$)", "", text)
+    return [(p, {"": "move", "+": "get", "-": "drop"}[mark], t) for p, mark, t in COMPACT_FACT.findall(told)]
+
+
+def place(facts, person):
+    return [target for who, action, target in facts if who == person and action == "move"][-1]
+
+
+def thing_place(facts, thing):
+    """Where `thing` is after `facts`; None before it was first picked up."""
+    touched = [i for i, (_, action, target) in enumerate(facts) if target == thing and action != "move"]
+    if not touched:
+        return None
+    who, action, _ = facts[touched[-1]]
+    return place(facts if action == "get" else facts[: touched[-1]], who)
+
+
+def place_before(facts, thing, where):
+    history = []
+    for end in range(1, len(facts) + 1):
+        now = thing_place(facts[:end], thing)
+        if now and (not history or history[-1] != now):
+            history.append(now)
+    assert history.count(where) == 1
+    return history[history.index(where) - 1]
+
+
+def count(facts, person):
+    last = {target: (who, action) for who, action, target in facts if action != "move"}
+    return sum(1 for held in last.values() if held == (person, "get"))
+
+
+def solve(before, kind, style):
+    facts = facts_of(before, style)
+    prompt = before[before.rindex("?") + 1 :] if style == "compact" else before.rsplit("\n", 1)[-1]
+    if style == "compact":
+        who, where = prompt[0], prompt[-1]
+        numbers, yes_no = [str(n) for n in range(7)], ("Y", "N")
+    else:
+        names = re.findall(rf"\b(?:{'|'.join(PEOPLE + PLACES + THINGS)})\b", prompt)
+        who, where = names[0], names[-1]
+        numbers, yes_no = NUMBERS, ("yes", "no")
+    if kind == "one_fact":
+        return place(facts, who)
+    if kind == "two_facts":
+        return thing_place(facts, who)
+    if kind == "three_facts":
+        return place_before(facts, who, where)
+    if kind == "yes_no":
+        return yes_no[place(facts, who) != where]
+    return numbers[count(facts, who)]
+
+
+KINDS = ("one_fact", "two_facts", "three_facts", "yes_no", "counting")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("style", "length"), [("compact", 128), ("prose", 512)])
+@pytest.mark.parametrize("more", [(("questions", 4),), (("facts", 9),)])
+def test_reasoning_answers_follow_from_the_text(kind, style, length, more):
+    expected = dict(more).get("questions", 1)
+    for item in items("reasoning", length, 60, kind=kind, style=style, **dict(more)):
+        asked = list(questions(item))
+        assert len(asked) == expected
+        for before, answer in asked:
+            assert solve(before, kind, style) == answer.strip()
+        assert item.text == asked[-1][0] + asked[-1][1]
+        if "facts" in dict(more):
+            assert len(facts_of(asked[-1][0], style)) == dict(more)["facts"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_picks_up_what_is_elsewhere(kind):
+    for item in items("reasoning", 256, 30, kind=kind, style="compact", people=3, things=4):
+        facts = facts_of(item.text, "compact")
+        for i, (who, action, target) in enumerate(facts):
+            if action == "get":
+                assert thing_place(facts[:i], target) in (None, place(facts[:i], who))
+                assert not any(count([f for f in facts[:i] if f[2] == target], p) for p in "ABC")
+            elif action == "drop":
+                assert count([f for f in facts[:i] if f[2] == target], who) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guessing_gets_no_more_than_chance(kind):
+    """Neither the commonest answer nor the place told of last beats the chance level."""
+    made = build_generated(TaskConfig(task="reasoning", options={"kind": kind, "style": "compact"}))
+    drawn = items("reasoning", 128, 1500, kind=kind, style="compact")
+    spread = (made.chance * (1 - made.chance) / len(drawn)) ** 0.5
+    answers = Counter(item.pieces[-1][0] for item in drawn)
+    assert answers.most_common(1)[0][1] / len(drawn) < made.chance + 4 * spread
+    latest = [
+        facts[-1][2]
+        for item in drawn
+        if (facts := [f for f in facts_of(item.text, "compact") if f[1] == "move"])
+    ]
+    hits = sum(place == item.pieces[-1][0] for place, item in zip(latest, drawn, strict=True))
+    assert hits / len(drawn) < made.chance + 4 * spread
+
+
+def test_yes_and_no_are_asked_about_the_same_people_and_places():
+    """Whom and where a question names says nothing about its answer."""
+    asked = {"Y": Counter(), "N": Counter()}
+    for item in items("reasoning", 128, 1500, kind="yes_no", style="compact"):
+        text, answer = item.pieces[0][0], item.pieces[1][0]
+        facts = facts_of(text, "compact")
+        latest = [target for _, action, target in facts if action == "move"][-1]
+        last_mover = [who for who, action, _ in facts if action == "move"][-1]
+        asked[answer][text[-1] == latest, text[-3] == last_mover] += 1
+    yes, no = asked["Y"], asked["N"]
+    for marginal in (0, 1):
+        shares = [
+            sum(n for key, n in side.items() if key[marginal]) / sum(side.values()) for side in (yes, no)
+        ]
+        assert abs(shares[0] - shares[1]) < 0.09, (marginal, shares)
+
+
+def test_interleaved_questions_stand_anywhere():
+    ends = [
+        len(before) / 128
+        for item in items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
+        for before, _ in list(questions(item))[:-1]
+    ]
+    assert sum(end < 0.5 for end in ends) > 0.3 * len(ends)
+    assert sum(end > 0.5 for end in ends) > 0.3 * len(ends)

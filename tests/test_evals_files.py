@@ -1,0 +1,342 @@
+"""Tasks that read files: bAbI, multiple choice, LAMBADA, and the adapter to lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+import sys
+import tarfile
+import zipfile
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from titans_platform.config import EvalConfig, TaskConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.evals import Scorer, build_generated, build_task, encode_item, evaluate
+from titans_platform.evals.choice import encode_pair
+from titans_platform.evals.lm_harness import HarnessModel, harness_model
+
+BYTE = load_tokenizer("byte")
+PREPARED = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=None)
+
+BABI = """1 Mary moved to the bathroom.
+2 John went to the hallway.
+3 Where is Mary? \tbathroom\t1
+4 Daniel went back to the hallway.
+5 Sandra moved to the garden.
+6 Where is Daniel? \thallway\t4
+1 Sandra travelled to the office.
+2 Sandra went to the bathroom.
+3 Where is Sandra? \tbathroom\t2
+"""
+
+
+class Likes(nn.Module):
+    """Gives `good` bytes a high probability after anything."""
+
+    def __init__(self, good: str):
+        super().__init__()
+        self.row = torch.zeros(BYTE.vocab_size)
+        self.row[list(good.encode())] = 5.0
+
+    def forward(self, tokens, document_starts=None):
+        return SimpleNamespace(logits=self.row.expand(*tokens.shape, -1))
+
+
+class Parrot(nn.Module):
+    """Goes on with `text` after its start, one byte a position."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.text = text
+
+    def forward(self, tokens, document_starts=None):
+        logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
+        for b, row in enumerate(tokens.tolist()):
+            for t in range(len(row)):
+                said = BYTE.decode(row[: t + 1])
+                if self.text.startswith(said) and len(said) < len(self.text):
+                    logits[b, t, ord(self.text[len(said)])] = 20.0
+        return SimpleNamespace(logits=logits)
+
+
+def one(task, options, **more):
+    return EvalConfig(columns={"col": (TaskConfig(task=task, options=options),)}, **more)
+
+
+# --- bAbI
+
+
+def babi_at(form, folder):
+    name = "tasks/en/qa1_single-supporting-fact_train.txt"
+    if form == "folder":
+        (folder / "tasks/en").mkdir(parents=True)
+        (folder / name).write_text(BABI)
+        return folder / "tasks"
+    if form == "file":
+        (folder / "qa1_train.txt").write_text(BABI)
+        return folder / "qa1_train.txt"
+    if form == "zip":
+        with zipfile.ZipFile(folder / "babi.zip", "w") as archive:
+            archive.writestr(name, BABI)
+        return folder / "babi.zip"
+    (folder / "text.txt").write_text(BABI)
+    with tarfile.open(folder / "babi.tar.gz", "w:gz") as archive:
+        archive.add(folder / "text.txt", name)
+    return folder / "babi.tar.gz"
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "zip", "tar"])
+def test_babi_questions_come_with_the_story_up_to_them(form, tmp_path):
+    task = build_generated(TaskConfig(task="babi", options={"path": str(babi_at(form, tmp_path))}))
+    texts = {task.item(random.Random(i), 200, BYTE).text for i in range(50)}
+    assert texts == {
+        "Mary moved to the bathroom.\nJohn went to the hallway.\nWhere is Mary? bathroom",
+        "Mary moved to the bathroom.\nJohn went to the hallway.\nDaniel went back to the hallway.\n"
+        "Sandra moved to the garden.\nWhere is Daniel? hallway",
+        "Sandra travelled to the office.\nSandra went to the bathroom.\nWhere is Sandra? bathroom",
+    }
+    assert task.chance == 1 / 2
+
+
+def test_babi_pads_short_stories_and_leaves_out_long_ones(tmp_path):
+    task = build_generated(TaskConfig(task="babi", options={"path": str(babi_at("zip", tmp_path))}))
+    drawn = {task.item(random.Random(i), 90, BYTE) for i in range(50)}
+    assert len(drawn) == 2
+    for item in drawn:
+        tokens, answers = encode_item(item, BYTE, 90)
+        assert tokens[0] == BYTE.bos
+        assert BYTE.decode([t for t, a in zip(tokens, answers, strict=True) if a]) == " bathroom"
+    with pytest.raises(UsageError, match=r"no story of qa1 .* fits in 20 tokens"):
+        task.item(random.Random(0), 20, BYTE)
+
+
+def test_babi_evaluates_with_fewer_items_than_asked(tmp_path):
+    found = evaluate(
+        Likes("q"), PREPARED, one("babi", {"path": str(babi_at("file", tmp_path))}, items=100), 200
+    )
+    assert found["tasks"]["col/babi-qa1@200"]["items"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"kind": "qa9"}, "no qa9_"), ({"path": "absent.zip"}, "cannot read absent.zip")]
+)
+def test_babi_names_what_is_missing(options, message, tmp_path):
+    task = build_task(TaskConfig(task="babi", options={"path": str(babi_at("zip", tmp_path)), **options}))
+    with pytest.raises(UsageError, match=message):
+        _ = task.chance
+
+
+def test_a_line_without_its_number_is_named(tmp_path):
+    path = tmp_path / "qa1_train.txt"
+    path.write_text("1 A went.\nWhere?\n")
+    task = build_task(TaskConfig(task="babi", options={"path": str(path)}))
+    with pytest.raises(UsageError, match=r"qa1_train.txt, line 2"):
+        _ = task.chance
+
+
+# --- multiple choice and LAMBADA
+
+RECORDS = {
+    "hellaswag": {"ctx": "He runs [step] x", "label": 1, "endings": ["aa", "qq", "bb", "cc"]},
+    "piqa": {"goal": "g", "sol1": "zz", "sol2": "qq", "label": 1},
+    "arc": {"question": "w?", "choices": ["qq", "bb", "cc"], "gold": 0},
+    "winogrande": {"sentence": "The _ is big.", "option1": "cat", "option2": "dog", "answer": "2"},
+    "siqa": {
+        "context": "c.", "question": "w?", "answerA": "aa", "answerB": "bb", "answerC": "qq", "label": "3",
+    },
+    "boolq": {"passage": "p.", "question": "is it?", "answer": "yes"},
+}  # fmt: skip
+
+
+def write_jsonl(path, records):
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("form", "good"), [*((f, "q") for f in ("hellaswag", "piqa", "arc", "siqa")), ("boolq", "yes")]
+)
+@pytest.mark.parametrize("metric", ["acc", "acc_norm"])
+def test_the_likeliest_choice_is_taken(form, good, metric, tmp_path):
+    path = write_jsonl(tmp_path / "part.jsonl.gz", [RECORDS[form]] * 3)
+    found = evaluate(
+        Likes(good), PREPARED, one("multiple_choice", {"path": path, "format": form, "metric": metric}), 100
+    )
+    assert found["columns"]["col"] == 1.0
+    assert list(found["tasks"]) == ["col/part@100"]
+
+
+def test_winogrande_compares_what_either_name_leads_to(tmp_path):
+    path = write_jsonl(tmp_path / "w.jsonl.gz", [RECORDS["winogrande"]])
+    options = {"path": path, "format": "winogrande"}
+    assert (
+        evaluate(Parrot("The dog is big."), PREPARED, one("multiple_choice", options), 99)["columns"]["col"]
+        == 1
+    )
+    assert (
+        evaluate(Parrot("The cat is big."), PREPARED, one("multiple_choice", options), 99)["columns"]["col"]
+        == 0
+    )
+
+
+def test_acc_norm_divides_by_length(tmp_path):
+    record = {"question": "w?", "choices": ["x", "qqqqqqqqqqqqqqqq"], "gold": 1}
+    path = write_jsonl(tmp_path / "a.jsonl.gz", [record])
+
+    def value(metric):
+        options = {"path": path, "format": "arc", "metric": metric}
+        return evaluate(Likes("q"), PREPARED, one("multiple_choice", options), 99)["columns"]["col"]
+
+    assert (value("acc"), value("acc_norm")) == (0.0, 1.0)
+
+
+def test_chance_of_choices(tmp_path):
+    def chance(form, records):
+        path = write_jsonl(tmp_path / f"{form}.jsonl.gz", records)
+        return build_task(TaskConfig(task="multiple_choice", options={"path": path, "format": form})).chance
+
+    assert chance("hellaswag", [RECORDS["hellaswag"]]) == 1 / 4
+    mixed = [RECORDS["arc"], {**RECORDS["arc"], "choices": ["a", "b"]}]
+    assert chance("arc", mixed) == pytest.approx((1 / 3 + 1 / 2) / 2)
+    # always saying yes gets what share of the answers is yes
+    yes, no = RECORDS["boolq"], {**RECORDS["boolq"], "answer": False}
+    assert chance("boolq", [yes, yes, yes, no]) == 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"goal": "g"}', "is not piqa's: KeyError 'sol1'"),
+        ('{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}', "a label beyond its choices"),
+        ("{", r"p\.jsonl, line 1"),
+        ("", "holds no records"),
+    ],
+)
+def test_bad_records_name_file_and_fault(content, message, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        evaluate(Likes("a"), PREPARED, one("multiple_choice", {"path": str(path), "format": "piqa"}), 99)
+
+
+def test_lambada_asks_for_the_last_word(tmp_path):
+    path = write_jsonl(tmp_path / "l.jsonl.gz", [{"text": "the cat sat"}, {"text": "one two three"}])
+    found = evaluate(Parrot("the cat sat"), PREPARED, one("lambada", {"path": path}), 99)
+    assert found["columns"]["col"] == 0.5
+    ppl = evaluate(Likes("q"), PREPARED, one("lambada", {"path": path, "metric": "ppl"}), 99)
+    rest = -math.log(1 / (BYTE.vocab_size - 1 + math.exp(5)))
+    # " sat" has four bytes, " three" six
+    assert ppl["columns"]["col"] == pytest.approx(math.exp(rest * 5), rel=1e-4)
+    assert ppl["chance"]["col"] == pytest.approx(BYTE.vocab_size**5, rel=1e-6)
+
+
+def test_a_context_keeps_the_spaces_it_ends_with_for_the_answer():
+    request = encode_pair("Answer: ", "yes", BYTE)
+    assert (BYTE.decode(request.context), BYTE.decode(request.continuation)) == ("Answer:", " yes")
+
+
+# --- lm-evaluation-harness
+
+
+def instances(*args):
+    return [SimpleNamespace(args=arg) for arg in args]
+
+
+def harness(model, max_length=50):
+    return HarnessModel(Scorer(model, BYTE, torch.device("cpu"), 200), max_length)
+
+
+def test_harness_loglikelihood():
+    (first, greedy), (second, not_greedy) = harness(Parrot("the cat")).loglikelihood(
+        instances(("the", " cat"), ("the", " dog"))
+    )
+    assert (greedy, not_greedy) == (True, False)
+    assert first == pytest.approx(0, abs=1e-4)
+    assert second < -20
+
+
+def test_harness_rolling_counts_every_token_once():
+    text = "abcdefghijklmnopqrstuvwxyz"
+    a_token = -math.log(BYTE.vocab_size - 26 + 26 * math.exp(5)) + 5
+    for length in (4, 5, 26, 27, 28, 100):
+        (total,) = harness(Likes(text), length).loglikelihood_rolling(instances((text,)))
+        assert total == pytest.approx(26 * a_token, rel=1e-5), length
+    assert harness(Likes(text)).loglikelihood_rolling(instances(("",))) == [0.0]
+
+
+def test_harness_generates_up_to_the_first_stop():
+    model = harness(Parrot("say: hello\nworld"))
+    settings = {"until": ["\n"], "max_gen_toks": 20}
+    assert model.generate_until(instances(("say:", settings))) == [" hello"]
+    assert model.generate_until(instances(("say:", {"until": [], "max_gen_toks": 3}))) == [" he"]
+    with pytest.raises(UsageError, match="greedily"):
+        model.generate_until(instances(("say:", {"do_sample": True})))
+
+
+LM_EVAL = one("lm_eval", {"names": ["piqa", "arc_easy"], "metric": "acc"}, items=7)
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(UsageError, match=r"pip install titans-lab\[lm-eval\]"):
+        evaluate(Likes("q"), PREPARED, LM_EVAL, 50)
+
+
+@pytest.fixture
+def fake_lm_eval(monkeypatch):
+    """The four names of lm_eval the adapter touches; `asked` is what simple_evaluate was given."""
+    names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks")
+    modules = {name: ModuleType(name) for name in names}
+    asked = {}
+
+    def simple_evaluate(**arguments):
+        asked.update(arguments)
+        asked["answers"] = arguments["model"].loglikelihood(instances(("a", "q"), ("a", "b")))
+        results = {
+            "piqa": {"acc,none": 0.5, "acc_stderr,none": 0.3, "alias": "piqa"},
+            "arc_easy": {"acc,none": 0.3, "acc_stderr,none": "N/A", "acc_norm,none": 0.9},
+        }
+        return {"results": results, "n-samples": {name: {"effective": 7} for name in results}}
+
+    modules["lm_eval"].simple_evaluate = simple_evaluate
+    modules["lm_eval.api.model"].LM = type("LM", (), {})
+    modules["lm_eval.tasks"].TaskManager = lambda include_path=None: ("manager", include_path)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return asked
+
+
+def test_harness_results_become_a_measurement(fake_lm_eval):
+    found = evaluate(Likes("q"), PREPARED, LM_EVAL, 50)
+    (measured,) = found["tasks"].values()
+    assert measured == {"value": 0.4, "stderr": 0.15, "chance": 0.375, "items": 14}
+    assert fake_lm_eval["limit"] == 7
+    assert fake_lm_eval["tasks"] == ["piqa", "arc_easy"]
+    (good, _), (bad, _) = fake_lm_eval["answers"]
+    assert good > bad
+
+
+def test_the_adapter_is_the_harness_own_kind_of_model(fake_lm_eval):
+    model = harness_model(Scorer(Likes("q"), BYTE, torch.device("cpu"), 100), 50)
+    assert isinstance(model, sys.modules["lm_eval.api.model"].LM)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": ["piqa"], "metric": "f1", "chance": 0.5}, "piqa has no f1; it has acc"),
+        ({"names": ["mmlu"]}, "options.chance: give it for mmlu"),
+    ],
+)
+def test_harness_options_that_do_not_fit_are_named(options, message, fake_lm_eval):
+    with pytest.raises(UsageError, match=message):
+        evaluate(Likes("q"), PREPARED, one("lm_eval", options), 50)

@@ -1,0 +1,185 @@
+"""Items: exact lengths, answer tokens, padding, and errors that name the fix."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from titans_platform.config import EvalConfig, TaskConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.evals import TASKS, Item, build_generated, build_task, encode_item, eval_version
+from titans_platform.evals.items import answer_spans, fill, item_of, scatter
+from titans_platform.evals.reasoning import PEOPLE, PLACES, THINGS
+from titans_platform.evals.words import ADJECTIVES, NOUNS, VERBS, murmur, prose
+
+BYTE = load_tokenizer("byte")
+
+
+class WordTokenizer:
+    """A token a word with the space before it: characters and tokens do not agree."""
+
+    vocab_size, bos, pad = 4096, 0, 1
+
+    def __init__(self):
+        self.ids: dict[str, int] = {}
+
+    def encode(self, text):
+        return [self.ids.setdefault(word, len(self.ids) + 2) for word in re.findall(r"\s*\S+|\s+$", text)]
+
+    def decode(self, tokens):
+        words = {number: word for word, number in self.ids.items()}
+        return "".join(words.get(token, "") for token in tokens)
+
+
+def test_encode_item_marks_exactly_the_answers():
+    item = Item((("?K:", False), ("47", True), ("?J:", False), ("081", True)))
+    tokens, answers = encode_item(item, BYTE, 12)
+    assert tokens == [BYTE.bos, *b"?K:47?J:081"]
+    spans = [(start, end) for start, end in answer_spans(answers)]
+    assert [bytes(tokens[start:end]) for start, end in spans] == [b"47", b"081"]
+
+
+def test_short_items_are_padded_after_the_document_start():
+    item = Item((("ab", False), ("c", True)))
+    tokens, answers = encode_item(item, BYTE, 8)
+    assert tokens == [BYTE.bos, *[BYTE.pad] * 4, *b"abc"]
+    assert answers == [False] * 7 + [True]
+
+
+def test_an_item_that_is_too_long_says_so():
+    with pytest.raises(UsageError, match="4 tokens does not fit in 3"):
+        encode_item(Item((("ab", False), ("c", True))), BYTE, 3)
+
+
+def test_pieces_are_joined_and_hash_is_of_the_text():
+    item = item_of([("a", False), ("", True), ("b", False), ("c", True), ("d", True)])
+    assert item.pieces == (("ab", False), ("cd", True))
+    assert item.hash == Item((("abcd", False),)).hash != Item((("abce", False),)).hash
+    assert re.fullmatch(r"[0-9a-f]{16}", item.hash)
+
+
+def test_scatter_keeps_filler_and_order():
+    pieces = scatter("012345", [[("a", False)], [("b", True)], [("c", False)]], [0, 3, 6])
+    assert "".join(text for text, _ in pieces) == "a012b345c"
+
+
+@pytest.mark.parametrize("length", [14, 15, 33, 200])
+def test_fill_reaches_the_length_or_the_last_word_before_it(length):
+    words = WordTokenizer()
+
+    def build(characters):
+        return item_of([(("xy " * characters)[:characters] + " where? ", False), ("here", True)])
+
+    assert len(fill(build, length, BYTE).text) + 1 == length
+    tokens, _ = encode_item(fill(build, length, words), words, length)
+    assert len(tokens) == length
+    assert tokens.count(words.pad) <= 1
+
+
+def test_fill_refuses_what_cannot_fit():
+    with pytest.raises(UsageError, match="ask for longer rows"):
+        fill(lambda n: item_of([("a" * (n + 10), False), ("b", True)]), 11, BYTE)
+
+
+@pytest.mark.parametrize("make", [prose, murmur])
+def test_filler_has_the_length_asked_for(make):
+    rng = random.Random(0)
+    assert [len(make(rng, n)) for n in (0, 1, 7, 100, 1001)] == [0, 1, 7, 100, 1001]
+
+
+def test_filler_words_state_no_fact_and_hold_no_needle():
+    world = {word.lower() for word in (*PEOPLE, *PLACES, *THINGS)}
+    assert not world & {*NOUNS, *ADJECTIVES, *VERBS}
+    assert re.fullmatch(r"[a-z ]+", murmur(random.Random(1), 5000))
+    assert not re.search(r"\d|special|magic", prose(random.Random(1), 5000))
+
+
+GENERATED = [
+    ("needle", {"kind": kind, "style": style, **more}, base)
+    for kind in ("passkey", "number", "uuid")
+    for style, base in (("ruler", 420), ("compact", 40))
+    for more in ({}, {"needles": 3, "queries": 2})
+    if style == "compact" or not more
+] + [
+    ("recall", {"pairs": 4}, 40),
+    ("recall", {"pairs": 6, "keys": 300, "values": 100, "rebind": 0.5, "gaps": "power"}, 70),
+    *(
+        ("reasoning", {"kind": kind, "style": style, **more}, base)
+        for kind in ("one_fact", "two_facts", "three_facts", "yes_no", "counting")
+        for style, base in (("compact", 64), ("prose", 420))
+        for more in ({}, {"questions": 3}, {"facts": 7})
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "options", "base"), GENERATED)
+def test_items_have_exactly_the_length_asked_for(task, options, base):
+    made = build_generated(TaskConfig(task=task, options=options))
+    rng = random.Random(3)
+    for length in (base, base + 1, base + 17, 4 * base):
+        item = made.item(rng, length, BYTE)
+        assert len(item.text) == length - 1
+        tokens, answers = encode_item(item, BYTE, length)
+        assert BYTE.pad not in tokens
+        assert any(answers)
+
+
+@pytest.mark.parametrize(("task", "options"), [("needle", {}), ("reasoning", {"style": "prose"})])
+def test_other_tokenizers_come_within_a_word_of_it(task, options):
+    made, words = build_generated(TaskConfig(task=task, options=options)), WordTokenizer()
+    rng = random.Random(4)
+    for length in (90, 91, 200):
+        tokens, answers = encode_item(made.item(rng, length, words), words, length)
+        assert len(tokens) == length
+        assert tokens.count(words.pad) <= 2
+        assert answers[-1]
+
+
+def test_the_same_rng_gives_the_same_items():
+    made = build_generated(TaskConfig(task="reasoning", options={"style": "compact", "kind": "counting"}))
+    first, second = ([made.item(rng, 96, BYTE).text for _ in range(5)] for rng in map(random.Random, (7, 7)))
+    assert first == second
+    assert len(set(first)) == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("needel", {}, "no task 'needel'; did you mean needle?"),
+        ("needle", {"digit": 2}, "no option 'digit'; did you mean digits?"),
+        ("needle", {"kind": "word"}, "options.kind"),
+        ("needle", {"queries": 2}, "queries: 2 exceed needles: 1"),
+        ("recall", {"pairs": 30}, "pairs: 30 exceed keys: 26"),
+        ("recall", {"values": "16"}, "options.values"),
+        ("reasoning", {"kind": "counting", "things": 1}, "max_count"),
+        ("babi", {}, "options.path"),
+        ("perplexity", {"kind": "x"}, "valid: none"),
+    ],
+)
+def test_bad_options_name_the_field(task, options, message):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        build_task(TaskConfig(task=task, options=options))
+    assert "\n" not in str(caught.value)
+
+
+def test_only_generated_tasks_make_training_rows():
+    with pytest.raises(UsageError, match=r"perplexity makes no items.*needle"):
+        build_generated(TaskConfig(task="perplexity"))
+
+
+def test_a_row_too_short_for_a_story_is_refused():
+    made = build_generated(TaskConfig(task="reasoning", options={"kind": "three_facts", "style": "compact"}))
+    with pytest.raises(UsageError, match="longer rows"):
+        made.item(random.Random(0), 12, BYTE)
+
+
+def test_eval_version_follows_the_tasks_used(monkeypatch):
+    needle = EvalConfig(columns={"a": (TaskConfig(task="needle"),)})
+    recall = EvalConfig(columns={"a": (TaskConfig(task="recall"),)})
+    before = eval_version(needle), eval_version(recall), eval_version()
+    monkeypatch.setattr(TASKS["needle"], "version", TASKS["needle"].version + 1)
+    after = eval_version(needle), eval_version(recall), eval_version()
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, False]

@@ -1,0 +1,332 @@
+"""`evaluate`: an oracle scores 1, a guesser chance; items are unseen, the same for every model."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from titans_platform.config import EvalConfig, TaskConfig
+from titans_platform.data import Batch, load_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.evals import Request, Scorer, build_generated, encode_item, evaluate
+
+BYTE = load_tokenizer("byte")
+
+
+def prepared(hashes=frozenset(), batches=()):
+    return SimpleNamespace(tokenizer=BYTE, item_hashes=hashes, validation=lambda rows: iter(batches))
+
+
+class Oracle(nn.Module):
+    """Says the character `solve(text so far)` gives, and nothing sensible where that is None."""
+
+    def __init__(self, solve: Callable[[str], str | None]):
+        super().__init__()
+        self.solve = solve
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, tokens, document_starts=None):
+        assert not self.training
+        assert torch.is_inference_mode_enabled()
+        self.shapes.append(tuple(tokens.shape))
+        logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
+        for b, row in enumerate(tokens.tolist()):
+            for t in range(len(row)):
+                said = self.solve(BYTE.decode(row[: t + 1]))
+                if said:
+                    logits[b, t, ord(said)] = 9.0
+        return SimpleNamespace(logits=logits)
+
+
+class Guesser(nn.Module):
+    """Says one of `alphabet` at random."""
+
+    def __init__(self, alphabet: str):
+        super().__init__()
+        self.ids = torch.tensor([ord(c) for c in alphabet])
+        self.rng = torch.Generator().manual_seed(0)
+
+    def forward(self, tokens, document_starts=None):
+        picks = self.ids[torch.randint(len(self.ids), tokens.shape, generator=self.rng)]
+        return SimpleNamespace(logits=nn.functional.one_hot(picks, BYTE.vocab_size).float())
+
+
+def solve_needle(text):
+    asked = re.search(r"\?([A-Z]):(\w*)$", text)
+    if not asked:
+        return None
+    key, said = asked.groups()
+    value = re.search(rf"{key}:(\w+);", text)
+    return value.group(1)[len(said)] if value and len(said) < len(value.group(1)) else None
+
+
+def solve_recall(text):
+    before = text[:-1].rfind(text[-1:]) if text[-1:].isupper() else -1
+    return text[before + 1] if before >= 0 else None
+
+
+def solve_one_fact(text):
+    asked = re.search(r"\?([A-M])$", text)
+    return re.findall(rf"{asked.group(1)}([a-m])\.", text)[-1] if asked else None
+
+
+def solve_yes_no(text):
+    asked = re.search(r"\?([A-M])@([a-m])$", text)
+    if not asked:
+        return None
+    return "Y" if re.findall(rf"{asked.group(1)}([a-m])\.", text)[-1] == asked.group(2) else "N"
+
+
+COMPACT = {"style": "compact"}
+SOLVED = [
+    ("needle", {**COMPACT, "kind": "passkey"}, solve_needle, "0123456789"),
+    ("needle", {**COMPACT, "kind": "uuid", "needles": 3, "queries": 2}, solve_needle, "0123456789abcdef"),
+    ("recall", {"values": 16, "rebind": 0.5}, solve_recall, "0123456789abcdef"),
+    ("reasoning", {**COMPACT, "kind": "one_fact"}, solve_one_fact, "abcdef"),
+    ("reasoning", {**COMPACT, "kind": "yes_no", "questions": 2}, solve_yes_no, "YN"),
+]
+
+
+def config(task, options, lengths=(1.0,), **more):
+    return EvalConfig(columns={"col": (TaskConfig(task=task, options=options, lengths=lengths),)}, **more)
+
+
+@pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
+def test_an_oracle_is_right_every_time(task, options, solve, alphabet):
+    found = evaluate(Oracle(solve), prepared(), config(task, options, (1.0, 2.0), items=12), 48)
+    assert found["columns"] == {"col": 1.0}
+    assert sorted(t["items"] for t in found["tasks"].values()) == [12, 12]
+    assert all(t["stderr"] == 0 for t in found["tasks"].values())
+
+
+@pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
+def test_a_guesser_gets_chance(task, options, solve, alphabet):
+    found = evaluate(Guesser(alphabet), prepared(), config(task, options, items=600), 64)
+    chance = found["chance"]["col"]
+    (measured,) = found["tasks"].values()
+    assert measured["chance"] == chance
+    spread = math.sqrt(chance * (1 - chance) / 600)
+    assert abs(measured["value"] - chance) < 4 * spread
+    p = measured["value"]
+    # with several answers an item, items and not answers are what is drawn
+    assert measured["stderr"] <= math.sqrt(p * (1 - p) / 600) + 1e-12
+
+
+def test_an_answer_with_one_wrong_token_is_wrong():
+    def half(text):
+        said = solve_needle(text)
+        return "x" if said and not text.endswith(":") else said
+
+    found = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
+    assert found["columns"]["col"] == 0.0
+
+
+def test_standard_error_is_binomial_with_one_answer_an_item():
+    calls = iter(range(10**6))
+
+    def sometimes(text):
+        said = solve_recall(text)
+        return said if said and next(calls) % 3 else None
+
+    options = {"pairs": 1, "queries": 1}
+    found = evaluate(Oracle(sometimes), prepared(), config("recall", options, items=30), 24)
+    (measured,) = found["tasks"].values()
+    p = measured["value"]
+    assert 0 < p < 1
+    assert measured["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 30), rel=1e-12)
+
+
+def test_one_forward_a_batch_of_equal_lengths():
+    oracle = Oracle(solve_needle)
+    evaluate(oracle, prepared(), config("needle", COMPACT, items=10, batch_tokens=4 * 48), 48)
+    assert oracle.shapes == [(4, 47), (4, 47), (2, 47)]
+
+
+def test_the_result_is_json_and_a_function_of_the_seed():
+    def run(seed):
+        return evaluate(Guesser("0123"), prepared(), config("recall", {}, items=40, seed=seed), 64)
+
+    assert json.dumps(run(1)) == json.dumps(run(1))
+    assert run(1) != run(2)
+
+
+def test_items_of_the_training_rows_are_never_asked():
+    options = {"style": "compact", "digits": 1}
+    made = build_generated(TaskConfig(task="needle", options=options))
+    # so short that a quarter of all items is in training
+    seen = {made.item(random.Random(i), 14, BYTE).hash for i in range(2000)}
+    asked: list[str] = []
+
+    class Listener(Guesser):
+        def forward(self, tokens, document_starts=None):
+            asked.extend(BYTE.decode(row) for row in tokens.tolist())
+            return super().forward(tokens)
+
+    evaluate(Listener("0"), prepared(seen), config("needle", options, items=200), 14)
+    assert len(asked) == len(set(asked)) == 200
+    texts = {made.item(random.Random(i), 14, BYTE).text[:-1] for i in range(2000)}
+    assert not texts & set(asked)
+
+
+def test_a_task_that_training_used_up_says_so():
+    class Everything(frozenset):
+        def __contains__(self, item):
+            return True
+
+    with pytest.raises(UsageError, match=r"every item of needle-passkey at 48 tokens occurs in training"):
+        evaluate(Guesser("0"), prepared(Everything()), config("needle", COMPACT), 48)
+
+
+def test_modes_are_restored_even_after_a_failure():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[0].eval()
+    with pytest.raises(TypeError):
+        evaluate(model, prepared(), config("needle", COMPACT, items=1), 48)
+    assert [m.training for m in model.modules()] == [True, False, True]
+
+
+def test_columns_are_means_of_tasks_and_their_names_differ():
+    columns = {
+        "long": (
+            TaskConfig(task="needle", options=COMPACT, lengths=(1.0, 2.0)),
+            TaskConfig(task="needle", options={**COMPACT, "digits": 1}),
+            TaskConfig(task="needle", options={**COMPACT, "kind": "number"}),
+        ),
+        "recall": (TaskConfig(task="recall"),),
+    }
+    found = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
+    names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number@48"]
+    assert list(found["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
+    values = [found["tasks"][f"long/{name}"]["value"] for name in names]
+    mean = (sum(values[:2]) / 2 + values[2] + values[3]) / 3
+    assert found["columns"]["long"] == pytest.approx(mean)
+    assert found["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
+
+
+def test_bad_tasks_fail_before_anything_is_measured():
+    columns = {"a": (TaskConfig(task="recall"),), "b": (TaskConfig(task="recal"),)}
+    oracle = Oracle(solve_recall)
+    with pytest.raises(UsageError, match="did you mean recall"):
+        evaluate(oracle, prepared(), EvalConfig(columns=columns), 48)
+    assert not oracle.shapes
+
+
+class Bigram(nn.Module):
+    """Gives the byte after `a` as `b` with probability 3/4; everything else is uniform."""
+
+    def __init__(self):
+        super().__init__()
+        self.starts: list[torch.Tensor | None] = []
+
+    def forward(self, tokens, document_starts=None):
+        self.starts.append(document_starts)
+        logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
+        rest = math.log(0.25 / (BYTE.vocab_size - 1))
+        logits[tokens == ord("a")] = rest
+        logits[..., ord("b")][tokens == ord("a")] = math.log(0.75)
+        return SimpleNamespace(logits=logits)
+
+
+def text_batch(text, rows=1):
+    """A batch whose `^` are document starts."""
+    tokens = torch.tensor([[BYTE.bos if c == "^" else ord(c) for c in text]] * rows)
+    starts = tokens == BYTE.bos
+    return Batch(tokens, starts, ~starts[:, 1:])
+
+
+def test_perplexity_by_hand():
+    model = Bigram()
+    found = evaluate(model, prepared(batches=[text_batch("^xab^abcd")]), config("perplexity", {}), 8)
+    uniform, sure = math.log(BYTE.vocab_size), -math.log(0.75)
+    # targets x a b . a b c d: two sure ones, five uniform ones, the document start not counted
+    assert found["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
+    assert found["chance"]["col"] == BYTE.vocab_size
+    assert found["tasks"]["col/perplexity@8"]["items"] == 7
+    # bytes seen of their own document: x 1, a 2, b 3 | a 1, b 2, c 3, d 4
+    buckets = found["buckets"]["col/perplexity@8"]
+    assert list(buckets) == ["1-1", "2-3", "4-7"]
+    assert buckets["2-3"] == pytest.approx(math.exp((2 * sure + 2 * uniform) / 4), rel=1e-5)
+    assert buckets["4-7"] == pytest.approx(BYTE.vocab_size, rel=1e-5)
+    assert model.starts[0] is not None
+    assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
+
+
+def test_perplexity_stops_at_its_budget_and_cuts_rows():
+    batches = [text_batch("^abababab", rows=2), text_batch("^xxxxxxxx", rows=2)]
+    found = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)
+    assert found["tasks"]["col/perplexity@8"]["items"] == 16
+    half = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, (0.5,)), 8)
+    assert half["tasks"]["col/perplexity@4"]["items"] == 16
+
+
+@pytest.mark.parametrize(
+    ("batches", "lengths", "message"),
+    [([], (1.0,), "no validation rows"), ([text_batch("^abc")], (2.0,), "validation rows have 3 tokens")],
+)
+def test_perplexity_without_fitting_rows_says_so(batches, lengths, message):
+    with pytest.raises(UsageError, match=message):
+        evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, lengths), 3)
+
+
+class Walk(nn.Module):
+    """A causal model whose logits depend on all tokens so far."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.embed = nn.Embedding(BYTE.vocab_size, BYTE.vocab_size)
+
+    def forward(self, tokens, document_starts=None):
+        return SimpleNamespace(logits=self.embed(tokens).cumsum(1))
+
+
+def by_hand(model, row, width):
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+    picks = [float(logprobs[t - 1, row[t]]) for t in range(len(row) - width, len(row))]
+    greedy = all(int(logprobs[t - 1].argmax()) == row[t] for t in range(len(row) - width, len(row)))
+    return sum(picks), greedy
+
+
+def test_scores_do_not_depend_on_what_shares_the_batch():
+    model, rng = Walk(), random.Random(0)
+    requests = [
+        Request([rng.randrange(256) for _ in range(rng.randrange(9))], [rng.randrange(256) for _ in range(n)])
+        for n in (1, 2, 5, 0, 3, 12, 7)
+    ]
+    for budget in (1, 30, 1000):
+        scorer = Scorer(model, BYTE, torch.device("cpu"), budget)
+        with torch.inference_mode():
+            scores = scorer.score(requests, max_length=40)
+        for request, score in zip(requests, scores, strict=True):
+            row = [BYTE.bos, *request.context, *request.continuation]
+            expected, greedy = by_hand(model, row, len(request.continuation))
+            assert score.logprob == pytest.approx(expected, abs=1e-4)
+            assert (score.greedy, score.tokens) == (greedy, len(request.continuation))
+
+
+def test_long_contexts_lose_their_beginning():
+    model = Walk()
+    context, continuation = list(range(50)), [60, 61]
+    scorer = Scorer(model, BYTE, torch.device("cpu"), 100)
+    with torch.inference_mode():
+        (score,) = scorer.score([Request(context, continuation)], max_length=10)
+    expected, _ = by_hand(model, [BYTE.bos, *context[-7:], *continuation], 2)
+    assert score.logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_training_and_evaluation_encode_an_item_alike():
+    made = build_generated(TaskConfig(task="needle", options=COMPACT))
+    item = made.item(random.Random(0), 48, BYTE)
+    tokens, answers = encode_item(item, BYTE, 48)
+    assert BYTE.decode(tokens[1:]) == item.text
+    assert BYTE.decode([t for t, a in zip(tokens, answers, strict=True) if a]) == item.pieces[-1][0]
