@@ -1,0 +1,193 @@
+"""From a source to token sequences: documents split and tokenised, or task items generated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titans_platform.config import DataConfig, SourceConfig, TaskConfig
+from titans_platform.data.shards import BoolArray
+from titans_platform.data.sources import Document, TextSource
+from titans_platform.data.tokenizer import Tokenizer
+from titans_platform.errors import UsageError
+
+# Documents looked at before the first is placed: sources of fewer get an exact split with both sides filled
+WINDOW_DOCUMENTS = 256
+WINDOW_CHARACTERS = 32 * 2**20
+# A longer text is tokenised in pieces: ids as Python objects take some forty bytes a character
+PIECE_CHARACTERS = 2**20
+GROUP_CHARACTERS = 4 * 2**20
+CYCLE = 10_000
+T = TypeVar("T")
+
+
+class Encoded(NamedTuple):
+    """One document or one task item, ready to be written."""
+
+    tokens: NDArray[np.integer]
+    loss: BoolArray
+    """Which of the tokens count as targets."""
+    validation: bool
+    item: str | None
+    """Hash of the task item."""
+    done: float | None
+    """Share of the source done so far, where known."""
+
+
+def encode_documents(
+    source: TextSource, tokenizer: Tokenizer, config: SourceConfig, seed: int
+) -> Iterator[Encoded]:
+    """The source's documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut)."""
+    left = config.max_tokens
+    placed = place(_not_blank(source.documents()), config.validation_fraction, seed)
+    for document, validation, ids in _tokenise(placed, tokenizer):
+        tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:left]
+        loss = np.ones(len(tokens), np.bool_)
+        loss[:1] = False
+        done = document.done
+        if config.max_tokens is not None and left is not None:
+            left -= len(tokens)
+            done = max(done or 0.0, 1 - left / config.max_tokens)
+        yield Encoded(tokens, loss, validation, None, done)
+        if left == 0:
+            return
+
+
+def place(documents: Iterator[Document], fraction: float, seed: int) -> Iterator[tuple[Document, bool]]:
+    """Each document with whether it is kept for validation: the hash of its key decides.
+
+    A source of few documents is ranked by that hash, so that ``fraction`` of them, at least one and not
+    all, are kept; in a longer one each is kept with probability ``fraction``.
+    """
+    window: list[Document] = []
+    characters = 0
+    while len(window) < WINDOW_DOCUMENTS and characters < WINDOW_CHARACTERS:
+        if (document := next(documents, None)) is None:
+            break
+        window.append(document)
+        characters += len(document.text)
+    threshold = fraction
+    if len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
+        threshold = _rank_threshold([_unit(seed, document.key) for document in window], fraction)
+    for document in chain(window, documents):
+        yield document, _unit(seed, document.key) < threshold
+
+
+def _rank_threshold(places: list[float], fraction: float) -> float:
+    """Threshold under which ``fraction`` of the places lie, at least one and not all; 0 for a single one."""
+    if len(places) < 2:
+        return 0.0
+    kept = min(max(round(fraction * len(places)), 1), len(places) - 1)
+    return sorted(places)[kept]
+
+
+def _unit(seed: int, key: str) -> float:
+    """A number in [0, 1) that is a function of seed and key alone."""
+    name = f"{seed}:{key}".encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
+
+
+def _not_blank(documents: Iterator[Document]) -> Iterator[Document]:
+    return (document for document in documents if document.text.strip())
+
+
+def _tokenise(
+    placed: Iterator[tuple[Document, bool]], tokenizer: Tokenizer
+) -> Iterator[tuple[Document, bool, list[NDArray[np.uint32]]]]:
+    """Tokenise a few million characters at a time, which the tokenizer may spread over threads."""
+    for group in _groups(placed, lambda one: len(one[0].text)):
+        pieces = [list(_pieces(document.text)) for document, _ in group]
+        batches = _groups(chain.from_iterable(pieces), len)
+        ids = chain.from_iterable(map(tokenizer.encode_batch, batches))
+        for (document, validation), parts in zip(group, pieces, strict=True):
+            yield document, validation, list(islice(ids, len(parts)))
+
+
+def _groups(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in lists that close as soon as they hold GROUP_CHARACTERS."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        group.append(item)
+        held += characters(item)
+        if held >= GROUP_CHARACTERS:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in pieces of at most PIECE_CHARACTERS, cut before a line or a word where there is one."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        end = start + PIECE_CHARACTERS
+        border = max(text.rfind("\n", start + 1, end), text.rfind(" ", start + 1, end))
+        cut = border if border > start else end
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def task_identity(config: SourceConfig) -> list[Any]:
+    """JSON that changes when the items of a task source would: versions, and files that tasks read."""
+    from titans_platform.evals import build_task
+
+    return [[task.task, build_task(task).version, _stamps(task)] for task in config.tasks]
+
+
+def _stamps(task: TaskConfig) -> list[Any]:
+    files = [Path(value) for value in task.options.values() if isinstance(value, str)]
+    stats = [path.stat() for path in files if path.is_file()]
+    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+
+
+def generate_items(
+    config: SourceConfig, tokenizer: Tokenizer, data: DataConfig, field: str
+) -> Iterator[Encoded]:
+    """``config.rows`` items of exactly ``data.sequence_length`` tokens, the tasks in turn by weight."""
+    from titans_platform.evals import build_generated, encode_item
+
+    if not any(task.weight for task in config.tasks):
+        raise UsageError(f"{field}.tasks: every weight is 0; give one a weight above 0")
+    tasks = [build_generated(task) for task in config.tasks]
+    names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
+    turns = interleave([task.weight for task in config.tasks])
+    length, rows = data.sequence_length, config.rows or 0
+    for i in range(rows):
+        which = turns[i % len(turns)]
+        # from strings: the same on every machine, and independent of the other tasks of the source
+        rng = random.Random(f"{data.seed}/{names[which]}/{i}")
+        item = tasks[which].item(rng, length, tokenizer)
+        tokens, answers = encode_item(item, tokenizer, length)
+        yield Encoded(np.asarray(tokens), np.asarray(answers, np.bool_), False, item.hash, (i + 1) / rows)
+
+
+def interleave(weights: list[float]) -> list[int]:
+    """One cycle of places whose counts are exactly proportional to ``weights``, each spread evenly.
+
+    Weights whose proportions need more than CYCLE places are rounded to it, none to zero.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
+    places = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
+    counts = [max(1, round(share * places)) if share else 0 for share in shares]
+    # smooth weighted round-robin: whoever is furthest behind its share is next
+    behind, order = [0] * len(counts), []
+    for _ in range(sum(counts)):
+        behind = [b + count for b, count in zip(behind, counts, strict=True)]
+        pick = max(range(len(counts)), key=lambda i: behind[i])
+        behind[pick] -= sum(counts)
+        order.append(pick)
+    return order

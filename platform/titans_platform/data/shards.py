@@ -1,0 +1,249 @@
+"""Token shards on disk: Arrow IPC files, one record batch each, mapped into memory and read in place.
+
+Three columns: token (uint16, or uint32 for large vocabularies), start (a document begins here) and loss
+(predicting this token counts). Every shard of a split but the last holds the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from titans_core.config import Frozen
+from titans_platform.config import digest
+from titans_platform.errors import UsageError
+
+SCHEMA = 1
+SHARD_BYTES = 64 * 2**20
+MANIFEST = "manifest.json"
+AGAIN = "run titans data prepare again"
+BoolArray = NDArray[np.bool_]
+
+
+class ShardInfo(Frozen):
+    """One file of a prepared source and how to tell that it is whole."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+    mtime_ns: int
+    """When it was written: a file touched since is hashed again when it is opened."""
+
+
+class SplitInfo(Frozen):
+    """The training or the validation part of a source."""
+
+    documents: int = 0
+    tokens: int = 0
+    shard_tokens: int
+    shards: tuple[ShardInfo, ...] = ()
+
+
+class Manifest(Frozen):
+    """What a prepared source is; written last, so a folder with one is complete."""
+
+    schema_version: int
+    label: str
+    python: str | None
+    """Version of the Python whose standard library it is."""
+    content: str
+    """Hash of all tokens, starts and loss masks, of both splits."""
+    item_tokens: int | None
+    """Tokens of a row where each row is one task item; None for running text."""
+    train: SplitInfo
+    validation: SplitInfo
+    items: ShardInfo | None = None
+    """Sorted hashes of the task items."""
+
+    @property
+    def files(self) -> tuple[ShardInfo, ...]:
+        """All files of the source but the manifest."""
+        items = () if self.items is None else (self.items,)
+        return self.train.shards + self.validation.shards + items
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens; all arrays have the same length."""
+
+    tokens: NDArray[np.unsignedinteger]
+    starts: BoolArray
+    loss: BoolArray
+
+
+class _Mapped(NamedTuple):
+    """Columns of a shard as they lie in the file: the flags eight to a byte."""
+
+    tokens: NDArray[np.unsignedinteger]
+    starts: NDArray[np.uint8]
+    loss: NDArray[np.uint8]
+
+
+class SplitWriter:
+    """Gathers documents and writes a shard whenever one is full; holds one shard in memory."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int | None = None):
+        dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        self.folder, self.split = folder, split
+        self.shard_tokens = shard_tokens or SHARD_BYTES // np.dtype(dtype).itemsize
+        self.content = hashlib.sha256()
+        self.documents = self.tokens = 0
+        self._shards: list[ShardInfo] = []
+        self._filled = 0
+        flags = (np.empty(self.shard_tokens, np.bool_) for _ in range(2))
+        self._buffer = Span(np.empty(self.shard_tokens, dtype), *flags)
+
+    def add(self, tokens: NDArray[np.integer], loss: BoolArray) -> None:
+        """Append one document: its ids, bos first, and which of them count as targets."""
+        starts = np.zeros(len(tokens), np.bool_)
+        starts[:1] = True
+        done = 0
+        while done < len(tokens):
+            n = min(len(tokens) - done, self.shard_tokens - self._filled)
+            for buffer, values in zip(self._buffer, (tokens, starts, loss), strict=True):
+                buffer[self._filled : self._filled + n] = values[done : done + n]
+            done, self._filled = done + n, self._filled + n
+            if self._filled == self.shard_tokens:
+                self._flush()
+        self.documents += 1
+        self.tokens += len(tokens)
+
+    def close(self) -> SplitInfo:
+        """Write what is left; what the split holds."""
+        if self._filled:
+            self._flush()
+        return SplitInfo(
+            documents=self.documents,
+            tokens=self.tokens,
+            shard_tokens=self.shard_tokens,
+            shards=tuple(self._shards),
+        )
+
+    def _flush(self) -> None:
+        tokens, starts, loss = (values[: self._filled] for values in self._buffer)
+        name = f"{self.split}-{len(self._shards):05d}.arrow"
+        columns = {"token": tokens, "start": starts, "loss": loss}
+        self._shards.append(write_table(self.folder / name, columns))
+        # as 32-bit little-endian, so that the machine and the width on disk do not enter
+        self.content.update(tokens.astype("<u4").tobytes())
+        self.content.update(np.packbits(starts).tobytes() + np.packbits(loss).tobytes())
+        self._filled = 0
+
+
+def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
+    """Write ``columns`` as one record batch; the file's entry for the manifest."""
+    batch = pa.record_batch({name: pa.array(values) for name, values in columns.items()})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    stat = path.stat()
+    return ShardInfo(
+        file=path.name,
+        rows=batch.num_rows,
+        bytes=stat.st_size,
+        sha256=_file_sha256(path),
+        mtime_ns=stat.st_mtime_ns,
+    )
+
+
+def read_table(path: Path, rows: int) -> pa.RecordBatch:
+    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds ``rows``."""
+    try:
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_record_batch(0)
+    except (OSError, pa.ArrowException) as error:
+        raise UsageError(f"{path}: cannot be read as an Arrow file; {AGAIN}") from error
+    if batch.num_rows != rows:
+        raise UsageError(f"{path}: holds {batch.num_rows} rows where the manifest says {rows}; {AGAIN}")
+    return batch
+
+
+class Split:
+    """The tokens of one split as one long sequence, read from its shards in place."""
+
+    def __init__(self, folder: Path, info: SplitInfo):
+        self.folder, self.info = folder, info
+        self._open: dict[int, _Mapped] = {}
+
+    def read(self, start: int, stop: int) -> Span:
+        """Tokens ``start`` up to ``stop`` of the split; a view where they lie in one shard."""
+        size = self.info.shard_tokens
+        parts = []
+        for shard in range(start // size, (stop - 1) // size + 1):
+            first, last = max(start - shard * size, 0), min(stop - shard * size, size)
+            tokens, starts, loss = self._shard(shard)
+            parts.append(Span(tokens[first:last], _bits(starts, first, last), _bits(loss, first, last)))
+        return parts[0] if len(parts) == 1 else Span(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+
+    def _shard(self, number: int) -> _Mapped:
+        if number not in self._open:
+            info = self.info.shards[number]
+            batch = read_table(self.folder / info.file, info.rows)
+            tokens = batch.column("token").to_numpy(zero_copy_only=True)
+            flags = (np.frombuffer(batch.column(c).buffers()[1], np.uint8) for c in ("start", "loss"))
+            self._open[number] = _Mapped(tokens, *flags)
+        return self._open[number]
+
+
+def _bits(packed: NDArray[np.uint8], start: int, stop: int) -> BoolArray:
+    """Bits ``start`` up to ``stop`` of an Arrow bitmap."""
+    whole = np.unpackbits(packed[start // 8 : (stop + 7) // 8], bitorder="little")
+    return whole[start % 8 : start % 8 + stop - start].view(np.bool_)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest with a digest of itself."""
+    fields = manifest.model_dump(mode="json")
+    write_json(folder / MANIFEST, fields | {"digest": digest(fields)})
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON so that no reader ever sees half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_manifest(folder: Path, verify: bool = False) -> Manifest:
+    """The manifest of a prepared source, its files checked. Raises UsageError naming the file.
+
+    Sizes are always compared; a file's hash only where its time of writing is not the manifest's, or with
+    ``verify``: hashing a corpus at every start would take minutes.
+    """
+    manifest = _parse_manifest(folder / MANIFEST)
+    for info in manifest.files:
+        _check(folder / info.file, info, verify)
+    return manifest
+
+
+def _parse_manifest(path: Path) -> Manifest:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields.pop("digest") != digest(fields):
+            raise ValueError("digest")
+        return Manifest.model_validate_json(json.dumps(fields))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: missing; {AGAIN}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: is not a manifest or was changed; {AGAIN}") from error
+
+
+def _check(path: Path, info: ShardInfo, verify: bool) -> None:
+    if not path.is_file():
+        raise UsageError(f"{path}: missing shard; {AGAIN}")
+    stat = path.stat()
+    if stat.st_size != info.bytes:
+        raise UsageError(f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}; {AGAIN}")
+    touched = verify or stat.st_mtime_ns != info.mtime_ns
+    if touched and _file_sha256(path) != info.sha256:
+        raise UsageError(f"{path}: corrupted shard, its hash is not the manifest's; {AGAIN}")
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,238 @@
+"""Text sources: the standard library's own code, local files, Hub datasets; each a stream of documents."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from titans_platform.config import SourceConfig
+from titans_platform.errors import UsageError
+
+# not on every machine: distributions ship these apart, or leave them out of slim images
+STDLIB_LEFT_OUT = {
+    "site-packages", "dist-packages", "__pycache__", "idlelib", "ensurepip", "lib2to3", "distutils",
+    "tkinter", "turtledemo", "venv", "lib-dynload",
+}  # fmt: skip
+KINDS = (".txt", ".py", ".jsonl", ".parquet")
+COMPRESSED = (".gz", ".xz")
+
+
+class Document(NamedTuple):
+    """One document of a source."""
+
+    text: str
+    key: str
+    """What decides whether it is kept for validation: equal keys go to the same side."""
+    done: float | None
+    """Share of the source read so far, where it is known."""
+
+
+class TextSource(Protocol):
+    """A stream of documents, the same at every reading of an unchanged source."""
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        ...
+
+    @property
+    def python(self) -> str | None:
+        """Version of the Python whose own text it is."""
+        ...
+
+    def identity(self) -> Any:
+        """JSON that changes when the source changes. Raises UsageError where it cannot be found."""
+        ...
+
+    def documents(self) -> Iterator[Document]:
+        """The documents in order. Raises UsageError naming what cannot be read."""
+        ...
+
+
+class StdlibSource:
+    """The Python standard library's source text, by file; a file is one document."""
+
+    label = "stdlib"
+
+    def __init__(self):
+        self.folder = Path(sysconfig.get_paths()["stdlib"])
+        self.python = platform.python_version()
+
+    def files(self) -> list[str]:
+        """Paths inside the library, with forward slashes, sorted."""
+        found = (path.relative_to(self.folder) for path in self.folder.rglob("*.py"))
+        return sorted(path.as_posix() for path in found if self._shared_by_all(path))
+
+    @staticmethod
+    def _shared_by_all(path: Path) -> bool:
+        """Whether every full or slim install of this version, on any platform, has the file."""
+        parts = path.parts
+        if any(part in STDLIB_LEFT_OUT or part.startswith(("test", "config-")) for part in parts[:-1]):
+            return False
+        tests_or_local = ("test", "_sysconfigdata", "sitecustomize", "usercustomize", "turtle.py")
+        return "idle_test" not in parts and not parts[-1].startswith(tests_or_local)
+
+    def identity(self) -> Any:
+        """Version, and name and size of every file."""
+        return [self.python, [[name, (self.folder / name).stat().st_size] for name in self.files()]]
+
+    def documents(self) -> Iterator[Document]:
+        """The files in order; one that is not text in its declared encoding is left out."""
+        files = self.files()
+        for i, name in enumerate(files):
+            try:
+                with tokenize.open(self.folder / name) as file:
+                    yield Document(file.read(), name, i / len(files))
+            except (SyntaxError, UnicodeDecodeError):
+                continue
+
+
+class FilesSource:
+    """Local .txt and .py files (a file is one document), .jsonl and .parquet (a record is one)."""
+
+    python = None
+
+    def __init__(self, source: SourceConfig, field: str, cache: Path):
+        self.source, self.field, self.cache = source, field, cache
+        self.path = source.path or ""
+        self.label = f"files:{Path(self.path).name}"
+
+    def files(self) -> list[Path]:
+        """The files the path means, sorted. Raises UsageError where it means none."""
+        expanded = os.path.abspath(os.path.expanduser(self.path))
+        if os.path.isfile(expanded):
+            found = [expanded]
+            if kind_of(Path(expanded)) is None:
+                raise UsageError(f"{self.field}.path: {self.path} is none of {_kinds()}")
+        elif os.path.isdir(expanded):
+            found = glob.glob(os.path.join(glob.escape(expanded), "**", "*"), recursive=True)
+        else:
+            found = glob.glob(expanded, recursive=True)
+            if not found:
+                raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
+        files = sorted(Path(name) for name in found if os.path.isfile(name))
+        files = [path for path in files if kind_of(path) is not None]
+        if not files:
+            raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {_kinds()}")
+        return files
+
+    def identity(self) -> Any:
+        """Name, size and time of every file: an edited file is read again."""
+        stats = ((str(path), path.stat()) for path in self.files())
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+    def documents(self) -> Iterator[Document]:
+        """The documents of all files in order."""
+        files = self.files()
+        sizes = [path.stat().st_size for path in files]
+        for i, path in enumerate(files):
+            # within a file nothing says how far the reader is
+            done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
+            for text in self._texts(path):
+                # keyed by text, so that a document met twice is never on both sides
+                yield Document(text, text, done)
+
+    def _texts(self, path: Path) -> Iterator[str]:
+        loaders: dict[str | None, tuple[str, dict[str, Any]]] = {
+            ".jsonl": ("json", {}),
+            ".parquet": ("parquet", {}),
+        }
+        builder, options = loaders.get(kind_of(path), ("text", {"sample_by": "document"}))
+        # the library takes the name for a pattern
+        options |= {"data_files": [glob.escape(str(path))], "split": "train"}
+        field = "text" if builder == "text" else self.source.text_field
+        return stream_texts(self.field, str(path), builder, options, field, self.cache)
+
+
+class HubSource:
+    """A dataset of the Hugging Face Hub, streamed once; a record is one document."""
+
+    python = None
+
+    def __init__(self, source: SourceConfig, field: str, cache: Path):
+        self.source, self.field, self.cache = source, field, cache
+        self.dataset = source.dataset or ""
+        self.label = f"hub:{self.dataset}" + (f"/{source.subset}" if source.subset else "")
+
+    def identity(self) -> Any:
+        """Its name is in the config already; what is prepared stays until its folder is deleted."""
+        return None
+
+    def documents(self) -> Iterator[Document]:
+        """The records in the order the Hub streams them."""
+        options = {"name": self.source.subset, "split": self.source.split}
+        field = self.source.text_field
+        for text in stream_texts(self.field, self.dataset, self.dataset, options, field, self.cache):
+            yield Document(text, text, None)
+
+
+def open_source(source: SourceConfig, field: str, cache: Path) -> TextSource:
+    """The text source a config describes; ``field`` names it in errors, ``cache`` is the library's folder."""
+    if source.kind == "stdlib":
+        return StdlibSource()
+    return (FilesSource if source.kind == "files" else HubSource)(source, field, cache)
+
+
+def kind_of(path: Path) -> str | None:
+    """One of KINDS, seen through a compression suffix; None for another."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return suffix if suffix in KINDS else None
+
+
+def stream_texts(
+    field: str, name: str, builder: str, options: dict[str, Any], text_field: str, cache: Path
+) -> Iterator[str]:
+    """The ``text_field`` of every record that ``datasets`` streams. Raises UsageError."""
+    try:
+        for record in _stream(builder, options, cache):
+            if text_field not in record:
+                known = ", ".join(record)
+                raise UsageError(f"{field}.text_field: {name} has no field {text_field}; it has {known}")
+            if not isinstance(text := record[text_field] or "", str):
+                raise UsageError(f"{field}.text_field: {text_field} of {name} is not text")
+            yield text
+    except UsageError:
+        raise
+    except Exception as error:  # decompression, Arrow, JSON, HTTP and the library's own have no common base
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UsageError(f"{field}: {name} cannot be read: {reason}") from error
+
+
+def _stream(builder: str, options: dict[str, Any], cache: Path) -> Iterator[dict[str, Any]]:
+    if "HF_HOME" not in os.environ:
+        # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
+        os.environ.setdefault("HF_HUB_CACHE", str(cache / "hub"))
+    import datasets
+
+    with _quiet(datasets):
+        yield from datasets.load_dataset(builder, streaming=True, cache_dir=str(cache), **options)
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """The library without bars, without logs of what it then raises, and without a request for each local
+    file to a server that counts downloads, which takes seconds where there is no network.
+    """
+    bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _kinds() -> str:
+    return f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"

@@ -1,0 +1,182 @@
+"""Tokenizers behind one small interface: bytes, a SentencePiece model, a tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titans_platform.errors import UsageError
+
+FORMS = "`byte`, a SentencePiece .model or a tokenizer.json"
+# names in use for the two special tokens, most specific first; the end-of-text token of models
+# that have no start token separates their documents
+BOS_NAMES = (
+    "<s>",
+    "<bos>",
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "[CLS]",
+    "</s>",
+    "<eos>",
+)
+PAD_NAMES = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "</s>",
+    "<eos>",
+    "<unk>",
+)
+
+
+class Tokenizer(ABC):
+    """Text to ids and back; ``bos`` starts every document, ``pad`` fills rows, both within vocab_size."""
+
+    vocab_size: int
+    """Rows an embedding needs: all ids, rounded up to a multiple of 4."""
+    bos: int
+    pad: int
+    fingerprint: str
+    """Names the tokenizer by its content, never by its path."""
+    path: Path | None = None
+    """The file it was read from."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, without special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``; special tokens give nothing."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Ids of each text, as arrays: what a whole corpus is tokenised with."""
+        return [np.asarray(self.encode(text), np.uint32) for text in texts]
+
+    def _add_special(self, ids: int, bos: int | None, pad: int | None) -> None:
+        """Set bos and pad, on new ids behind the ``ids`` known ones where the model has none of its own."""
+        self.bos = ids if bos is None else bos
+        ids = max(ids, self.bos + 1)
+        self.pad = ids if pad is None else pad
+        self.vocab_size = -(-max(ids, self.pad + 1) // 4) * 4
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0-255, 256 starts a document, 257 pads."""
+
+    fingerprint = "byte"
+
+    def __init__(self):
+        self._add_special(256, None, None)
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of ``text``."""
+        return list(text.encode("utf-8", "replace"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Ids of each text, without a Python object per byte."""
+        raw = (np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts)
+        return [ids.astype(np.uint32) for ids in raw]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text; bytes that are not UTF-8 give U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. Without a start piece its end piece starts documents; without that, a new id."""
+
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        self.path = path
+        self.fingerprint = f"spm-{_file_digest(path)}"
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        own = [i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0]
+        bos = own[0] if own else None
+        spare = [i for i in (self._model.pad_id(), self._model.eos_id(), self._model.unk_id()) if i >= 0]
+        self._add_special(self._model.vocab_size(), bos, next((i for i in spare if i != bos), None))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``."""
+        return self._model.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Ids of each text; SentencePiece takes its own threads."""
+        return [np.asarray(ids, np.uint32) for ids in self._model.encode(list(texts))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids the model knows."""
+        special = {self.bos, self.pad}
+        return self._model.decode(
+            [i for i in map(int, ids) if i < self._model.vocab_size() and i not in special]
+        )
+
+
+class JsonTokenizer(Tokenizer):
+    """A Hugging Face tokenizer.json; its special tokens are found by the names in common use."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer as Model
+
+        self.path = path
+        self.fingerprint = f"json-{_file_digest(path)}"
+        self._model = Model.from_file(str(path))
+        self._model.no_truncation()
+        self._model.no_padding()
+        bos = self._first(BOS_NAMES)
+        pads = tuple(name for name in PAD_NAMES if bos is None or self._model.token_to_id(name) != bos)
+        self._add_special(self._ids(), bos, self._first(pads))
+
+    def _ids(self) -> int:
+        """One more than the highest id: added tokens may leave gaps in the count."""
+        return max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def _first(self, names: Sequence[str]) -> int | None:
+        return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``."""
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Ids of each text; the library takes its own threads."""
+        encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, np.uint32) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids the model knows."""
+        special = {self.bos, self.pad}
+        return self._model.decode([i for i in map(int, ids) if i not in special])
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer ``spec`` names: ``byte``, or the path of a .model or .json file. Raises UsageError."""
+    if spec == "byte":
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    kinds: dict[str, type[SentencePieceTokenizer | JsonTokenizer]] = {
+        ".model": SentencePieceTokenizer,
+        ".json": JsonTokenizer,
+    }
+    if not path.is_file():
+        raise UsageError(f"data.tokenizer: no file {spec}; give {FORMS}")
+    if path.suffix not in kinds:
+        raise UsageError(f"data.tokenizer: {spec} is not a tokenizer; give {FORMS}")
+    try:
+        return kinds[path.suffix](path)
+    except Exception as error:  # the libraries raise bare Exception, RuntimeError, TypeError, ValueError
+        reason = " ".join(str(error).split())[:120]
+        raise UsageError(f"data.tokenizer: {spec} cannot be read ({reason}); give {FORMS}") from error
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,92 @@
+"""`titans data prepare` and `titans data info`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+
+from titans_platform.cli import run
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i in range(10):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 20)
+    source = {"kind": "files", "path": str(tmp_path / "texts"), "validation_fraction": 0.2}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"data": {"sources": [source], "sequence_length": 16}}))
+    return path
+
+
+def titans(capsys, *arguments) -> tuple[int, str, str]:
+    code = run([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_prepare_then_info(config_file, tmp_path, capsys):
+    root = "--root", tmp_path / "runs"
+    code, out, err = titans(capsys, "data", "prepare", config_file, *root)
+    assert code == 0
+    assert "files:texts" in out
+    assert err == "", "no progress where there is no terminal"
+    code, out, _ = titans(capsys, "data", "info", config_file, *root, "--json")
+    info = json.loads(out)
+    source = info["sources"]["files:texts"]
+    assert source["documents"] == 10
+    assert source["tokens"] == 10 * (1 + 20 * 11)
+    assert source["train_rows"] == (8 * 221 - 1) // 16
+    assert source["validation_rows"] == (2 * 221 - 1) // 16
+    assert titans(capsys, "data", "info", config_file, *root)[1].count(info["fingerprint"]) == 1
+
+
+def test_overrides_and_the_environment_s_root(config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TITANS_HOME", str(tmp_path / "elsewhere"))
+    _, out, _ = titans(capsys, "data", "prepare", config_file, "--set", "data.sequence_length=32", "--json")
+    assert json.loads(out)["sequence_length"] == 32
+    assert list((tmp_path / "elsewhere" / "data").glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.sources.0.path=nowhere", "data.sources.0.path: no file, folder or match for nowhere"),
+        ("data.tokenizer=nowhere.model", "data.tokenizer: no file nowhere.model"),
+        ("data.sources.0.weigth=1", "did you mean weight?"),
+    ],
+)
+def test_bad_config_is_one_line_and_exit_2(config_file, tmp_path, capsys, override, says):
+    code, out, err = titans(
+        capsys, "data", "prepare", config_file, "--set", override, "--root", tmp_path / "r"
+    )
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_truncated_shard_is_reported_and_mended(config_file, tmp_path, capsys):
+    root = "--root", tmp_path / "runs"
+    _, before, _ = titans(capsys, "data", "prepare", config_file, *root)
+    (shard,) = (tmp_path / "runs" / "data").glob("*/train-00000.arrow")
+    os.truncate(shard, 100)
+    code, _, err = titans(capsys, "data", "info", config_file, *root)
+    assert code == 2
+    assert err.startswith(f"error: {shard}: truncated shard")
+    assert titans(capsys, "data", "prepare", config_file, *root)[:2] == (0, before)
+
+
+def test_info_before_prepare(config_file, tmp_path, capsys):
+    code, _, err = titans(capsys, "data", "info", config_file, "--root", tmp_path / "runs")
+    assert code == 2
+    assert "run titans data prepare" in err
+
+
+@pytest.mark.parametrize("command", ["prepare", "info"])
+def test_help_has_an_example(command, capsys):
+    code, out, _ = titans(capsys, "data", command, "--help")
+    assert code == 0
+    assert f"titans data {command} run.yaml" in out

@@ -1,0 +1,290 @@
+"""Preparing: once, atomically, by any number of processes; and what damage says."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titans_platform.config import DataConfig
+from titans_platform.data import open_prepared, prepare
+from titans_platform.errors import UsageError
+from titans_platform.evals import TASKS, GeneratedTask, Item
+
+
+def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
+    value = {"sources": sources, "sequence_length": length} | fields
+    return DataConfig.model_validate_json(json.dumps(value))
+
+
+def folders(root: Path) -> dict[str, int]:
+    """Prepared folders by name, with the time of their manifests."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in root.glob("data/*/manifest.json")}
+
+
+def first_batch(prepared) -> list:
+    return prepared.train_stream(4, seed=0).batch(3).tokens.tolist()
+
+
+@pytest.fixture
+def texts(tmp_path) -> dict:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02d}.txt").write_text(f"document number {i}, with its own text\n" * (i + 1))
+    return {"kind": "files", "path": str(folder), "validation_fraction": 0.2}
+
+
+@pytest.fixture
+def sum_task(monkeypatch) -> dict:
+    """A task of one digit sums, registered for the test."""
+
+    class Sums(GeneratedTask):
+        name = "test-sums"
+        chance = 0.1
+
+        def item(self, rng: random.Random, length: int, tokenizer) -> Item:
+            a, b = rng.randrange(5), rng.randrange(5)
+            return Item(((f"{a}+{b}=".rjust(length - 2), False), (str(a + b), True)))
+
+        def measure(self, context):
+            raise NotImplementedError
+
+    monkeypatch.setitem(TASKS, "test-sums", Sums)
+    return {"kind": "task", "rows": 30, "tasks": [{"task": "test-sums"}]}
+
+
+def test_second_call_only_opens(texts, tmp_path):
+    calls = []
+    first = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
+    before = folders(tmp_path)
+    assert calls[-1][:3] == (f"files:{Path(texts['path']).name}", 20, sum(total_tokens(first)))
+    calls.clear()
+    second = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
+    assert not calls
+    assert folders(tmp_path) == before
+    assert first.fingerprint == second.fingerprint
+    assert first_batch(first) == first_batch(second)
+
+
+def total_tokens(prepared) -> tuple[int, int]:
+    info = prepared.sources[0].manifest
+    return info.train.tokens, info.validation.tokens
+
+
+def test_changing_one_source_makes_only_it_anew(texts, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("another text, and a long enough one")
+    second = {"kind": "files", "path": str(other), "validation_fraction": 0.0}
+    before_fingerprint = prepare(config(texts, second), tmp_path).fingerprint
+    before = folders(tmp_path)
+    other.write_text("now with another content of some length")
+    after_fingerprint = prepare(config(texts, second), tmp_path).fingerprint
+    after = folders(tmp_path)
+    assert len(before) == 2
+    assert len(after) == 3
+    assert all(after[name] == time for name, time in before.items())
+    assert before_fingerprint != after_fingerprint
+
+
+def test_weight_and_length_of_text_tokenise_nothing(texts, tmp_path):
+    first = prepare(config(texts), tmp_path)
+    before = folders(tmp_path)
+    second = prepare(config(texts | {"weight": 2.0}, length=16), tmp_path)
+    assert folders(tmp_path) == before
+    assert first.fingerprint != second.fingerprint
+
+
+def test_fingerprint_is_of_content_not_of_place(texts, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(texts["path"], moved)
+    here = prepare(config(texts), tmp_path / "a").fingerprint
+    assert prepare(config(texts | {"path": str(moved)}), tmp_path / "b").fingerprint == here
+    (moved / "00.txt").write_text("something else")
+    assert prepare(config(texts | {"path": str(moved)}), tmp_path / "b").fingerprint != here
+
+
+def test_open_needs_neither_sources_nor_tokenizer_file(texts, tmp_path):
+    spec = tmp_path / "words.json"
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"<unk>": 0, "document": 1}, unk_token="<unk>")).save(str(spec))
+    data = config(texts, length=1, tokenizer=str(spec))
+    made = prepare(data, tmp_path / "root")
+    shutil.rmtree(texts["path"])
+    spec.unlink()
+    opened = open_prepared(data, tmp_path / "root")
+    assert opened.fingerprint == made.fingerprint
+    assert first_batch(opened) == first_batch(made)
+
+
+def test_not_prepared(texts, tmp_path):
+    with pytest.raises(UsageError, match=r"not prepared .*run titans data prepare"):
+        open_prepared(config(texts), tmp_path)
+
+
+def test_half_written_folder_is_ignored(texts, tmp_path):
+    first = prepare(config(texts), tmp_path / "a")
+    (name,) = folders(tmp_path / "a")
+    for left in (name, f"{name}.partial"):
+        half = tmp_path / "b" / "data" / left
+        half.mkdir(parents=True)
+        (half / "train-00000.arrow").write_bytes(b"half")
+    second = prepare(config(texts), tmp_path / "b")
+    assert first_batch(second) == first_batch(first)
+    assert not (tmp_path / "b" / "data" / f"{name}.partial").exists()
+
+
+def test_failure_leaves_nothing(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(UsageError, match=r"^data\.sources\.0: .*bad\.jsonl cannot be read"):
+        prepare(config({"kind": "files", "path": str(bad)}), tmp_path / "root")
+    left = [path.name for path in (tmp_path / "root" / "data").iterdir()]
+    assert set(left) <= {"index", "huggingface"}
+    assert not list((tmp_path / "root" / "data" / "index").glob("*.json"))
+
+
+def shard_of(prepared) -> Path:
+    source = prepared.sources[0]
+    return source.folder / source.manifest.train.shards[0].file
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated shard"),
+        (lambda path: path.unlink(), "missing shard"),
+        (lambda path: path.write_bytes(bytes(255 - b for b in path.read_bytes())), "corrupted shard"),
+    ],
+)
+def test_damaged_shard(texts, tmp_path, damage, says):
+    made = prepare(config(texts), tmp_path)
+    shard = shard_of(made)
+    damage(shard)
+    for opening in (open_prepared, prepare):
+        with pytest.raises(UsageError, match=f"^{shard}: {says}.*run titans data prepare again$"):
+            opening(config(texts), tmp_path)
+    repaired = prepare(config(texts), tmp_path, repair=True)
+    assert first_batch(repaired) == first_batch(open_prepared(config(texts), tmp_path))
+    assert repaired.fingerprint == made.fingerprint
+
+
+def test_verify_finds_a_change_that_kept_size_and_time(texts, tmp_path):
+    shard = shard_of(prepare(config(texts), tmp_path))
+    stat = shard.stat()
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UsageError, match="corrupted shard"):
+        open_prepared(config(texts), tmp_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"documents": ', '"documents": 1'),
+        lambda text: "[]",
+        lambda text: "",
+    ],
+)
+def test_corrupted_manifest(texts, tmp_path, change):
+    path = shard_of(prepare(config(texts), tmp_path)).with_name("manifest.json")
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UsageError, match=r"manifest\.json: .*run titans data prepare again"):
+        open_prepared(config(texts), tmp_path)
+    prepare(config(texts), tmp_path, repair=True)
+    open_prepared(config(texts), tmp_path)
+
+
+def test_root_that_cannot_be_written(texts, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"--root: .*file"):
+        prepare(config(texts), tmp_path / "file")
+
+
+def test_too_little_text_for_one_row(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("short")
+    with pytest.raises(UsageError, match=r"data\.sources\.0: 6 training tokens .*data\.sequence_length"):
+        prepare(config({"kind": "files", "path": str(path)}), tmp_path)
+
+
+def test_two_processes_at_once(texts, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from titans_platform.config import DataConfig\n"
+        "from titans_platform.data import prepare\n"
+        "prepared = prepare(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
+        "print(prepared.fingerprint)"
+    )
+    data = config(texts)
+    command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert printed[0] == printed[1] == open_prepared(data, tmp_path).fingerprint
+    assert len(folders(tmp_path)) == 1
+
+
+def test_task_rows(sum_task, tmp_path):
+    prepared = prepare(config(sum_task), tmp_path)
+    batch = prepared.train_stream(30, seed=0).batch(0)
+    assert batch.tokens.shape == (30, 9)
+    for tokens, starts, loss in zip(*batch, strict=True):
+        text = prepared.tokenizer.decode(tokens.tolist())
+        question, answer = text.strip().split("=")
+        assert sum(map(int, question.split("+"))) == int(answer)
+        assert tokens[0] == prepared.tokenizer.bos
+        assert tokens[8] == prepared.tokenizer.pad
+        assert starts.tolist() == [True] + [False] * 8
+        # tokens 0-7 are the item and its last is the answer, so only the prediction made at 6 counts
+        assert loss.tolist() == [False] * 6 + [True, False]
+        assert Item(((text, False),)).hash in prepared.item_hashes
+    assert "0" * 16 not in prepared.item_hashes
+    assert "nonsense" not in prepared.item_hashes
+    assert set(prepared.item_hashes) == {h for h in prepared.item_hashes if h in prepared.item_hashes}
+    assert len(prepared.item_hashes) <= 25
+
+
+def test_task_version_and_length_make_rows_anew(sum_task, tmp_path, monkeypatch):
+    first = prepare(config(sum_task), tmp_path).fingerprint
+    assert prepare(config(sum_task), tmp_path).fingerprint == first
+    prepare(config(sum_task, length=12), tmp_path)
+    assert len(folders(tmp_path)) == 2
+    monkeypatch.setattr(TASKS["test-sums"], "version", 2)
+    prepare(config(sum_task), tmp_path)
+    assert len(folders(tmp_path)) == 3
+
+
+def test_task_only_data_have_no_validation(sum_task, tmp_path):
+    prepared = prepare(config(sum_task), tmp_path)
+    assert prepared.validation_rows() == 0
+    with pytest.raises(UsageError, match=r"data\.sources: 0 validation tokens .*validation_fraction"):
+        prepared.validation(4)
+
+
+def test_unknown_task_and_zero_weights(sum_task, tmp_path):
+    with pytest.raises(UsageError, match="test-sums"):
+        prepare(config(sum_task | {"tasks": [{"task": "test-sum"}]}), tmp_path)
+    silent = sum_task | {"tasks": [{"task": "test-sums", "weight": 0.0}]}
+    with pytest.raises(UsageError, match=r"data\.sources\.0\.tasks: every weight is 0"):
+        prepare(config(silent), tmp_path)
+
+
+def test_tokens_by_source(texts, sum_task, tmp_path):
+    prepared = prepare(config(texts, sum_task, texts | {"max_tokens": 500}), tmp_path)
+    name = f"files:{Path(texts['path']).name}"
+    assert list(prepared.tokens) == [f"{name}#0", "task:test-sums", f"{name}#2"]
+    assert prepared.tokens["task:test-sums"] == 30 * 8
+    assert (
+        sum(info.tokens for info in (prepared.sources[2].train.info, prepared.sources[2].validation.info))
+        == 500
+    )

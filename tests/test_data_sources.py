@@ -1,0 +1,301 @@
+"""Sources: which documents they give, how they are split, and what bad ones say."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import lzma
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from titans_platform.config import DataConfig, SourceConfig
+from titans_platform.data import PreparedData, prepare
+from titans_platform.data.encode import _pieces, place
+from titans_platform.data.sources import Document, FilesSource, StdlibSource
+from titans_platform.errors import UsageError
+
+
+def config(*sources: dict, length: int = 4, **fields) -> DataConfig:
+    value = {"sources": sources, "sequence_length": length} | fields
+    return DataConfig.model_validate_json(json.dumps(value))
+
+
+def documents_of(prepared: PreparedData, split: str) -> list[str]:
+    """The texts of a split, read back from the shards."""
+    which = getattr(prepared.sources[0], split)
+    if not which.info.tokens:
+        return []
+    span = which.read(0, which.info.tokens)
+    begins = [*span.starts.nonzero()[0].tolist(), which.info.tokens]
+    return [prepared.tokenizer.decode(span.tokens[a:b].tolist()) for a, b in itertools.pairwise(begins)]
+
+
+def jsonl(*texts: str) -> str:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+
+
+def write_all_kinds(folder: Path) -> list[str]:
+    """One document in each kind of file there is; their texts in the order of the file names."""
+    folder.mkdir()
+    (folder / "a.txt").write_text("plain text\nof two lines")
+    (folder / "b.txt.gz").write_bytes(gzip.compress(b"gzipped text"))
+    (folder / "c.py").write_text("print('code')\n")
+    (folder / "d.jsonl").write_text(jsonl("first record", "second record"))
+    (folder / "e.jsonl.gz").write_bytes(gzip.compress(jsonl("third record").encode()))
+    (folder / "f.jsonl.xz").write_bytes(lzma.compress(jsonl("fourth record").encode()))
+    pa.parquet.write_table(pa.table({"text": ["fifth record"], "n": [1]}), folder / "g.parquet")
+    (folder / "h[1].txt").write_text("odd name")
+    (folder / "ignored.bin").write_bytes(b"\0\1")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "i.txt.xz").write_bytes(lzma.compress(b"inner text"))
+    numbered = ["first", "second", "third", "fourth", "fifth"]
+    start = ["plain text\nof two lines", "gzipped text", "print('code')\n"]
+    return [*start, *(f"{number} record" for number in numbered), "odd name", "inner text"]
+
+
+def test_every_kind_of_file(tmp_path):
+    texts = write_all_kinds(tmp_path / "mixed")
+    source = {"kind": "files", "path": str(tmp_path / "mixed"), "validation_fraction": 0.0}
+    assert documents_of(prepare(config(source), tmp_path / "root"), "train") == texts
+
+
+def test_glob_and_single_file(tmp_path):
+    write_all_kinds(tmp_path / "mixed")
+    for path, texts in {
+        "mixed/*.jsonl.?z": ["third record", "fourth record"],
+        "mixed/h[1].txt": ["odd name"],
+        "mixed/**/*.txt.*": ["gzipped text", "inner text"],
+    }.items():
+        source = {"kind": "files", "path": str(tmp_path / path), "validation_fraction": 0.0}
+        assert documents_of(prepare(config(source), tmp_path / "root"), "train") == texts
+
+
+def test_another_text_field(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"body": "the text", "text": "not this"}\n')
+    source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "text_field": "body"}
+    assert documents_of(prepare(config(source), tmp_path / "root"), "train") == ["the text"]
+
+
+def write_many(folder: Path, n: int) -> str:
+    folder.mkdir(exist_ok=True)
+    for i in range(n):
+        (folder / f"{i:03d}.txt").write_text(f"text of file {i}")
+    return str(folder)
+
+
+def test_no_document_in_both_splits(tmp_path):
+    source = {"kind": "files", "path": write_many(tmp_path / "many", 50), "validation_fraction": 0.2}
+    prepared = prepare(config(source), tmp_path / "root")
+    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
+    assert len(validation) == 10
+    assert len(train) == 40
+    assert not set(train) & set(validation)
+    other = documents_of(prepare(config(source, seed=1), tmp_path / "root"), "validation")
+    assert set(other) != set(validation)
+
+
+def test_repeated_documents_go_to_one_side(tmp_path):
+    (tmp_path / "t.jsonl").write_text(jsonl(*(f"document {i % 10}" for i in range(100))))
+    source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "validation_fraction": 0.3}
+    prepared = prepare(config(source), tmp_path / "root")
+    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
+    assert len(train) + len(validation) == 100
+    assert len(validation) == 30
+    assert not set(train) & set(validation)
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "kept"), [(1, 0.5, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)]
+)
+def test_few_documents_fill_both_sides(n, fraction, kept):
+    documents = [Document(f"text {i}", str(i), None) for i in range(n)]
+    placed = list(place(iter(documents), fraction, seed=0))
+    assert sum(validation for _, validation in placed) == kept
+    assert [document for document, _ in placed] == documents
+
+
+def test_many_documents_keep_about_the_fraction():
+    documents = (Document("text", str(i), None) for i in range(4000))
+    kept = sum(validation for _, validation in place(documents, 0.1, seed=0))
+    assert 300 < kept < 500
+
+
+def test_max_tokens_is_exact(tmp_path):
+    path = write_many(tmp_path / "many", 20)
+    source = {"kind": "files", "path": path, "validation_fraction": 0.2}
+    whole, cut = (prepare(config(source | limit), tmp_path / "root") for limit in ({}, {"max_tokens": 137}))
+    count = cut.sources[0].train.info.tokens + cut.sources[0].validation.info.tokens
+    assert count == 137
+    everything = documents_of(whole, "train")
+    assert all(any(text.startswith(part) for text in everything) for part in documents_of(cut, "train"))
+
+
+def test_long_documents_are_tokenised_in_pieces(monkeypatch):
+    monkeypatch.setattr("titans_platform.data.encode.PIECE_CHARACTERS", 10)
+    text = "one two three\nfour fivesixseveneight nine\n\nten"
+    pieces = list(_pieces(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 10
+    assert pieces[:2] == ["one two", " three"]
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory) -> PreparedData:
+    data = config({"kind": "stdlib", "max_tokens": 600_000, "validation_fraction": 0.1}, length=64)
+    return prepare(data, tmp_path_factory.mktemp("stdlib"))
+
+
+def test_stdlib_is_the_library_s_own_source(stdlib):
+    assert stdlib.fingerprint.startswith(f"py{platform.python_version()}-")
+    train, validation = documents_of(stdlib, "train"), documents_of(stdlib, "validation")
+    assert not set(train) & set(validation)
+    assert len(validation) >= 2
+    source = StdlibSource()
+    first = (source.folder / source.files()[0]).read_text()
+    assert first in train + validation
+
+
+def test_stdlib_leaves_out_what_slim_installs_lack():
+    files = StdlibSource().files()
+    assert files == sorted(set(files))
+    assert {"abc.py", "asyncio/base_events.py", "json/decoder.py"} <= set(files)
+    out = ("test", "idlelib", "site-packages", "__pycache__", "ensurepip", "lib2to3", "tkinter", "config-")
+    assert not [name for name in files if any(part.startswith(out) for part in name.split("/"))]
+
+
+def test_hub_dataset_is_streamed(tmp_path):
+    """A local folder stands for the dataset: the same call, without the network."""
+    dataset = tmp_path / "dataset"
+    dataset.mkdir()
+    (dataset / "train.jsonl").write_text(jsonl(*(f"record {i} of the dataset" for i in range(30))))
+    source = {"kind": "hub", "dataset": str(dataset), "max_tokens": 200, "validation_fraction": 0.1}
+    prepared = prepare(config(source), tmp_path / "root")
+    info = prepared.sources[0].manifest
+    assert info.train.tokens + info.validation.tokens == 200
+    assert all(text.startswith("record ") for text in documents_of(prepared, "train"))
+
+
+def test_hub_call_and_its_limit(tmp_path, monkeypatch):
+    """Only as much is read as max_tokens asks for, by name, subset and split, as a stream."""
+    import datasets
+
+    calls, read = [], []
+
+    def load_dataset(*args, **options):
+        calls.append((args, options))
+        for i in range(10**9):
+            read.append(i)
+            yield {"content": "0123456789" * 100}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = {
+        "kind": "hub", "dataset": "some/corpus", "subset": "10BT", "split": "train", "text_field": "content",
+        "max_tokens": 5000,
+    }  # fmt: skip
+    prepared = prepare(config(source | {"validation_fraction": 0.0}), tmp_path)
+    (args, options), *_ = calls
+    assert args == ("some/corpus",)
+    assert options == {
+        "name": "10BT", "split": "train", "streaming": True,
+        "cache_dir": str(tmp_path / "data" / "huggingface"),
+    }  # fmt: skip
+    assert prepared.tokens == {"hub:some/corpus/10BT": 5000}
+    # documents are looked at ahead: a split's window and one group for the tokenizer
+    assert len(read) < 10_000
+
+
+def test_hub_dataset_that_is_not_there(tmp_path, monkeypatch):
+    import datasets
+
+    def load_dataset(*args, **options):
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'some/corpus' doesn't exist on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UsageError, match=r"^data\.sources\.0: some/corpus cannot be read: .*doesn't exist"):
+        prepare(config({"kind": "hub", "dataset": "some/corpus"}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
+        ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
+        ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, \.parquet"),
+        ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
+        ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),
+        ("other.jsonl", b'{"body": "x"}\n', r"^data\.sources\.0\.text_field: .*no field text; it has body"),
+        ("number.jsonl", b'{"text": 3}\n', r"^data\.sources\.0\.text_field: text of .* is not text"),
+        ("broken.jsonl", b'{"text": "a"}\n{"te', r"^data\.sources\.0: .*broken\.jsonl cannot be read"),
+        ("latin.txt", "é".encode("latin-1"), r"^data\.sources\.0: .*latin\.txt cannot be read"),
+        (
+            "broken.txt.gz",
+            gzip.compress(b"text" * 999)[:20],
+            r"^data\.sources\.0: .*broken\.txt\.gz cannot be read",
+        ),
+        ("broken.jsonl.xz", b"not xz", r"^data\.sources\.0: .*broken\.jsonl\.xz cannot be read"),
+        ("broken.parquet", b"PAR1", r"^data\.sources\.0: .*broken\.parquet cannot be read"),
+    ],
+)
+def test_bad_files_are_named_in_one_line(tmp_path, capfd, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=says) as error:
+        prepare(config({"kind": "files", "path": str(tmp_path / name)}), tmp_path / "root")
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == "", "the library says nothing beside"
+
+
+def test_folder_without_text(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"data\.sources\.0\.path: .*has no file of the kinds"):
+        prepare(config({"kind": "files", "path": str(tmp_path / "empty")}), tmp_path / "root")
+
+
+def test_an_edited_file_is_another_source(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("before")
+    source = FilesSource(SourceConfig(kind="files", path=str(path)), "data.sources.0", tmp_path)
+    before = source.identity()
+    path.write_text("after!")
+    os.utime(path, ns=(1, 1))
+    assert source.identity() != before
+
+
+def test_nothing_is_left_in_the_home_folder(tmp_path):
+    home, dataset = tmp_path / "home", tmp_path / "dataset"
+    home.mkdir()
+    dataset.mkdir()
+    (dataset / "train.jsonl").write_text(jsonl("a record of the dataset", "another record"))
+    code = (
+        "import sys; from pathlib import Path; from titans_platform.config import DataConfig\n"
+        "from titans_platform.data import prepare\n"
+        "prepare(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    files = {"kind": "files", "path": str(dataset / "train.jsonl")}
+    data = config(files, {"kind": "hub", "dataset": str(dataset)})
+    command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path / "root")]
+    unset = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
+    env = {key: value for key, value in os.environ.items() if key not in unset} | {"HOME": str(home)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(home.rglob("*"))
+
+
+def test_local_files_make_no_request(tmp_path, monkeypatch):
+    """The library counts loads by a request to its server, for local files too."""
+    import datasets.load
+
+    asked = []
+    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
+    before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
+    assert asked == []
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS == before

@@ -1,0 +1,203 @@
+"""The order of rows: exact shares, one counter, the same for any number of workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titans_platform.config import DataConfig
+from titans_platform.data import PreparedData, load_tokenizer, prepare
+from titans_platform.data.encode import interleave
+from titans_platform.data.shards import Split, SplitWriter
+from titans_platform.data.stream import shuffled
+from titans_platform.errors import UsageError
+
+
+def write_jsonl(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
+    value = {"sources": sources, "sequence_length": length} | fields
+    return DataConfig.model_validate_json(json.dumps(value))
+
+
+def files(path: str, **fields) -> dict:
+    return {"kind": "files", "path": path, "validation_fraction": 0.0} | fields
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> PreparedData:
+    """Two sources whose rows tell where they are from, weights 3 to 1."""
+    folder = tmp_path_factory.mktemp("mixed")
+    upper = write_jsonl(folder / "upper.jsonl", [chr(65 + i % 26) * (20 + i % 7) for i in range(40)])
+    lower = write_jsonl(folder / "lower.jsonl", [chr(97 + i % 26) * (20 + i % 5) for i in range(20)])
+    sources = files(upper, weight=0.75), files(lower, weight=0.25)
+    return prepare(config(*sources), folder / "root")
+
+
+def test_rows_starts_and_loss_by_hand(tmp_path):
+    path = write_jsonl(tmp_path / "t.jsonl", ["abc", "defgh", "ij"])
+    prepared = prepare(config(files(path), length=4), tmp_path / "root")
+    source = prepared.sources[0]
+    # bos a b c | bos d e f | g h bos i | j: three rows, each with the first token of the next
+    bos, want = 256, ["_abc_", "_defg", "gh_ij"]
+    assert source.count(source.train) == 3
+    stream = prepared.train_stream(batch_rows=3, seed=0)
+    batch = stream.batch(0)
+    for (_, row), tokens, starts, loss in zip(stream.global_rows(0), *batch, strict=True):
+        text = want[row]
+        assert tokens.tolist() == [bos if c == "_" else ord(c) for c in text]
+        assert starts.tolist() == [i == 0 or c == "_" for i, c in enumerate(text)]
+        assert loss.tolist() == [c != "_" for c in text[1:]]
+    assert (batch.tokens.dtype, batch.starts.dtype, batch.loss.dtype) == (torch.int64, torch.bool, torch.bool)
+
+
+def test_batch_is_a_function_of_seed_and_step(mixed):
+    first = mixed.train_stream(8, seed=3)
+    late = first.batch(50)
+    first.batch(0)
+    again = mixed.train_stream(8, seed=3).batch(50)
+    for a, b, c in zip(late, again, first.batch(50), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    assert not torch.equal(late.tokens, mixed.train_stream(8, seed=4).batch(50).tokens)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 3])
+def test_workers_share_the_same_global_batch(mixed, world_size):
+    for step in (0, 1, 37):
+        whole = mixed.train_stream(8, seed=1).batch(step)
+        for rank in range(world_size):
+            mine = mixed.train_stream(8, seed=1, rank=rank, world_size=world_size).batch(step)
+            for part, all_rows in zip(mine, whole, strict=True):
+                assert torch.equal(part, all_rows[rank::world_size])
+
+
+def test_resuming_on_other_workers_continues_the_run(mixed):
+    """Ten steps on one worker equal four on two workers and six on four."""
+    straight = [mixed.train_stream(8, seed=9).batch(step).tokens for step in range(10)]
+    resumed = []
+    for step in range(10):
+        workers = 2 if step < 4 else 4
+        parts = [mixed.train_stream(8, 9, rank, workers).batch(step).tokens for rank in range(workers)]
+        resumed.append(torch.stack(parts, dim=1).flatten(0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+def test_shares_are_exact(mixed):
+    stream = mixed.train_stream(8, seed=0)
+    for step in range(20):
+        assert Counter(source for source, _ in stream.global_rows(step)) == {0: 6, 1: 2}
+
+
+def test_every_row_once_an_epoch_in_a_new_order(mixed):
+    stream = mixed.train_stream(4, seed=0)
+    rows = stream.rows[1]
+    drawn = [row for step in range(2 * rows) for source, row in stream.global_rows(step) if source == 1]
+    first, second = drawn[:rows], drawn[rows : 2 * rows]
+    assert sorted(first) == sorted(second) == list(range(rows))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([1.0], [1]),
+        ([1.0, 3.0], [1, 3]),
+        ([0.7, 0.3], [7, 3]),
+        ([0.1, 0.2, 0.7], [1, 2, 7]),
+        ([2.0, 0.0], [1, 0]),
+    ],
+)
+def test_interleave_counts(weights, counts):
+    order = interleave(weights)
+    assert [order.count(i) for i in range(len(weights))] == counts
+
+
+def test_interleave_spreads_and_keeps_small_weights():
+    order = interleave([1.0, 1.0, 2.0])
+    assert [order.count(i) for i in range(3)] == [1, 1, 2]
+    assert order[0] == 2
+    assert order[1:3] != [2, 2]
+    assert 1 in interleave([1.0, 1e-7]), "a small share is rounded up, not away"
+    assert len(interleave([0.123456789, 0.987654321])) <= 10_001
+
+
+def test_shuffled_is_a_permutation_fixed_for_good():
+    order = shuffled(1000, "key")
+    assert sorted(order.tolist()) == list(range(1000))
+    assert not np.array_equal(order, shuffled(1000, "other key"))
+    # what a checkpoint of an earlier version relies on
+    assert shuffled(8, "0/0/0").tolist() == [3, 7, 4, 2, 1, 0, 5, 6]
+
+
+def test_validation_is_every_row_once_in_fixed_order(tmp_path):
+    path = write_jsonl(tmp_path / "t.jsonl", [f"{i * 7919} is document {i}" for i in range(60)])
+    data = config({"kind": "files", "path": path, "validation_fraction": 0.5}, length=16)
+    prepared = prepare(data, tmp_path / "root")
+    batches = list(prepared.validation(batch_rows=3))
+    again = list(prepared.validation(batch_rows=5))
+    rows = torch.cat([batch.tokens for batch in batches])
+    assert torch.equal(rows, torch.cat([batch.tokens for batch in again]))
+    source = prepared.sources[0]
+    expected = {tuple(source.row(source.validation, i).tokens) for i in range(prepared.validation_rows())}
+    assert {tuple(row) for row in rows.tolist()} == expected
+    assert len(rows) == len(expected) > 10
+
+
+def test_shards_read_across_their_borders(tmp_path):
+    """Shards of 10 tokens: every span equals that of the whole sequence, at every bit offset."""
+    writer = SplitWriter(tmp_path, "train", 260, shard_tokens=10)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, n) for n in (3, 14, 1, 25, 4)]
+    masks = [rng.random(len(document)) < 0.5 for document in documents]
+    for document, mask in zip(documents, masks, strict=True):
+        writer.add(document, mask)
+    info = writer.close()
+    split = Split(tmp_path, info)
+    tokens, loss = np.concatenate(documents), np.concatenate(masks)
+    begins = np.isin(np.arange(47), [0, 3, 17, 18, 43])
+    assert (info.tokens, len(info.shards), info.documents) == (47, 5, 5)
+    for start in range(47):
+        for stop in range(start + 1, 48):
+            span = split.read(start, stop)
+            assert np.array_equal(span.tokens, tokens[start:stop])
+            assert np.array_equal(span.starts, begins[start:stop])
+            assert np.array_equal(span.loss, loss[start:stop])
+
+
+def test_tokens_are_read_in_place(mixed):
+    source = mixed.sources[0]
+    tokens = source.train.read(5, 25).tokens
+    assert tokens.dtype == np.uint16
+    assert not tokens.flags.owndata
+    assert not tokens.flags.writeable
+
+
+def test_zero_weights_and_too_many_workers(mixed, tmp_path):
+    path = write_jsonl(tmp_path / "t.jsonl", ["some text that is long enough"] * 3)
+    silent = prepare(config(files(path, weight=0.0)), tmp_path / "root")
+    with pytest.raises(UsageError, match=r"data\.sources: every weight is 0"):
+        silent.train_stream(4, 0)
+    with pytest.raises(UsageError, match=r"optim\.batch_rows: 2"):
+        mixed.train_stream(2, 0, rank=0, world_size=4)
+
+
+def test_large_vocabularies_take_32_bits(tmp_path):
+    info_small = SplitWriter(tmp_path, "small", 2**16)
+    writer = SplitWriter(tmp_path, "large", 2**16 + 4)
+    writer.add(np.array([1, 70_000, 3]), np.array([False, True, True]))
+    read = Split(tmp_path, writer.close()).read(0, 3).tokens
+    assert read.tolist() == [1, 70_000, 3]
+    assert info_small.shard_tokens == 2 * writer.shard_tokens
+
+
+def test_tokenizer_of_prepared_data_is_the_config_s(mixed):
+    assert mixed.tokenizer.fingerprint == load_tokenizer("byte").fingerprint

@@ -1,0 +1,102 @@
+"""Tokenizers: ids, special tokens, fingerprints, and what a broken file says."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
+
+TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory) -> Path:
+    """A model of 30 pieces with a start, an end and an unknown piece but no pad."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 50), model_writer=model, vocab_size=30, minloglevel=2
+    )
+    path = tmp_path_factory.mktemp("spm") / "small.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def json_tokenizer(path: Path, *special: str) -> Path:
+    words = {word: i for i, word in enumerate([*special, "<unk>", "hello", "world"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if special:
+        tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(path))
+    return path
+
+
+def test_bytes_round_trip_and_ids():
+    tokenizer = load_tokenizer("byte")
+    text = "Titans — ñ 記憶\n"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
+    assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, 260)
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
+
+
+def test_sentencepiece_round_trip(sentencepiece_model):
+    tokenizer = load_tokenizer(str(sentencepiece_model))
+    ids = tokenizer.encode("token after token")
+    assert tokenizer.decode([tokenizer.bos, *ids, tokenizer.pad]) == "token after token"
+    assert tokenizer.bos == 1, "its own start piece"
+    assert tokenizer.pad not in {tokenizer.bos, *ids}
+    assert tokenizer.vocab_size == 32
+    assert tokenizer.encode_batch(["token after token"])[0].tolist() == ids
+
+
+def test_json_uses_its_own_special_tokens(tmp_path):
+    tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json", "<pad>", "<s>")))
+    assert (tokenizer.pad, tokenizer.bos) == (0, 1)
+    assert tokenizer.encode("hello world") == [3, 4]
+    assert tokenizer.decode([1, 3, 4, 0]) == "hello world"
+    assert tokenizer.vocab_size == 8
+
+
+def test_json_without_special_tokens_gets_new_ids(tmp_path):
+    tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
+    assert tokenizer.bos == 3, "behind the three known ids"
+    assert tokenizer.pad == 0, "<unk> serves"
+    assert tokenizer.vocab_size == 4
+
+
+def test_fingerprint_is_of_the_content(tmp_path, sentencepiece_model):
+    copy = tmp_path / "another_name.model"
+    shutil.copyfile(sentencepiece_model, copy)
+    first, second = load_tokenizer(str(sentencepiece_model)), load_tokenizer(str(copy))
+    other = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
+    assert first.fingerprint == second.fingerprint
+    assert len({first.fingerprint, other.fingerprint, load_tokenizer("byte").fingerprint}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("missing.model", None),
+        ("words.txt", b"hello"),
+        ("broken.model", b"not a model"),
+        ("broken.json", b"{"),
+        ("other.json", json.dumps({"a": 1}).encode()),
+    ],
+)
+def test_bad_tokenizer_is_one_line(tmp_path, name, content):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"^data\.tokenizer: .*" + name) as error:
+        load_tokenizer(str(path))
+    assert "\n" not in str(error.value)
+    assert "`byte`" in str(error.value)
