@@ -309,7 +309,9 @@ def fake_lm_eval(monkeypatch):
 
     modules["lm_eval"].simple_evaluate = simple_evaluate
     modules["lm_eval.api.model"].LM = type("LM", (), {})
-    modules["lm_eval.tasks"].TaskManager = lambda include_path=None: ("manager", include_path)
+    modules["lm_eval.tasks"].TaskManager = lambda include_path: SimpleNamespace(
+        all_tasks=["piqa", "arc_easy"]
+    )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return asked
@@ -335,6 +337,7 @@ def test_the_adapter_is_the_harness_own_kind_of_model(fake_lm_eval):
     [
         ({"names": ["piqa"], "metric": "f1", "chance": 0.5}, "piqa has no f1; it has acc"),
         ({"names": ["mmlu"]}, "options.chance: give it for mmlu"),
+        ({"names": ["arc_esy"], "chance": 0.25}, "no task 'arc_esy'; did you mean arc_easy"),
     ],
 )
 def test_harness_options_that_do_not_fit_are_named(options, message, fake_lm_eval):

@@ -135,7 +135,7 @@ class MultipleChoice(Task):
         for question in questions:
             totals = [next(scores).logprob for _ in question.pairs]
             if self.options.metric == "acc_norm":
-                widths = [max(1, len(text.strip())) for _, text in question.pairs]
+                widths = [max(1, len(text.removeprefix(" "))) for _, text in question.pairs]
                 totals = [total / width for total, width in zip(totals, widths, strict=True)]
             right.append(float(totals.index(max(totals)) == question.gold))
         return accuracy(right, chance_of(questions))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from statistics import fmean
@@ -160,10 +161,16 @@ class LmEval(Task):
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
         chance = self.chance
+        manager = TaskManager(include_path=self.options.include_path)
+        for name in self.options.names:
+            if name not in manager.all_tasks:
+                close = difflib.get_close_matches(name, manager.all_tasks, n=1)
+                hint = f"did you mean {close[0]}?" if close else "list them with `lm-eval ls tasks`"
+                raise UsageError(f"options.names: lm_eval has no task {name!r}; {hint}")
         found = lm_eval.simple_evaluate(
             model=model,
             tasks=list(self.options.names),
-            task_manager=TaskManager(include_path=self.options.include_path),
+            task_manager=manager,
             num_fewshot=self.options.num_fewshot,
             limit=context.config.items,
             bootstrap_iters=BOOTSTRAPS,
