@@ -22,6 +22,7 @@ from titans_platform.errors import UsageError
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
+HASHED_TOKENS = 2**20
 MANIFEST = "manifest.json"
 AGAIN = "run titans data prepare again"
 BoolArray = NDArray[np.bool_]
@@ -132,7 +133,8 @@ class SplitWriter:
         columns = {"token": tokens, "start": starts, "loss": loss}
         self._shards.append(write_table(self.folder / name, columns))
         # as 32-bit little-endian, so that the machine and the width on disk do not enter
-        self.content.update(tokens.astype("<u4").tobytes())
+        for first in range(0, len(tokens), HASHED_TOKENS):
+            self.content.update(tokens[first : first + HASHED_TOKENS].astype("<u4").tobytes())
         self.content.update(np.packbits(starts).tobytes() + np.packbits(loss).tobytes())
         self._filled = 0
 
