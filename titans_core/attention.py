@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, P persistent to
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -154,7 +155,7 @@ def _blocked(
 
     ``index_BT``: the document of each token; a query sees its own document only.
     """
-    B, H, T, E = q.shape
+    B, T = q.shape[0], q.shape[2]
     blocks = -(-T // w)
     pad = blocks * w - T
     q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (blocks, w)).transpose(1, 2) for x in (q, k, v))
@@ -185,10 +186,9 @@ def _packed(
     """Attention within each document of a packed batch."""
     if window is not None and window < q.shape[2]:
         return _blocked(q, k, v, window, prefix, documents.index_BT)
-    B, T = documents.index_BT.shape
+    T = documents.index_BT.shape[1]
     y = torch.empty_like(q)
-    borders = documents.cu_seqlens.tolist()
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(documents.cu_seqlens.tolist()):
         row, first, last = start // T, start % T, (end - 1) % T + 1
         part = (slice(row, row + 1), slice(None), slice(first, last))
         y[part] = _dense(q[part], k[part], v[part], prefix)

@@ -11,6 +11,20 @@ from torch.nn import functional as F
 
 from titans_core.documents import Documents
 
+EPS = 1e-6
+"""Of every norm."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm with the weight in the input's precision: torch leaves its fused kernel when they differ."""
+
+    def __init__(self, width: int):
+        super().__init__(width, eps=EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
 
 class CausalConv(nn.Module):
     """Depthwise convolution over the last K tokens; starts afresh at each document."""
@@ -67,10 +81,10 @@ class SwiGLU(nn.Module):
 class Gate(nn.Module):
     """The gate of MAC and MAG (eqs. 25, 28): both branches normalised with learned vectors, one gating."""
 
-    def __init__(self, d_model: int, eps: float = 1e-6):
+    def __init__(self, d_model: int):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(d_model, eps=eps)
-        self.memory_norm = nn.RMSNorm(d_model, eps=eps)
+        self.attention_norm = RMSNorm(d_model)
+        self.memory_norm = RMSNorm(d_model)
 
     def forward(self, attention_BTD: Tensor, memory_BTD: Tensor) -> Tensor:
         """[B, T, D] and [B, T, D] to [B, T, D]."""

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
-from titans_core.layers import CausalConv
+from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import MemoryState, neural_memory, read_memory
 
 Carries = dict[str, Tensor]
@@ -47,10 +48,9 @@ class NeuralMemory(nn.Module):
     Args:
         d_model: width D of the input and output.
         config: what the memory is made of; `heads * head_dim` channels where head_dim is set.
-        eps: of the output norm.
     """
 
-    def __init__(self, d_model: int, config: MemoryConfig, eps: float = 1e-6):
+    def __init__(self, d_model: int, config: MemoryConfig):
         super().__init__()
         self.config = config
         self.head_dim = config.head_dim or d_model // config.heads
@@ -67,10 +67,8 @@ class NeuralMemory(nn.Module):
         self.theta = nn.Linear(d_model, config.heads)
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
-        self.initial_weights = nn.ParameterList(
-            torch.empty(config.heads, *pair) for pair in zip(widths, widths[1:], strict=False)
-        )
-        self.output_norm = nn.RMSNorm(self.head_dim, eps=eps) if config.output_norm else None
+        self.initial_weights = nn.ParameterList(torch.empty(config.heads, *pair) for pair in pairwise(widths))
+        self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
         self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: list[dict[str, Tensor]] | None = None
@@ -132,7 +130,9 @@ class NeuralMemory(nn.Module):
     def state_bytes(self) -> int:
         """Bytes one sequence carries from token to token: weights, momentum, convolution inputs."""
         memory = sum(W.numel() for W in self.initial_weights) * (2 if self.config.momentum else 1)
-        carried = sum(getattr(self, f"conv_{n}").no_carry(1).numel() for n in "qkv") if self.config.conv else 0
+        carried = (
+            sum(getattr(self, f"conv_{n}").no_carry(1).numel() for n in "qkv") if self.config.conv else 0
+        )
         return 4 * memory + self.w_k.weight.element_size() * carried
 
     def _queries(

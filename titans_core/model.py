@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from titans_core.blocks import BLOCKS
-from titans_core.blocks.base import EPS, Place
+from titans_core.blocks import BLOCKS, Block
+from titans_core.blocks.base import Place
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
+from titans_core.layers import RMSNorm
 
 
 class ModelState(NamedTuple):
@@ -42,7 +43,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(BLOCKS[config.variant](config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=EPS)
+        self.norm = RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialize(self, config.n_layers)
         if config.tie_embeddings:
@@ -78,7 +79,7 @@ class LanguageModel(nn.Module):
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens."""
-        return sum(block.state_bytes(length) for block in self.blocks)
+        return sum(cast(Block, block).state_bytes(length) for block in self.blocks)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimiser groups: decay pulls on the matrices of linear layers and on nothing else.
@@ -93,9 +94,7 @@ class LanguageModel(nn.Module):
             split[id(p) not in decayed].append(p)
         return [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
 
-    def _place(
-        self, tokens: Tensor, state: ModelState | None, starts: Tensor | None
-    ) -> tuple[Place, int]:
+    def _place(self, tokens: Tensor, state: ModelState | None, starts: Tensor | None) -> tuple[Place, int]:
         if starts is not None:
             documents = Documents.from_starts(starts)
             return Place(documents.position_BT, documents), 0

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
-from titans_core.layers import SwiGLU
-
-EPS = 1e-6
+from titans_core.layers import RMSNorm, SwiGLU
 
 
 class Place(NamedTuple):
@@ -31,13 +29,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm = nn.RMSNorm(config.d_model, eps=EPS)
+        self.norm = RMSNorm(config.d_model)
         self.persistent_PD: nn.Parameter | None = None
         if self.uses_persistent and config.persistent_tokens:
             self.persistent_PD = nn.Parameter(torch.empty(config.persistent_tokens, config.d_model))
         self.mlp: nn.Module | None = None
         if config.mlp_expansion:
-            self.mlp_norm = nn.RMSNorm(config.d_model, eps=EPS)
+            self.mlp_norm = RMSNorm(config.d_model)
             self.mlp = SwiGLU(config.d_model, config.mlp_expansion)
 
     def forward(self, x_BTD: Tensor, state: Any, place: Place) -> tuple[Tensor, Any]:

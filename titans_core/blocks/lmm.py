@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from titans_core.blocks.base import EPS, Block, Place
+from titans_core.blocks.base import Block, Place
 from titans_core.config import ModelConfig
 from titans_core.memory import MemoryCache, NeuralMemory
 
@@ -14,11 +14,13 @@ class LMM(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.memory = NeuralMemory(config.d_model, config.memory, EPS)
+        self.memory = NeuralMemory(config.d_model, config.memory)
 
-    def mix(self, x_BTD: Tensor, state: MemoryCache | None, place: Place) -> tuple[Tensor, MemoryCache | None]:  # noqa: D102
+    def mix(
+        self, x_BTD: Tensor, state: MemoryCache | None, place: Place
+    ) -> tuple[Tensor, MemoryCache | None]:
         state = state or self.memory.start(x_BTD.shape[0], self.persistent_PD)
         return self.memory(x_BTD, state, place.documents)
 
-    def state_bytes(self, length: int) -> int:  # noqa: D102
+    def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes()

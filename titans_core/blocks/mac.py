@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from titans_core.attention import Attention, KeyCache
-from titans_core.blocks.base import EPS, Block, Place
+from titans_core.blocks.base import Block, Place
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.layers import Gate
@@ -40,10 +41,10 @@ class MAC(Block):
         assert config.attention.segment_size is not None  # ModelConfig has seen to it
         self.segment_size = config.attention.segment_size
         self.attention = Attention(config.d_model, config.attention)
-        self.memory = NeuralMemory(config.d_model, config.memory, EPS)
-        self.gate = Gate(config.d_model, EPS)
+        self.memory = NeuralMemory(config.d_model, config.memory)
+        self.gate = Gate(config.d_model)
 
-    def mix(self, x_BTD: Tensor, state: MACState | None, place: Place) -> tuple[Tensor, MACState | None]:  # noqa: D102
+    def mix(self, x_BTD: Tensor, state: MACState | None, place: Place) -> tuple[Tensor, MACState | None]:
         if place.documents is not None:
             return self._packed(x_BTD, place.documents), None
         state = state or self._start(x_BTD.shape[0])
@@ -59,7 +60,7 @@ class MAC(Block):
             outputs.append(o)
         return torch.cat(outputs, 1), state
 
-    def state_bytes(self, length: int) -> int:  # noqa: D102
+    def state_bytes(self, length: int) -> int:
         keys = 4 * min(length, self.segment_size) * self.gate.memory_norm.weight.numel()
         return self.memory.state_bytes() + keys * self.memory.w_k.weight.element_size()
 
@@ -94,6 +95,6 @@ class MAC(Block):
 
 def _first_rows(state: MACState, rows: int) -> MACState:
     """Cut to the documents that are still running; all have just ended a segment."""
-    cut = lambda tree: torch.utils._pytree.tree_map(lambda t: t[:rows], tree)  # noqa: E731
+    cut = lambda tree: tree_map(lambda t: t[:rows], tree)  # noqa: E731
     written = cut(state.written)
     return MACState(written, written, cut(state.read_carries), None, 0)

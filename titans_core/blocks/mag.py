@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titans_core.attention import Attention, KeyCache
-from titans_core.blocks.base import EPS, Block, Place
+from titans_core.blocks.base import Block, Place
 from titans_core.config import ModelConfig
 from titans_core.layers import Gate
 from titans_core.memory import MemoryCache, NeuralMemory
@@ -26,15 +26,15 @@ class MAG(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.attention = Attention(config.d_model, config.attention)
-        self.memory = NeuralMemory(config.d_model, config.memory, EPS)
-        self.gate = Gate(config.d_model, EPS)
+        self.memory = NeuralMemory(config.d_model, config.memory)
+        self.gate = Gate(config.d_model)
 
-    def mix(self, x_BTD: Tensor, state: MAGState | None, place: Place) -> tuple[Tensor, MAGState]:  # noqa: D102
+    def mix(self, x_BTD: Tensor, state: MAGState | None, place: Place) -> tuple[Tensor, MAGState]:
         memory = self.memory.start(x_BTD.shape[0], self.persistent_PD) if state is None else state.memory
         keys = None if state is None else state.keys
         y, keys = self.attention(x_BTD, place.position_BT, keys, self.persistent_PD, place.documents)
         m, memory = self.memory(x_BTD, memory, place.documents)
         return self.gate(y, m), MAGState(keys, memory)
 
-    def state_bytes(self, length: int) -> int:  # noqa: D102
+    def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes() + self.attention.state_bytes(length)

@@ -18,8 +18,8 @@ class Transformer(Block):
         super().__init__(config)
         self.attention = Attention(config.d_model, config.attention)
 
-    def mix(self, x_BTD: Tensor, state: KeyCache | None, place: Place) -> tuple[Tensor, KeyCache | None]:  # noqa: D102
+    def mix(self, x_BTD: Tensor, state: KeyCache | None, place: Place) -> tuple[Tensor, KeyCache | None]:
         return self.attention(x_BTD, place.position_BT, state, documents=place.documents)
 
-    def state_bytes(self, length: int) -> int:  # noqa: D102
+    def state_bytes(self, length: int) -> int:
         return self.attention.state_bytes(length)

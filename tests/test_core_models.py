@@ -1,0 +1,300 @@
+"""The models: causal, independent across the batch, trained through and through, exact however cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titans_core import (
+    BLOCKS,
+    AttentionConfig,
+    LanguageModel,
+    MemoryConfig,
+    ModelConfig,
+    presets,
+    record,
+)
+from titans_core.blocks.base import Place
+from titans_kernels import MemoryState, read_memory
+
+VARIANTS = sorted(BLOCKS)
+MEMORY_VARIANTS = [v for v in VARIANTS if v != "transformer"]
+SWITCHES: dict[str, dict] = {
+    "default": {},
+    "linear": {"depth": 1},
+    "deep": {"depth": 4},
+    "online": {"chunk_size": 1},
+    "no_conv": {"conv": False},
+    "no_momentum": {"momentum": False},
+    "no_decay": {"decay": False},
+    "unbounded": {"surprise_bound": None, "max_theta": 0.05},
+    "gates_per_chunk": {"gates_per": "chunk"},
+    "plain_output": {"output_norm": False, "output_gate": False},
+    "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
+}
+
+
+def config(variant: str = "lmm", persistent: int = 3, window: int | None = 12, **memory) -> ModelConfig:
+    return ModelConfig(
+        variant=variant,
+        vocab_size=40,
+        d_model=16,
+        n_layers=2,
+        persistent_tokens=persistent,
+        mlp_expansion=1.0,
+        memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory}),
+        attention=AttentionConfig(heads=2, window=window, segment_size=16),
+    )
+
+
+def model(*args, **kwargs) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(config(*args, **kwargs)).double()
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
+    state, logits = None, []
+    for part in x.split(sizes, 1):
+        out = m(part, state)
+        state = out.state
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+CASES = [(v, "default") for v in VARIANTS] + [
+    (v, s) for v in ("lmm", "mac") for s in SWITCHES if s != "default"
+]
+
+
+@pytest.mark.parametrize(("variant", "switch"), CASES)
+def test_no_future_token_and_no_other_row_reaches_an_output(variant, switch):
+    m = model(variant, **SWITCHES[switch])
+    x = torch.randn(3, 41, 16, dtype=torch.float64, requires_grad=True)
+    y, _ = m.blocks[0](x, None, Place(torch.arange(41)[None]))
+    weights = torch.randn(16, dtype=torch.float64)
+    for t in (0, 7, 8, 15, 16, 17, 31, 39):
+        (grad,) = torch.autograd.grad((y[1, t] * weights).sum(), x, retain_graph=True)
+        assert torch.count_nonzero(grad[1, t + 1 :]) == 0, f"token {t} sees the future"
+        assert torch.count_nonzero(grad[[0, 2]]) == 0, f"token {t} sees another row"
+        assert grad[1, t].norm() > 0
+    if t > 12:  # beyond the window only the memory, or attention over blocks, can reach back
+        assert grad[1, 0].norm() > 0 or variant == "transformer"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_token_of_another_document_reaches_an_output(variant):
+    m = model(variant)
+    documents = torch.zeros(2, 41, dtype=torch.bool)
+    documents[0, [11, 12, 30]] = True
+    embedded = []
+    m.embedding.register_forward_hook(lambda _m, _i, out: embedded.append(out.requires_grad_()) or out)
+    logits = m(tokens(2, 41), document_starts=documents).logits
+    (grad,) = torch.autograd.grad(logits[0, 29].square().sum(), embedded[0])
+    assert torch.count_nonzero(grad[0, :12]) == 0
+    assert torch.count_nonzero(grad[0, 30:]) == 0
+    assert torch.count_nonzero(grad[1]) == 0
+    assert grad[0, 12].norm() > 0 or variant == "transformer"
+
+
+@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
+def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant):
+    m = model(variant)
+    x, y = tokens(2, 17), tokens(2, 17, seed=2)
+
+    def loss() -> Tensor:
+        return torch.nn.functional.cross_entropy(m(x).logits.flatten(0, 1), y.flatten())
+
+    parameters = {n: p for n, p in m.named_parameters() if ".memory." in n or "persistent" in n}
+    kinds = (
+        "w_q",
+        "w_k",
+        "w_v",
+        "w_o",
+        "conv_q",
+        "conv_k",
+        "conv_v",
+        "alpha",
+        "eta",
+        "theta",
+        "initial_weights",
+    )
+    assert all(any(k in n for n in parameters) for k in kinds)
+    grads = torch.autograd.grad(loss(), list(parameters.values()))
+    generator = torch.Generator().manual_seed(3)
+    for (name, p), grad in zip(parameters.items(), grads, strict=True):
+        assert grad.norm() > 1e-8, f"{name} is not trained"
+        # along the gradient itself and one random direction
+        for direction in (grad / grad.norm(), torch.randn(p.shape, generator=generator, dtype=p.dtype)):
+            direction = direction / direction.norm()
+            slope = (grad * direction).sum()
+            step = 1e-5
+            with torch.no_grad():
+                p += step * direction
+                up = loss()
+                p -= 2 * step * direction
+                down = loss()
+                p += step * direction
+            error = abs((up - down) / (2 * step) - slope)
+            assert error <= 1e-5 * grad.norm(), f"{name}: {error / grad.norm():.1e}"
+
+
+@pytest.mark.parametrize(("variant", "switch"), CASES)
+def test_a_sequence_cut_anywhere_goes_on_exactly(variant, switch):
+    m = model(variant, **SWITCHES[switch])
+    x = tokens(2, 77)
+    torch.testing.assert_close(pieces(m, x, [5, 20, 1, 1, 30, 20]), m(x).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("variant", "switch"), CASES)
+def test_packed_documents_equal_documents_alone(variant, switch):
+    m = model(variant, **SWITCHES[switch])
+    x, starts = tokens(2, 53), torch.zeros(2, 53, dtype=torch.bool)
+    starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
+    alone = [
+        torch.cat([m(part).logits for part in x[:1].split([30, 23], 1)], 1),
+        torch.cat([m(part).logits for part in x[1:].split([20, 1, 32], 1)], 1),
+    ]
+    packed = m(x, document_starts=starts).logits
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
+
+
+def test_a_full_window_equals_full_attention_and_a_smaller_one_does_not():
+    full, windowed = model("transformer", window=None), model("transformer", window=12)
+    wide = model("transformer", window=60)
+    x = tokens(2, 60)
+    torch.testing.assert_close(wide(x).logits, full(x).logits)
+    torch.testing.assert_close(windowed(x[:, :12]).logits, full(x[:, :12]).logits)
+    assert not torch.allclose(windowed(x).logits[:, 20:], full(x).logits[:, 20:])
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag"])
+def test_persistent_tokens_reach_every_query(variant):
+    m = model(variant)
+    logits = m(tokens(1, 41)).logits
+    block = m.blocks[-1]
+    for t in (0, 13, 40):
+        (grad,) = torch.autograd.grad(logits[0, t].square().sum(), block.persistent_PD, retain_graph=True)
+        assert (grad.norm(dim=-1) > 0).all()
+
+
+def test_attention_memory_is_linear_at_a_fixed_window(monkeypatch):
+    sizes = []
+    inner = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q, k, v, attn_mask=None, **kwargs):
+        sizes.append(attn_mask.numel() if attn_mask is not None else 0)
+        return inner(q, k, v, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    m = model("mag")
+    for length in (120, 240):
+        m(tokens(1, length))
+    assert sizes[2] == 2 * sizes[0] > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_batch_is_learned_by_heart(variant):
+    torch.manual_seed(0)
+    m = LanguageModel(config(variant).model_copy(update={"d_model": 32}))
+    optimizer = torch.optim.AdamW(m.parameter_groups(0.1), lr=1e-2)
+    x = tokens(4, 33)
+    for _ in range(300):
+        logits = m(x[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        if loss < 0.05:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+    assert loss < 0.05
+
+
+def test_a_deep_memory_trains_on_long_rows_at_default_settings():
+    torch.manual_seed(0)
+    m = LanguageModel(ModelConfig(vocab_size=64, d_model=8, n_layers=1, memory=MemoryConfig(depth=4, heads=1),
+                                  attention=AttentionConfig(heads=1)))  # fmt: skip
+    optimizer = torch.optim.AdamW(m.parameter_groups(0.1), lr=4e-4)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(200):
+        x = torch.randint(0, 64, (1, 4097), generator=generator)
+        x[:, 1::2] = x[:, :-1:2]  # every second token repeats the one before it
+        loss = torch.nn.functional.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        assert torch.isfinite(norm)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
+def test_bf16_autocast_keeps_the_memory_in_float32(variant):
+    m = LanguageModel(config(variant))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(tokens(2, 40))
+    out.logits.float().square().sum().backward()
+    leaves = torch.utils._pytree.tree_leaves(out.state, is_leaf=lambda x: isinstance(x, MemoryState))
+    memories = [t for x in leaves if isinstance(x, MemoryState) for layers in x for t in layers]
+    assert memories
+    assert {s.dtype for s in memories} == {torch.float32}
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in m.parameters())
+
+
+@pytest.mark.parametrize("variant", sorted(presets.MLP_EXPANSION))
+@pytest.mark.parametrize("size", sorted(presets.SIZES))
+def test_presets_have_the_parameters_of_their_name(size, variant):
+    with torch.device("meta"):
+        count = LanguageModel(presets.preset(size, variant)).num_parameters()
+    assert count == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
+
+
+def test_state_bytes_are_those_of_the_state():
+    """Memory weights and momentum in float32, convolution inputs, keys and values of the window."""
+    m = LanguageModel(config("mag"))
+    state = m(tokens(1, 64)).state  # a chunk border: no token is open
+    tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
+    assert m.state_bytes(64) == sum(t.nbytes for t in tensors)
+
+
+def test_weight_decay_leaves_memory_norms_and_embeddings_alone():
+    m = LanguageModel(config("mag"))
+    decayed, rest = m.parameter_groups(0.1)
+    names = {id(p): n for n, p in m.named_parameters()}
+    matrices = ("w_", "mlp", "output_gate", "alpha.weight", "eta.weight", "theta.weight")
+    assert all(any(part in names[id(p)] for part in matrices) for p in decayed["params"])
+    assert {"initial_weights", "persistent_PD", "embedding"} <= {
+        part for p in rest["params"] for part in names[id(p)].split(".")
+    }
+    assert len(decayed["params"]) + len(rest["params"]) == len(names)
+
+
+def test_telemetry_reports_the_surprise_before_the_write():
+    memory = model(conv=False, chunk_size=1).blocks[0].memory
+    x = torch.randn(2, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with record(memory) as seen, torch.no_grad():
+        memory(x)
+    cache, errors = memory.start(2), []
+    for t in range(20):  # a token at a time: the cache then holds the weights before each token
+        k, v, *_ = memory._writes(x[:, t : t + 1], {})[0]
+        errors.append((read_memory(k, cache.start.weights) - v).square().sum(-1).mean())
+        _, cache = memory(x[:, t : t + 1], cache)
+    assert seen.summary()["surprise"] == pytest.approx(torch.stack(errors[1:]).mean().item())
+    norms = [sum(w[i].square().sum() for w in cache.start.weights).sqrt() for i in range(2)]
+    assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
+
+
+def test_unknown_variants_and_mixed_calls_are_named():
+    with pytest.raises(ValueError, match="variant: 'mlp' is not one of lmm"):
+        LanguageModel(ModelConfig(variant="mlp"))
+    m = model()
+    state = m(tokens(1, 5)).state
+    with pytest.raises(ValueError, match="document_starts"):
+        m(tokens(1, 5), state, document_starts=torch.zeros(1, 5, dtype=torch.bool))
