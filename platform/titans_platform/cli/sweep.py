@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,7 @@ def run(
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import open_study, plan_study, run_study
 
-    console = Console(stderr=as_json)
+    console = _console(as_json)
     opened = open_study(study, scale, root, rows=split(rows), seeds=parse_seeds(seeds), overrides=overrides)
     if dry_run:
         found = show_plan(opened, plan_study(opened, rerun_stale, concurrency), console, quiet=as_json)
@@ -207,12 +208,17 @@ def report(
     """
     from titans_platform.study.drive import open_study, report_study
 
-    console = Console(stderr=as_json)
+    console = _console(as_json)
     opened = open_study(study, scale, root, rows=split(rows), seeds=parse_seeds(seeds), overrides=overrides)
     table = report_study(opened, console)
     if as_json:
         echo_json(_table_json(table))
     return 4 if table.missing else 0
+
+
+def _console(as_json: bool) -> Console:
+    """The stream as it is now: while Ray runs, sys.stdout leads to its log."""
+    return Console(file=sys.stderr if as_json else sys.stdout)
 
 
 def _table_json(table: Table) -> dict[str, Any]:

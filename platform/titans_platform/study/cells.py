@@ -123,7 +123,7 @@ class CellFolder:
         if origin is not None and origin.get("commit") != commit:
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         self.forget_failure()
-        write_json(self.path / ORIGIN, {"commit": commit})
+        write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid()})
 
     def set_aside(self) -> None:
         """Put a finished result aside, to be made again from nothing; it is shown until replaced."""

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from titans_platform.config import DataConfig, RunConfig
 from titans_platform.errors import UsageError
+from titans_platform.loading import nearest
 from titans_platform.study import render
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
 from titans_platform.study.progress import clock, look
@@ -61,12 +62,16 @@ def open_study(
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Build every task and model once, so that a wrong name or option is found before anything runs."""
+    """Find a wrong variant, task or option before anything runs."""
+    from titans_core import BLOCKS
+
     for row, config in {cell.row: cell.config for cell in cells}.items():
+        variant = config.model.variant
+        if variant not in BLOCKS:
+            raise UsageError(f"row {row!r}: model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
         try:
             _check_tasks(config)
-            _empty_model(config)
-        except (UsageError, ValueError) as error:
+        except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
 
 

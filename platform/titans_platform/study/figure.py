@@ -39,7 +39,7 @@ def _caption(table: Table) -> str:
     bars = "Large dot and bar: mean ± one standard deviation over seeds; small dots: seeds; dotted: chance."
     if table.scale.comparable:
         return bars
-    return f"{bars}\nThe columns are small substitutes: compare the order of rows with the paper's, not numbers."
+    return f"{bars}\nThe columns are small substitutes: compare the order of rows, not the numbers."
 
 
 def _rows(axis: Axes, table: Table) -> None:

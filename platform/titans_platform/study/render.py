@@ -38,8 +38,9 @@ def count(value: int | None) -> str:
     if value is None:
         return "—"
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}" if value / size < 999.5 else f"{value / size:.0f}{unit}"
+        # from where three digits round up to the unit
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
     return str(value)
 
 
@@ -139,12 +140,16 @@ def _stacked(column: Column) -> str:
 def _times(value: float | None) -> str:
     if value is None:
         return "—"
-    return "∞" if math.isinf(value) else f"{value:.1f}"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:.1f}"
 
 
 def summary_line(table: Table, found: Discrimination) -> str:
     """One sentence on how far a column tells the rows apart."""
     column = table.study.columns[found.column]
+    if found.best == found.worst:
+        return f"{column.title}: all rows are equal"
     line = f"{column.title}: best {found.best}, worst {found.worst}"
     if found.gap is not None:
         line += f", {_times(found.gap)} pooled sd apart ({_times(found.pair_gap)} by these two rows' own sd)"

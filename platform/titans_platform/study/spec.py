@@ -187,10 +187,10 @@ def _resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str]) 
     fragment: dict[str, Any] = {}
     try:
         for layer in (study.base, study.scales[scale_name].fragment(), row.set):
-            fragment = overlay(fragment, _with_preset(layer))
+            fragment = _lay(fragment, layer)
         for override in overrides:
             apply_override(fragment, override)
-        config = validate(RunConfig, fragment)
+        config = validate(RunConfig, _write_out_preset(fragment))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     missing = [column for column in study.columns if column not in config.eval.columns]
@@ -199,18 +199,32 @@ def _resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str]) 
     return config
 
 
-def _with_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer with ``model.preset`` written out; the layer's other model fields lie over it."""
+def _lay(below: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """One more layer; a ``model.preset`` in it replaces the whole model below."""
     layer = overlay({}, layer)
     model = layer.get("model")
-    if not isinstance(model, dict) or "preset" not in model:
-        return layer
-    from titans_core.presets import PRESETS
+    if isinstance(model, dict) and "preset" in model:
+        below = {key: value for key, value in below.items() if key != "model"}
+    return overlay(below, layer)
+
+
+def _write_out_preset(fragment: dict[str, Any]) -> dict[str, Any]:
+    """``model.preset`` as the fields it stands for, those given beside it laid over them."""
+    model = dict(fragment.get("model") or {})
+    if "preset" not in model:
+        return fragment
+    from titans_core.presets import SIZES, preset
 
     name = str(model.pop("preset"))
-    if name not in PRESETS:
-        raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, PRESETS)}")
-    return {**layer, "model": overlay(PRESETS[name].model_dump(mode="json"), model)}
+    if name not in SIZES:
+        raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
+    # a size is as large with attention as without: its widths depend on the variant
+    chosen = {key: model[key] for key in ("variant", "vocab_size") if key in model}
+    try:
+        fields = preset(name, **chosen).model_dump(mode="json")
+    except ValueError as error:
+        raise UsageError(f"model.{error}") from None
+    return {**fragment, "model": overlay(fields, model)}
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

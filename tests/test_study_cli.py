@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titans_platform import cli
+from titans_platform.cli import sweep
+
+STUDY = """
+name: tiny
+columns:
+  reasoning: {title: Reasoning, unit: "%", factor: 100}
+base:
+  model: {vocab_size: 260, d_model: 16, n_layers: 1, memory: {heads: 2, chunk_size: 8}, attention: {heads: 2}}
+  data:
+    sequence_length: 32
+    sources: [{kind: task, rows: 64, tasks: [{task: recall, options: {pairs: 2}}]}]
+  optim: {steps: 4, batch_rows: 4, lr: 3e-3}
+  eval: {items: 8, columns: {reasoning: [{task: recall, options: {pairs: 2}}]}}
+scales:
+  small: {seeds: [0, 1]}
+  huge: {resources: {cpus_per_worker: 100000}}
+rows:
+  - {name: LMM}
+  - {name: Linear Memory, set: {model.memory.depth: 1}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TITANS_HOME", str(tmp_path / "runs"))
+    path = tmp_path / "sweeps" / "tiny.yaml"
+    path.parent.mkdir()
+    path.write_text(STUDY)
+    return tmp_path
+
+
+def call(*arguments: str) -> int:
+    return cli.run(["sweep", *arguments])
+
+
+def test_list_and_show(tiny, capsys):
+    assert call("list") == 0
+    assert "tiny" in capsys.readouterr().out
+    assert call("show", "tiny", "--scale", "small", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["rows"]["Linear Memory"]["model"]["memory"]["depth"] == 1
+    assert shown["seeds"] == [0, 1]
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(tiny, capsys):
+    arguments = ("run", "tiny", "--scale", "small", "--dry-run", "--seeds", "0-2", "--concurrency", "1")
+    assert call(*arguments, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [(c["row"], c["seed"], c["state"]) for c in plan["cells"][:2]] == [
+        ("LMM", 0, "missing"),
+        ("Linear Memory", 0, "missing"),
+    ]
+    assert len(plan["cells"]) == plan["to_run"] == 6
+    assert plan["concurrency"] == 1
+    assert plan["cells"][0]["tokens"] == 4 * 4 * 32
+    assert plan["cells"][0]["parameters"] > plan["cells"][1]["parameters"] > 1000
+    assert plan["estimate_seconds"] > 0
+    assert "timed now" in plan["estimate_basis"]
+    assert call(*arguments) == 0
+    assert "6 of 6 cells to run, 1 at once" in capsys.readouterr().out
+    assert [path.name for path in tiny.iterdir()] == ["sweeps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "tinny"), "did you mean tiny"),
+        (("run", "tiny", "--scale", "smal"), "did you mean small"),
+        (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
+        (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
+        (("run", "tiny", "--scale", "small", "--set", "model.variant=lnm"), "did you mean lmm"),
+        (("run", "tiny", "--scale", "small", "--set", "model.memory.depth=0"), "model.memory.depth"),
+        (("run", "tiny", "--scale", "small", "--seeds", "x"), "--seeds x"),
+        (("run", "tiny", "--scale", "small", "--concurrency", "999"), "--concurrency 999"),
+        (("run", "tiny", "--scale", "huge"), "a cell takes 100000 CPU"),
+        (("run", "tiny", "--scale", "small", "--set", "eval.columns.reasoning.0.task=recal"), "recall"),
+        (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
+        (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tiny, capsys, arguments, said):
+    assert call(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+    assert [path.name for path in tiny.iterdir()] == ["sweeps"]
+
+
+def test_ui_says_what_it_would_run(tiny, capsys):
+    assert cli.run(["ui"]) == 2
+    assert "mlflow.db" in capsys.readouterr().err
+    (tiny / "runs").mkdir()
+    (tiny / "runs" / "mlflow.db").write_text("not a database, but longer than the header of one" * 9)
+    assert cli.run(["ui", "--dry-run"]) == 2
+    assert "mlflow.db" in capsys.readouterr().err
+
+
+def test_lists_on_the_command_line():
+    assert sweep.split(("LMM, w/o Decay", "x")) == ["LMM", "w/o Decay", "x"]
+    assert sweep.parse_seeds("0,2,5-7") == [0, 2, 5, 6, 7]
+    assert sweep.parse_seeds(None) == []
