@@ -298,4 +298,4 @@ def test_local_files_make_no_request(tmp_path, monkeypatch):
     before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
     assert asked == []
-    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS == before
+    assert before == datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
