@@ -92,6 +92,9 @@ class GeneratedTask(Task):
         return measure_items(self, context)
 
 
+PROTOCOL = 1
+"""Version of what all tasks share: filling, encoding, scoring, drawing items. Raise it as a task's own."""
+
 TASKS: dict[str, type[Task]] = {}
 """Every task by name."""
 
@@ -154,4 +157,5 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
 def eval_version(config: EvalConfig | None = None) -> str:
     """Digest of the versions of the tasks `config` uses, of all tasks where None."""
     names = TASKS if config is None else {t.task for tasks in config.columns.values() for t in tasks}
-    return digest({name: TASKS[name].version for name in names if name in TASKS}, 8)
+    versions = {name: TASKS[name].version for name in names if name in TASKS}
+    return digest({"protocol": PROTOCOL, "tasks": versions}, 8)
