@@ -112,8 +112,13 @@ class RunConfig(Frozen):
     """CPU threads of a worker: sums are taken in another order with another number of them."""
 
     def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
-        """Hash of all that decides the run's numbers: 12 hex digits, the cell's name."""
-        return digest({"run": self.model_dump(mode="json"), "data": data_fingerprint, "eval": eval_version})
+        """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
+
+        The data enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the
+        paths it was read from.
+        """
+        run = self.model_dump(mode="json", exclude={"data"})
+        return digest({"run": run, "data": data_fingerprint, "eval": eval_version})
 
 
 def digest(value: Any, length: int = 12) -> str:
