@@ -2,6 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+
+# before torch is imported: the tests' tensors are too small to share out
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from titans_platform.config import RunConfig
+
+TINY_RUN = {
+    "model": {
+        "variant": "lmm",
+        "vocab_size": 260,
+        "d_model": 16,
+        "n_layers": 1,
+        "memory": {"heads": 2, "chunk_size": 8},
+        "attention": {"heads": 2},
+    },
+    "data": {
+        "sequence_length": 32,
+        "sources": [{"kind": "task", "rows": 64, "tasks": [{"task": "recall", "options": {"pairs": 2}}]}],
+    },
+    "optim": {"steps": 20, "batch_rows": 4, "lr": 3e-3},
+    "eval": {"items": 8, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
+}
+
+
+@pytest.fixture
+def tiny_run() -> RunConfig:
+    """A real run of a second: recall in 32 tokens by a memory of one layer."""
+    return RunConfig.model_validate_json(json.dumps(TINY_RUN))
+
+
+@pytest.fixture
+def tiny_yaml(tmp_path: Path) -> Path:
+    """The same run as a config file."""
+    path = tmp_path / "tiny.yaml"
+    # JSON is YAML
+    path.write_text(json.dumps(TINY_RUN))
+    return path
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray cluster for all tests that need one; it takes seconds to start."""
+    from titans_platform.training.ray_session import session
+
+    with session(cpus=4):
+        yield

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
 from titans_platform.tracking import Store, flatten, open_store
@@ -122,6 +123,23 @@ def test_parent_takes_table_text_figure_and_links(store, tmp_path):
     loaded = json.loads(Path(client.download_artifacts(run_id, "table.json")).read_text())
     assert loaded == {"columns": ["row", "ppl"], "data": [["lmm", 2], ["mac", None]]}
     assert run_id in client.get_run(run_id).data.tags["mlflow.note.content"]
+
+
+def test_a_store_that_does_not_answer_costs_no_value(store, monkeypatch, caplog):
+    run_id = store.cell_run("locked", "locked")
+    log, answers = store.run(run_id), store.client.log_batch
+
+    def locked(*arguments, **options):
+        raise MlflowException("database is locked")
+
+    log.metrics(1, {"loss": 3.0})
+    monkeypatch.setattr(store.client, "log_batch", locked)
+    log.flush()
+    assert "not logged for now: database is locked" in caplog.text
+    monkeypatch.setattr(store.client, "log_batch", answers)
+    log.metrics(2, {"loss": 2.0})
+    log.close()
+    assert history(store, run_id, "loss") == [(1, 3.0), (2, 2.0)]
 
 
 def test_a_discarded_run_is_made_anew(store):

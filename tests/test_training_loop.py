@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titans_core import LanguageModel, ModelConfig
 from titans_platform.config import OptimConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import TitansError, UsageError
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Diverged, Hooks, Trainer, deterministic
 from titans_platform.training.optim import adamw, learning_rate
@@ -244,6 +244,42 @@ def test_a_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, faul
     assert t.progress.step == 3
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "step-00000006 is not whole" in line
+
+
+def damage(point) -> None:
+    """Change bytes all over the shard, its length kept."""
+    shard = next(point.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[::64] = bytes(255 - value for value in content[::64])
+    shard.write_bytes(content)
+
+
+def test_damage_that_keeps_the_length_is_passed_over_too(tmp_path, caplog):
+    interrupted(tmp_path, 6)
+    damage(tmp_path / "step-00000006")
+    straight, resumed = trainer(5), trainer(6)
+    assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000003"
+    assert "step-00000006 is not whole (damaged)" in caplog.text
+    straight.run(Hooks())
+    resumed.run(Hooks())
+    assert same(weights(straight), weights(resumed))
+
+
+def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
+    interrupted(tmp_path, 3)
+    damage(tmp_path / "step-00000003")
+    with pytest.raises(UsageError, match=r"step-00000003: damaged: .*delete this folder"):
+        checkpoint.restore(tmp_path, trainer(5))
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+    with pytest.raises(TitansError, match=r"step-00000003: cannot be written: .*No space left"):
+        interrupted(tmp_path, 3)
+    assert checkpoint.newest(tmp_path) is None
 
 
 def test_a_save_cut_short_leaves_the_one_before(tmp_path, monkeypatch):

@@ -32,6 +32,8 @@ from titans_platform.errors import UsageError
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
+log = logging.getLogger(__name__)
+
 EXPERIMENT = "titans"
 CELL_TAG = "titans.cell"
 STUDY_TAG = "titans.study"
@@ -195,17 +197,23 @@ class RunLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is gathered; the values of one step go together, so a step is logged whole or not."""
-        pending, self._pending = self._pending, []
+        """Write what is gathered; the values of one step go together, so a step is logged whole or not.
+
+        A store that does not answer costs a warning, not the run: the values wait for the next flush.
+        """
         self._flushed = time.monotonic()
-        while pending:
-            cut = len(pending)
+        while self._pending:
+            cut = len(self._pending)
             if cut > _BATCH_METRICS:
                 cut = _BATCH_METRICS
-                while pending[cut - 1].step == pending[cut].step:
+                while self._pending[cut - 1].step == self._pending[cut].step:
                     cut -= 1
-            self._client.log_batch(self.run_id, metrics=pending[:cut])
-            pending = pending[cut:]
+            try:
+                self._client.log_batch(self.run_id, metrics=self._pending[:cut])
+            except MlflowException as error:
+                log.warning("run %s: not logged for now: %s", self.run_id, _first_line(error))
+                return
+            del self._pending[:cut]
 
     def summary(self, values: Mapping[str, float]) -> None:
         """Log the run's final numbers, which have no step; the latest value is the one shown."""

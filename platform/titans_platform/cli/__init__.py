@@ -67,14 +67,14 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # a scheduler that ends a job sends SIGTERM: leave by the same door as for Ctrl-C
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run(arguments))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line; its exit code."""
     debug = "--debug" in arguments
-    # a scheduler that ends a job sends SIGTERM: leave by the same door as for Ctrl-C
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         # --debug is taken anywhere in the line
         code = cli.main([a for a in arguments if a != "--debug"], prog_name="titans", standalone_mode=False)

@@ -87,6 +87,8 @@ def _config(point: Path, overrides: tuple[str, ...]) -> RunConfig:
 
 
 def _measure(cfg: RunConfig, point: Path, root: Path) -> dict[str, Any]:
+    import torch
+
     from titans_platform.data import open_prepared
     from titans_platform.evals import evaluate as measure
     from titans_platform.training.cell import build_model
@@ -97,5 +99,6 @@ def _measure(cfg: RunConfig, point: Path, root: Path) -> dict[str, Any]:
     with deterministic(cfg.seed, cfg.threads):
         model = build_model(cfg, data)
         step = load_model(point, model)
-        measured = measure(model, data, cfg.eval, cfg.data.sequence_length)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        measured = measure(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
     return {"cell": point.parents[1].name, "step": step, **measured}

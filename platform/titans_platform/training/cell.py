@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +137,7 @@ def _train(
     trainer.run(
         Hooks(
             on_step=reporter.on_step if reporter else lambda step, metrics: None,
-            on_checkpoint=lambda: checkpoint.save(checkpoints, trainer),
+            on_checkpoint=partial(checkpoint.save, checkpoints, trainer),
             checkpoint_every=checkpoint_every or min(500, max(1, steps // _SAVED)),
             telemetry_every=max(1, steps // _WATCHED),
         )
@@ -188,7 +190,12 @@ class _Reporter:
         self._written = 0.0
         self._rate: float | None = None
         self._seconds_a_step = 0.0
-        self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps}
+        self._state: dict[str, Any] = {
+            "phase": "train",
+            "step": 0,
+            "steps": self.steps,
+            "pid": os.getpid(),
+        }
         self._last = time.monotonic()
         write_json(folder.path / CONFIG, cfg.model_dump(mode="json"))
         self._write()
@@ -224,9 +231,12 @@ class _Reporter:
 
     def finish(self, result: dict[str, Any]) -> None:
         if self._log:
-            self._log.summary(_summary(result))
-            self._log.tags({"titans.commit": result["commit"], "titans.data": result["data_fingerprint"]})
-            self._log.close()
+            try:
+                self._log.summary(_summary(result))
+                self._log.tags({"titans.commit": result["commit"], "titans.data": result["data_fingerprint"]})
+                self._log.close()
+            except Exception as error:  # the numbers are in result.json whatever became of the store
+                log.warning("cell %s: its MLflow run is not complete: %s", self.folder.name, error)
         # last: who sees the result finds everything else of the cell complete
         self.phase("done")
         write_json(self.folder.path / RESULT, result)

@@ -22,11 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from titans_platform.errors import UsageError
+from titans_platform.errors import TitansError, UsageError
 from titans_platform.training.loop import Progress, Trainer
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,10 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 MANIFEST = "manifest.json"
 KEEP = 2
+
+
+class Damaged(UsageError):
+    """A checkpoint whose files have their length but not their content."""
 
 
 def save(folder: Path, trainer: Trainer) -> Path:
@@ -44,8 +51,11 @@ def save(folder: Path, trainer: Trainer) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
     _barrier()
-    with _quiet():
-        dcp.save(_state(trainer), storage_writer=dcp.FileSystemWriter(partial), no_dist=_alone())
+    try:
+        with _quiet():
+            save_sharded(_state(trainer), storage_writer=FileSystemWriter(partial), no_dist=_alone())
+    except CheckpointException as error:
+        raise TitansError(f"{final}: cannot be written: {_reason(error)}") from error
     if _rank() == 0:
         _commit(partial, final, trainer.progress)
         for old in _steps(folder)[KEEP:]:
@@ -56,20 +66,26 @@ def save(folder: Path, trainer: Trainer) -> Path:
 
 def newest(folder: Path) -> Path | None:
     """The latest checkpoint that is whole; one that is not is named in the log and passed over."""
-    for path in _steps(folder):
-        fault = _fault(path)
-        if fault is None:
-            return path
-        if _rank() == 0:
-            log.warning("checkpoint %s is not whole (%s); using the one before", path, fault)
-    return None
+    return next(_whole(folder), None)
 
 
 def restore(folder: Path, trainer: Trainer) -> Path | None:
-    """Bring the trainer to its newest checkpoint, where there is one. Raises UsageError."""
-    path = newest(folder)
-    if path is None:
-        return None
+    """Bring the trainer to its newest checkpoint, where there is one; its path. Raises UsageError."""
+    damaged = None
+    for path in _whole(folder):
+        try:
+            _restore(path, trainer)
+            return path
+        except Damaged as error:
+            damaged = error
+            _pass_over(path, "damaged")
+    if damaged:
+        # the weights are half loaded: nothing is left to start from
+        raise damaged
+    return None
+
+
+def _restore(path: Path, trainer: Trainer) -> None:
     state = _state(trainer)
     _load(path, state)
     set_state_dict(
@@ -81,7 +97,6 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     if (own := state["rng"].get(f"rank{_rank()}")) is not None:
         _set_rng(own)
     trainer.progress = Progress(**_manifest(path)["progress"])
-    return path
 
 
 def load_model(path: Path, model: nn.Module) -> int:
@@ -100,13 +115,19 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _load(path: Path, state: dict[str, Any]) -> None:
-    reader = dcp.FileSystemReader(path)
-    saved = reader.read_metadata().state_dict_metadata
+    reader = FileSystemReader(path)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle: damaged, it can raise anything
+        raise Damaged(f"{path}: damaged: its .metadata cannot be read; delete this folder") from error
     _check_shapes(path, saved, state["model"])
     # a run that resumes with more workers has ranks whose RNG nobody saved: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in saved}
-    with _quiet():
-        dcp.load(state, storage_reader=reader, no_dist=_alone())
+    try:
+        with _quiet():
+            load_sharded(state, storage_reader=reader, no_dist=_alone())
+    except CheckpointException as error:
+        raise Damaged(f"{path}: damaged: {_reason(error)}; delete this folder") from error
 
 
 def _check_shapes(path: Path, saved: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
@@ -148,6 +169,25 @@ def _fault(path: Path) -> str | None:
 
 def _manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text())
+
+
+def _whole(folder: Path) -> Iterator[Path]:
+    for path in _steps(folder):
+        fault = _fault(path)
+        if fault is None:
+            yield path
+        else:
+            _pass_over(path, fault)
+
+
+def _pass_over(path: Path, fault: str) -> None:
+    if _rank() == 0:
+        log.warning("checkpoint %s is not whole (%s); using the one before", path, fault)
+
+
+def _reason(error: CheckpointException) -> str:
+    failure = next(iter(error.failures.values()))[0]
+    return " ".join(str(failure).split())[:200]
 
 
 def _steps(folder: Path) -> list[Path]:

@@ -30,17 +30,17 @@ class RowBatch(Protocol):
     """Rows of tokens, where documents start in them, and which predictions count."""
 
     @property
-    def tokens(self) -> Tensor: ...  # noqa: D102 - int64 [B, T+1]
+    def tokens(self) -> Tensor: ...
     @property
-    def starts(self) -> Tensor: ...  # noqa: D102 - bool [B, T+1]
+    def starts(self) -> Tensor: ...
     @property
-    def loss(self) -> Tensor: ...  # noqa: D102 - bool [B, T]
+    def loss(self) -> Tensor: ...
 
 
 class Stream(Protocol):
     """Batches as a function of the step alone."""
 
-    def batch(self, step: int) -> RowBatch: ...  # noqa: D102
+    def batch(self, step: int) -> RowBatch: ...
 
 
 class Diverged(TitansError):
@@ -52,7 +52,7 @@ class Hooks:
     """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due."""
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-    on_checkpoint: Callable[[], None] = lambda: None
+    on_checkpoint: Callable[[], object] = lambda: None
     checkpoint_every: int = 0
     telemetry_every: int = 0
 
@@ -199,7 +199,7 @@ def deterministic(seed: int, threads: int) -> Iterator[None]:
     # read by cuBLAS at its first use; without it its matmuls are not repeatable
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # filling what torch.empty gives costs time and guards only against reads of it, which we have none of
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     # CUDA has no deterministic form of some operations: warn there rather than refuse
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     torch.manual_seed(seed)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 
 from titans_platform.config import OptimConfig
 
@@ -13,7 +14,7 @@ from titans_platform.config import OptimConfig
 class Grouped(Protocol):
     """A model that says which of its weights decay."""
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]: ...  # noqa: D102
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]: ...
 
 
 def learning_rate(step: int, cfg: OptimConfig) -> float:
@@ -26,7 +27,7 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * cosine)
 
 
-def adamw(model: Grouped, cfg: OptimConfig) -> torch.optim.AdamW:
+def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the model's own parameter groups: it knows which of its weights decay may pull on."""
-    groups = model.parameter_groups(cfg.weight_decay)
+    groups = cast(Grouped, model).parameter_groups(cfg.weight_decay)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, foreach=True)

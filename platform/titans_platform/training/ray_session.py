@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from titans_platform.errors import ClusterError
 from titans_platform.training.ray_trainer import quiet
@@ -25,7 +27,9 @@ def session(cpus: float, gpus: float = 0, address: str | None = None) -> Iterato
         yield
         return
     # RAY_ADDRESS would turn the embedded default into a client of somebody's cluster
-    where = {"address": address} if address else {"address": "local", "num_cpus": max(1, round(cpus))}
+    where: dict[str, Any] = (
+        {"address": address} if address else {"address": "local", "num_cpus": max(1, round(cpus))}
+    )
     if gpus and not address:
         where["num_gpus"] = max(1, round(gpus))
     quiet()
@@ -34,7 +38,7 @@ def session(cpus: float, gpus: float = 0, address: str | None = None) -> Iterato
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=True,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             **where,
         )
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,10 @@ def fit(
             failure_config=FailureConfig(max_failures=resources.max_failures),
         ),
     )
-    return _outcome(trainer)
+    result = _outcome(trainer)
+    # what Ray keeps of a run in order to start it again is of no use once it is finished
+    shutil.rmtree(root / "ray" / name, ignore_errors=True)
+    return result
 
 
 def _per_worker(resources: Resources) -> dict[str, float] | None:

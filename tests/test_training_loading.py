@@ -1,0 +1,142 @@
+"""A config's mistakes, each one line that names the field and the fix."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field
+
+from titans_core.config import Frozen
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.loading import apply_override, load_config, nearest, validate
+
+STDLIB = "data: {sources: [{kind: stdlib, weight: 2}]}"
+
+
+def load(tmp_path, text: str = "", *overrides: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_file_then_overrides_then_defaults(tmp_path):
+    cfg = load(
+        tmp_path,
+        "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + STDLIB,
+        "model.memory.depth=1",
+        "model.memory.momentum=false",
+        "data.sources.0.weight=0.5",
+        "data.sources.0.max_tokens=7",
+        "optim.grad_clip=null",
+        "eval.columns={x: [{task: recall, lengths: [1, 2]}]}",
+        "optim.weight_decay=1e-2",
+    )
+    assert (cfg.model.memory.depth, cfg.model.memory.momentum) == (1, False)
+    assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.grad_clip) == (4e-4, 1e-2, None)
+    assert (cfg.data.sources[0].weight, cfg.data.sources[0].max_tokens) == (0.5, 7)
+    assert cfg.eval.columns["x"][0].lengths == (1, 2)
+    assert cfg.optim.steps == RunConfig().optim.steps
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert load(tmp_path) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model: {memory: {dept: 2}}", "model.memory.dept: unknown key; did you mean depth?"),
+        ("modle: {}", "modle: unknown key; did you mean model?"),
+        (
+            "data: {sources: [{kind: stdlib, taks: []}]}",
+            "data.sources.0.taks: unknown key; did you mean tasks?",
+        ),
+        (
+            "eval: {columns: {a: [{task: x, lenghts: [1]}]}}",
+            "eval.columns.a.0.lenghts: unknown key; did you mean lengths?",
+        ),
+        ("model: {memory: {depth: 0}}", "model.memory.depth: should be greater than or equal to 1, got 0"),
+        (
+            "model: {memory: {chunk_size: 0}}",
+            "model.memory.chunk_size: should be greater than or equal to 1, got 0",
+        ),
+        ("model: {memory: {depth: '2'}}", 'model.memory.depth: should be a valid integer, got "2"'),
+        ("model: {memory: {conv: maybe}}", 'model.memory.conv: should be a valid boolean, got "maybe"'),
+        ("model: 3", "model: should be an object, got 3"),
+        ("seed: 1.5\nthreads: 0", "seed: should be a valid integer, got 1.5 (and 1 more)"),
+        ("model: {variant: mac}", "model.attention.segment_size: variant mac needs one"),
+        ("data: {sources: [{kind: files}]}", "data.sources.0.path: a source of kind files needs it"),
+        (
+            "data: {sources: [{kind: web}]}",
+            "data.sources.0.kind: should be 'stdlib', 'files', 'hub' or 'task', got \"web\"",
+        ),
+        ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config has to give it"),
+        ("optim: {lr: .nan}", "config: .nan and .inf are not values a config can hold"),
+        ("a: [", "{path}: line 1 not valid YAML: expected the node content, but found '<stream end>'"),
+        ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
+        ("- 1", "{path}: should hold a mapping of keys to values, found a list"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, text, line):
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, text)
+    assert str(caught.value) == line.replace("{path}", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.memory.dept=2", "model.memory.dept: unknown key; did you mean depth?"),
+        ("model", "--set model: should be key=value"),
+        ("model..d_model=2", "--set model..d_model=2: should be key=value"),
+        ("seed.x=1", "--set seed.x: seed holds a value, not keys"),
+        ("seed.x.y=1", "--set seed.x.y: seed holds a value, not keys"),
+        (
+            "data.sources.1.rows=3",
+            "--set data.sources.1.rows: data.sources is a list of 1; give a place from 0 on",
+        ),
+        ("data.sources.first=3", "data.sources is a list of 1"),
+        ("eval.columns.0.task=x", "--set eval.columns.0.task: the config file gives no list at eval.columns"),
+        ("seed=[1", "--set seed: line 1 not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_one_line(tmp_path, override, line):
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, "seed: 1\n" + STDLIB, override)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named_with_its_neighbour(tmp_path):
+    (tmp_path / "ablation.yaml").write_text("")
+    with pytest.raises(UsageError, match=r"ablatoin\.yaml: no such file; did you mean .*ablation\.yaml\?"):
+        load_config(tmp_path / "ablatoin.yaml")
+
+
+def test_a_folder_or_a_binary_is_refused(tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "x.yaml"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            load_config(path)
+
+
+def test_overrides_make_the_mappings_they_need():
+    mapping: dict = {"a": None, "items": [{"b": 1}]}
+    for override in ("a.b.c=1", "items.0.b=2", "x=a=b"):
+        apply_override(mapping, override)
+    assert mapping == {"a": {"b": {"c": 1}}, "items": [{"b": 2}], "x": "a=b"}
+
+
+class Row(Frozen):
+    name: str
+    depth: int = Field(1, ge=1)
+
+
+def test_validate_puts_where_before_the_field():
+    assert validate(Row, {"name": "lmm"}, "rows.0") == Row(name="lmm")
+    with pytest.raises(UsageError, match=r"^rows\.0\.depht: unknown key; did you mean depth\?$"):
+        validate(Row, {"name": "lmm", "depht": 2}, "rows.0")
+
+
+def test_nearest_lists_what_is_valid_where_nothing_is_near():
+    assert nearest("zzz", ["lmm", "mac"]) == "valid: lmm, mac"
