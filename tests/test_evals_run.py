@@ -324,6 +324,15 @@ def test_long_contexts_lose_their_beginning():
     assert score.logprob == pytest.approx(expected, abs=1e-4)
 
 
+def test_of_a_continuation_longer_than_a_row_its_end_is_scored():
+    model, continuation = Walk(), list(range(20))
+    with torch.inference_mode():
+        (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)
+    expected, _ = by_hand(model, [BYTE.bos, *continuation[-9:]], 9)
+    assert score.tokens == 9
+    assert score.logprob == pytest.approx(expected, abs=1e-4)
+
+
 def test_training_and_evaluation_encode_an_item_alike():
     made = build_generated(TaskConfig(task="needle", options=COMPACT))
     item = made.item(random.Random(0), 48, BYTE)
