@@ -176,7 +176,7 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys):
 
 def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
     command = [sys.executable, "-c", "from titans_platform.cli import main; main()", "train", str(tiny_yaml)]
-    command += ["--root", str(tmp_path), "--set", "optim.steps=3000"]
+    command += ["--root", str(tmp_path), "--set", "optim.steps=1000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("cells/*/checkpoints/step-*")):

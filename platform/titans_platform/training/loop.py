@@ -123,21 +123,23 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._backward(self.stream.batch(progress.step), telemetry)
+        loss, seen = self._backward(self.stream.batch(progress.step), telemetry)
         norm = self._clip()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._advice(loss, norm))
+        progress.telemetry = seen or progress.telemetry
         self.optimizer.step()
         progress.step += 1
         if progress.step > 0.95 * self.cfg.steps:
             progress.tail_loss += loss
             progress.tail_steps += 1
-        return {"loss": loss, "lr": rate, "grad_norm": norm} | (progress.telemetry if telemetry else {})
+        return {"loss": loss, "lr": rate, "grad_norm": norm} | seen
 
-    def _backward(self, batch: RowBatch, telemetry: bool) -> float:
-        """Leave the whole batch's gradient in ``.grad``; the whole batch's loss."""
+    def _backward(self, batch: RowBatch, telemetry: bool) -> tuple[float, dict[str, float]]:
+        """Leave the whole batch's gradient in ``.grad``; its loss, and this rank's telemetry if asked for."""
         rows = self._over_workers(batch.loss.any(1).sum()).clamp(min=1)
         micro = list(self._micro_batches(batch))
+        seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for i, (tokens, starts, counts) in enumerate(micro):
             last = i == len(micro) - 1
@@ -147,8 +149,8 @@ class Trainer:
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
-                self.progress.telemetry = {k: float(v) for k, v in recorded.summary().items()}
-        return self._over_workers(total).item()
+                seen = recorded.summary()
+        return self._over_workers(total).item(), seen
 
     def _row_losses(self, tokens: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
         """Mean cross-entropy of each row over the positions that count; 0 for a row that has none. [B]"""
