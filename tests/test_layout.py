@@ -1,0 +1,35 @@
+"""The layout's two traps: source roots that become packages, and names that shadow others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("folder", ["platform", "kernels", "tests", "tests/platform", "sweeps", "clusters"])
+def test_source_roots_are_no_packages(folder):
+    assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py shadows another module"
+
+
+def test_the_standard_library_s_platform_is_found_from_the_repository_root():
+    code = "import platform, uuid, asyncio; print(platform.python_implementation())"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == sys.implementation.name.replace("cpython", "CPython")
+
+
+def test_the_models_import_without_the_platform():
+    blocked = ["ray", "mlflow", "pyarrow", "datasets", "titans_platform"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import titans_core, titans_kernels"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_operators_import_without_the_models():
+    code = "import sys; sys.modules.update(titans_core=None, pydantic=None); import titans_kernels"
+    subprocess.run([sys.executable, "-c", code], check=True)
