@@ -63,7 +63,7 @@ def test_a_whole_table_of_one_seed_comes_first(study):
 def test_names_depend_on_what_decides_the_numbers_and_on_nothing_else(tmp_path, study):
     def names(study, scale="small", data="d", version="1", **options):
         cells = expand(study, scale, **options)
-        return [cell.name for cell in name_cells(cells, lambda config: data, version)]
+        return [cell.name for cell in name_cells(cells, lambda config: config.fingerprint(data, version))]
 
     known = names(study)
     assert len(set(known)) == 6

@@ -17,7 +17,7 @@ from titans_platform.study import render
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
 from titans_platform.study.progress import clock, look
 from titans_platform.study.report import FIGURE, TABLE, log_views, write_views
-from titans_platform.study.run import StudyRun, execute, fingerprints, only_driver, write_manifest
+from titans_platform.study.run import StudyRun, execute, naming, only_driver, write_manifest
 from titans_platform.study.spec import Cell, expand, load_study, name_cells
 from titans_platform.study.table import Table, build_table
 
@@ -97,9 +97,7 @@ def _empty_model(config: RunConfig) -> LanguageModel:
 
 
 def _named(opened: Opened, prepared: Any) -> Opened:
-    from titans_platform.evals import EVAL_VERSION
-
-    return replace(opened, cells=tuple(name_cells(opened.cells, fingerprints(prepared), EVAL_VERSION)))
+    return replace(opened, cells=tuple(name_cells(opened.cells, naming(prepared))))
 
 
 def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:

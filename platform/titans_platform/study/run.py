@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from titans_platform.config import DataConfig, digest
+from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.study.cells import CellFolder, held, write_json
 from titans_platform.study.plan import Plan
 from titans_platform.study.progress import View, showing
 from titans_platform.study.spec import Cell, Study
 from titans_platform.study.trial import run_trial
+
+if TYPE_CHECKING:
+    from titans_platform.data import PreparedData
 
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
@@ -57,17 +60,19 @@ class StudyRun:
         return self.root / "studies" / self.label
 
 
-def fingerprints(prepare: Callable[[DataConfig], Any]) -> Callable[[DataConfig], str]:
-    """Fingerprint of a data config, each prepared (or opened) once."""
-    known: dict[str, str] = {}
+def naming(prepare: Callable[[DataConfig], PreparedData]) -> Callable[[RunConfig], str]:
+    """Names of cells, each data config prepared (or opened) once."""
+    from titans_platform.training.cell import cell_name
 
-    def fingerprint(data: DataConfig) -> str:
-        key = digest(data.model_dump(mode="json"))
+    known: dict[str, PreparedData] = {}
+
+    def name(config: RunConfig) -> str:
+        key = digest(config.data.model_dump(mode="json"))
         if key not in known:
-            known[key] = prepare(data).fingerprint
-        return known[key]
+            known[key] = prepare(config.data)
+        return cell_name(config, known[key])
 
-    return fingerprint
+    return name
 
 
 @contextmanager

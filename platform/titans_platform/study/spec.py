@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.config import DataConfig, RunConfig
+from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import apply_override, nearest, read_yaml, validate
 from titans_platform.study.cells import CellFolder
@@ -241,11 +241,6 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def name_cells(
-    cells: Iterable[Cell], fingerprint: Callable[[DataConfig], str], eval_version: str
-) -> list[Cell]:
-    """The same cells with their names, given the fingerprint of prepared data."""
-    return [
-        replace(cell, name=cell.config.fingerprint(fingerprint(cell.config.data), eval_version))
-        for cell in cells
-    ]
+def name_cells(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> list[Cell]:
+    """The same cells with their names."""
+    return [replace(cell, name=name(cell.config)) for cell in cells]
