@@ -114,13 +114,16 @@ class CellFolder:
         """Drop the reason of the last attempt: there is about to be another."""
         (self.path / FAILED).unlink(missing_ok=True)
 
+    def commit(self) -> str | None:
+        """The commit that began the cell, None before any did."""
+        return (read_json(self.path / ORIGIN) or {}).get("commit")
+
     def begin(self, commit: str) -> None:
         """Make ready for an attempt: forget the last failure, and checkpoints that other code wrote.
 
         The numbers of a cell come from one commit: what another left half-trained starts over.
         """
-        origin = read_json(self.path / ORIGIN)
-        if origin is not None and origin.get("commit") != commit:
+        if self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         self.forget_failure()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid()})

@@ -208,10 +208,8 @@ def _resumable(opened: Opened, console: Console) -> Iterator[None]:
     except KeyboardInterrupt:
         done = sum(item.state == "done" for item in look(opened.cells, opened.run.root))
         console.print(
-            f"interrupted: {done} of {len(opened.cells)} cells are done and kept; the same command goes on "
-            "from the last checkpoints",
+            f"{done} of {len(opened.cells)} cells are done and kept",
             highlight=False,
-            soft_wrap=True,
         )
         raise
 

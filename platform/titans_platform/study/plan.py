@@ -17,6 +17,9 @@ from titans_platform.study.spec import Cell, Resources
 CALIBRATION_LIMIT = 50e6
 """Parameters above which steps are not timed on the spot."""
 
+STARTUP, CELL_OVERHEAD = 15.0, 2.0
+"""Seconds before the first step, and of each cell beside training and evaluation (measured on two cores)."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -103,7 +106,8 @@ def estimate(plan: Plan, root: Path) -> Estimate:
 
 def _wall(plan: Plan, each: Sequence[float]) -> float:
     """Start-up, the average load of a slot, and never less than the longest cell."""
-    return 15.0 + max(sum(each) / plan.concurrency, max(each))
+    loads = [seconds + CELL_OVERHEAD for seconds in each]
+    return STARTUP + max(sum(loads) / plan.concurrency, max(loads))
 
 
 def _finished_seconds(plan: Plan, root: Path) -> dict[str, list[float]]:

@@ -126,6 +126,8 @@ class View:
     def __init__(self, title: str, cells: Sequence[Cell], todo: Sequence[Cell], root: Path):
         self.title, self.cells, self.todo, self.root = title, list(cells), list(todo), root
         self.started = time.monotonic()
+        self.note = ""
+        """What goes on while no cell runs."""
         self._start_fraction: dict[str, float] = {
             item.cell.name or "": 0.0 if item.state in ("done", "failed") else item.fraction
             for item in look(self.todo, root)
@@ -153,14 +155,19 @@ class View:
             Text(f"{self.title}: {len(seen)} cells, {counted(seen)}", style="bold"),
             f"{elapsed}, {clock(self.eta(seen))} left",
         )
+        bar = RichTable.grid(expand=True)
+        bar.add_row(ProgressBar(total=1.0, completed=share, complete_style="green"))
+        return Group(head, bar, self._running(seen))
+
+    def _running(self, seen: Sequence[Seen]) -> RenderableType:
         lines = RichTable.grid(padding=(0, 2, 0, 0))
-        lines.add_column(no_wrap=True)
+        lines.add_column(no_wrap=True, min_width=max((len(cell.row) for cell in self.cells), default=0))
         for justify in ("left", "right", "right", "right", "right"):
             lines.add_column(justify=justify, no_wrap=True)
         for item in seen:
             if item.state == "running":
                 lines.add_row(*running_line(item))
-        return Group(head, ProgressBar(total=1.0, completed=share), lines)
+        return lines if lines.rows else Text(self.note, style="dim")
 
     def news(self) -> list[str]:
         """A line for every cell that ended since the last call."""
@@ -189,7 +196,7 @@ class View:
         """The state in one line, for logs."""
         seen = look(self.cells, self.root)
         running = [running_line(item) for item in seen if item.state == "running"]
-        cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
+        cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running) or self.note
         elapsed = clock(time.monotonic() - self.started)
         return f"[{elapsed}] {counted(seen)}; {clock(self.eta(seen))} left" + (f" | {cells}" if cells else "")
 

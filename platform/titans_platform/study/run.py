@@ -23,6 +23,7 @@ from titans_platform.study.trial import run_trial
 
 if TYPE_CHECKING:
     from titans_platform.data import PreparedData
+    from titans_platform.tracking import Store
 
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
@@ -97,25 +98,30 @@ def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
 def execute(run: StudyRun, plan: Plan, console: Console) -> None:
     """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
     for cell in plan.todo:
-        folder = cell.folder(run.root)
-        folder.forget_failure()
-        if cell in plan.stale:
-            folder.set_aside()
-    title = f"{run.study.name} at {run.scale_name}"
-    view = View(title, plan.cells, plan.todo, run.root)
+        cell.folder(run.root).forget_failure()
+    view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root)
     with showing(view, console), _aside(run.folder / "ray.log"):
-        tasks = _tasks(run, plan)
-        with _ray(plan):
-            _tune(run, plan, tasks)
+        view.note = "opening the MLflow store"
+        store, tasks = _tasks(run, plan)
+        for cell in plan.stale:
+            if cell in plan.todo:
+                cell.folder(run.root).set_aside()
+        view.note = "starting Ray"
+        try:
+            with _ray(plan):
+                view.note = "starting workers"
+                _tune(run, plan, tasks)
+        finally:
+            _settle(store, tasks)
 
 
-def _tasks(run: StudyRun, plan: Plan) -> list[dict[str, Any]]:
+def _tasks(run: StudyRun, plan: Plan) -> tuple[Store, list[dict[str, Any]]]:
     """What each trial is told; its MLflow run is created here, where there is one writer."""
     from titans_platform.tracking import open_store
 
     store = open_store(run.root)
     parent = store.study_run(run.label, {"titans.scale": run.scale_name, "titans.commit": run.commit})
-    return [
+    tasks = [
         {
             "root": str(run.root),
             "study": run.study.name,
@@ -124,22 +130,36 @@ def _tasks(run: StudyRun, plan: Plan) -> list[dict[str, Any]]:
             "config": cell.config.model_dump_json(),
             "commit": run.commit,
             "resources": plan.resources.model_dump(),
-            "tracked": (store.uri, _cell_run(store, run, plan, cell, parent)),
+            "tracked": (store.uri, _cell_run(store, run, cell, parent)),
         }
         for cell in plan.todo
     ]
+    return store, tasks
 
 
-def _cell_run(store: Any, run: StudyRun, plan: Plan, cell: Cell, parent: str) -> str:
-    tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": run.scale_name}
+def _settle(store: Store, tasks: list[dict[str, Any]]) -> None:
+    """End the MLflow runs of cells whose process had no chance to."""
+    for task in tasks:
+        folder = CellFolder(Path(task["root"]), task["cell"])
+        state = folder.state()
+        if state in ("failed", "interrupted"):
+            store.run(task["tracked"][1]).close("FAILED" if state == "failed" else "KILLED")
+
+
+def _cell_run(store: Store, run: StudyRun, cell: Cell, parent: str) -> str:
     assert cell.name is not None
-    name = f"{cell.row} · seed {cell.seed}"
     config = cell.config.model_dump(mode="json")
-    run_id = store.cell_run(cell.name, name, parent=parent, config=config, tags=tags)
-    if cell in plan.stale:
-        # the same cell from other code is another run
+    tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": run.scale_name}
+
+    def create() -> str:
+        name = f"{cell.row} · seed {cell.seed}"
+        return store.cell_run(str(cell.name), name, parent=parent, config=config, tags=tags)
+
+    run_id = create()
+    if cell.folder(run.root).commit() not in (None, run.commit):
+        # what other code made is made again from nothing, so its log starts again too
         store.discard_run(run_id)
-        run_id = store.cell_run(cell.name, name, parent=parent, config=config, tags=tags)
+        run_id = create()
     return run_id
 
 
