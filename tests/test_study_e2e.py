@@ -16,6 +16,7 @@ from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.study.cells import CellFolder, read_json
 from titans_platform.study.spec import expand, load_study
+from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
 from titans_platform.training.cell import run_cell
 
@@ -91,6 +92,9 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
     first = driver(tmp_path, "--concurrency", "1")
     try:
         pid = until(lambda: worker_of(folders["LMM"]))
+        status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
+        assert status["running"]
+        assert status["counts"]["running"] == 1
         os.kill(pid, signal.SIGKILL)
         # another process goes on with it
         until(lambda: worker_of(folders["LMM"]) not in (None, pid))
@@ -99,6 +103,7 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
         first.kill()
         first.communicate()
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
+    assert not read_status(str(tmp_path / "tiny.yaml"), "small", root)["running"]
 
     code, out = end(driver(tmp_path))
     assert code == 4, out
@@ -112,6 +117,9 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
     assert (root / "studies" / "tiny-small" / "figure.png").exists()
     _check_tracking(root, folders)
+    status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
+    assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
+    assert "loss nan" in next(cell["reason"] for cell in status["cells"] if cell["state"] == "failed")
 
     code, again = end(driver(tmp_path, "--rows", "LMM,Linear Memory"))
     assert code == 0, again

@@ -111,6 +111,7 @@ def execute(run: StudyRun, plan: Plan, console: Console) -> None:
             with _ray(plan):
                 view.note = "starting workers"
                 _tune(run, plan, tasks)
+                view.note = "ending Ray"
         finally:
             _settle(store, tasks)
 
