@@ -9,7 +9,7 @@
 | convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
-| alpha | weight 0.02, bias -4: a token forgets 2% |
+| alpha | weight 0.02, bias -6: a token forgets 0.25%, so that M_0 outlives the training length |
 | eta | weight 0.02, bias 0: half of the past surprise is kept |
 | theta | weight 0.02, bias -1: 0.27 of max_theta |
 """
@@ -26,7 +26,7 @@ from titans_core.blocks import Block
 from titans_core.layers import CausalConv, SwiGLU
 from titans_core.memory import NeuralMemory
 
-ALPHA_BIAS = -4.0
+ALPHA_BIAS = -6.0
 ETA_BIAS = 0.0
 THETA_BIAS = -1.0
 

@@ -12,7 +12,10 @@ BAKED = "_commit.txt"
 
 @functools.cache
 def commit() -> str:
-    """The commit's 40 hex digits, `-dirty` after them where tracked code was changed; or `unknown`."""
+    """The last commit that changed code: 40 hex digits, `-dirty` after them where it was changed since.
+
+    Not the newest commit: a word in the README does not make a number stale. `unknown` outside git.
+    """
     baked = PACKAGE / BAKED
     if baked.is_file():
         return baked.read_text().strip()
@@ -24,8 +27,8 @@ def commit_of_tree(tree: Path) -> str:
     try:
         if Path(_git(tree, "rev-parse", "--show-toplevel")).resolve() != tree.resolve():
             return "unknown"
-        head = _git(tree, "rev-parse", "HEAD")
         code = ["kernels", "titans_core", "platform"]
+        head = _git(tree, "log", "-1", "--format=%H", "--", *code) or "unknown"
         changed = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
