@@ -1,4 +1,4 @@
-"""Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton alone."""
+"""Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
 
 from titans_kernels.memory import MemoryState, neural_memory, read_memory
 

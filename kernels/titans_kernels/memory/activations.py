@@ -10,43 +10,62 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+aten = torch.ops.aten
+
 
 class Activation(NamedTuple):
-    """``value(z)`` is f(z); ``slopes(z)`` is (f'(z), f''(z)), or None for the second where it is 0."""
+    """A function f and what its backward passes need; the first two write to ``out`` where it is given."""
 
-    value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
-    slopes: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    value: Callable[..., Tensor]
+    """(z, out=None): f(z)"""
+    through: Callable[..., Tensor]
+    """(g, z, out=None): g f'(z)"""
+    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(z, f(z)): f'(z) and f''(z)"""
 
 
-def _silu_slope(z: Tensor) -> Tensor:
+def _silu(z: Tensor, out: Tensor | None = None) -> Tensor:
+    return F.silu(z) if out is None else aten.silu.out(z, out=out)
+
+
+def _through_silu(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
+    return aten.silu_backward(g, z) if out is None else aten.silu_backward.grad_input(g, z, grad_input=out)
+
+
+def _silu_slopes(z: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     s = torch.sigmoid(z)
-    return torch.addcmul(s, s * z, 1 - s)  # s + z s (1 - s)
+    w = torch.addcmul(s, s, value, value=-1)  # s - s f
+    slope = w + value
+    bend = w.add_(slope)
+    return slope, bend.addcmul_(bend, s, value=-1)  # (s - s f + f') (1 - s)
 
 
-def _silu_slopes(z: Tensor) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(z)
-    ds = s * (1 - s)
-    return torch.addcmul(s, z, ds), ds * (2 + z * (1 - 2 * s))
+def _gelu(z: Tensor, out: Tensor | None = None) -> Tensor:
+    return F.gelu(z) if out is None else aten.gelu.out(z, out=out)
 
 
-def _gelu_parts(z: Tensor) -> tuple[Tensor, Tensor]:
+def _through_gelu(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
+    return aten.gelu_backward(g, z) if out is None else aten.gelu_backward.grad_input(g, z, grad_input=out)
+
+
+def _gelu_slopes(z: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(z / math.sqrt(2))), density
-
-
-def _gelu_slope(z: Tensor) -> Tensor:
-    cdf, density = _gelu_parts(z)
-    return cdf + z * density
-
-
-def _gelu_slopes(z: Tensor) -> tuple[Tensor, Tensor]:
-    cdf, density = _gelu_parts(z)
+    cdf = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
     return cdf + z * density, density * (2 - z * z)
 
 
+def _identity(z: Tensor, out: Tensor | None = None) -> Tensor:
+    return z if out is None else out.copy_(z)
+
+
+def _through_identity(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
+    return g if out is None else out.copy_(g)
+
+
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": Activation(F.silu, _silu_slope, _silu_slopes),
-    "gelu": Activation(F.gelu, _gelu_slope, _gelu_slopes),
-    "identity": Activation(lambda z: z, torch.ones_like, lambda z: (torch.ones_like(z), None)),
+    "silu": Activation(_silu, _through_silu, _silu_slopes),
+    "gelu": Activation(_gelu, _through_gelu, _gelu_slopes),
+    "identity": Activation(
+        _identity, _through_identity, lambda z, value: (torch.ones_like(z), torch.zeros_like(z))
+    ),
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import chunked, layout, reference
+from titans_kernels.memory import chunked, reference
 from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.options import Inputs, Layers, Options
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 
@@ -67,53 +69,35 @@ def neural_memory(
     """
     documents = _check(q, k, v, (alpha, eta, theta), weights, momentum, chunk_size, cu_seqlens)
     _check_names(activation, backend, surprise_bound)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = [_per_document(weights, documents, dtype)]
-    state.append(_per_document(momentum, documents, dtype) if momentum else _zeros_like(state[0]))
-    inputs = [x.to(dtype) for x in (q, k, v, alpha, eta, theta)]
-    options = (chunk_size, activation, surprise_bound)
+    dtype = _state_dtype(q)
+    inputs = Inputs(*(x.to(dtype) for x in (q, k, v, alpha, eta, theta)))
+    weights = _per_document(weights, documents, dtype)
+    momentum = _per_document(momentum, documents, dtype) if momentum else _zeros_like(weights)
+    form = reference if backend == "reference" else chunked
+    options = Options(chunk_size, activation, surprise_bound, cu_seqlens)
     # the state is float32 whatever autocast would make of the products
     with torch.autocast(q.device.type, enabled=False):
-        if backend == "reference":
-            y, *state = _reference(inputs, *state, *options, cu_seqlens)
-        else:
-            plan = (
-                layout.equal_rows(q.shape[0], q.shape[1], chunk_size, q.device)
-                if cu_seqlens is None
-                else layout.packed(cu_seqlens, chunk_size)
-            )
-            y, *state = chunked.forget_and_learn(plan, inputs, *state, activation, surprise_bound)
-    return y.to(q.dtype), MemoryState(*state)
+        y, weights, momentum = form.forget_and_learn(inputs, weights, momentum, options)
+    return y.to(q.dtype), MemoryState(weights, momentum)
 
 
 def read_memory(q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu") -> Tensor:
     """M(q) without a write: q [B, T, H, D], weights [B, H, D_in, D_out] or [H, D_in, D_out]."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    layers = tuple(W.to(_state_dtype(q)) for W in weights)
     with torch.autocast(q.device.type, enabled=False):
-        y = reference.apply_memory(
-            tuple(W.to(dtype) for W in weights), q.to(dtype).transpose(1, 2), ACTIVATIONS[activation]
-        )
+        y = reference.apply_memory(layers, q.to(_state_dtype(q)).transpose(1, 2), ACTIVATIONS[activation])
     return y.transpose(1, 2).to(q.dtype)
 
 
-def _reference(inputs, weights, momentum, chunk_size, activation, bound, cu_seqlens):
-    options = (chunk_size, activation, bound)
-    if cu_seqlens is None:
-        return reference.forget_and_learn(*inputs, weights, momentum, *options)
-    results = []
-    borders = cu_seqlens.tolist()
-    for i, (start, end) in enumerate(zip(borders, borders[1:], strict=False)):
-        state = ([x[i : i + 1] for x in part] for part in (weights, momentum))
-        results.append(reference.forget_and_learn(*(x[:, start:end] for x in inputs), *state, *options))
-    y, weights, momentum = zip(*results, strict=True)
-    return torch.cat(y, 1), *(tuple(map(torch.cat, zip(*p, strict=True))) for p in (weights, momentum))
+def _state_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _per_document(layers: tuple[Tensor, ...], documents: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _per_document(layers: Layers, documents: int, dtype: torch.dtype) -> Layers:
     return tuple((x if x.ndim == 4 else x.expand(documents, *x.shape)).to(dtype) for x in layers)
 
 
-def _zeros_like(layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _zeros_like(layers: Layers) -> Layers:
     return tuple(torch.zeros_like(x) for x in layers)
 
 
@@ -161,7 +145,7 @@ def _check_borders(B: int, T: int, cu_seqlens: Tensor) -> int:
     if B != 1:
         raise ValueError(f"cu_seqlens: packed documents need B = 1, not {B}")
     borders = cu_seqlens.tolist()
-    rising = all(a < b for a, b in zip(borders, borders[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(borders))
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != T or not rising:
         raise ValueError(f"cu_seqlens: must rise from 0 to T = {T} without empty documents")
     return len(borders) - 1

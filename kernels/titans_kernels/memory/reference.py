@@ -5,43 +5,49 @@ Shapes: B batch, T tokens, H heads, D width of a head, F width of a hidden layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.options import Inputs, Layers, Options, Result
 
-Layers = tuple[Tensor, ...]
 
-
-def forget_and_learn(
-    q_BTHD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    alpha_BTH: Tensor,
-    eta_BTH: Tensor,
-    theta_BTH: Tensor,
-    weights: Layers,
-    momentum: Layers,
-    chunk_size: int,
-    activation: str,
-    surprise_bound: float | None,
-) -> tuple[Tensor, Layers, Layers]:
+def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write every token, read every token (eqs. 13-16).
 
-    ``weights`` and ``momentum`` are L tensors [B, H, D_in, D_out]. Returns y [B, T, H, D] and both after
-    the last token. Gradients flow through everything, the inner gradient included.
+    Gradients flow through everything, the inner gradient included.
     """
-    f = ACTIVATIONS[activation]
-    y = []
-    for t in range(q_BTHD.shape[1]):
-        if t % chunk_size == 0:
+    if options.cu_seqlens is None:
+        return _rows(inputs, weights, momentum, options)
+    results = []
+    for i, (start, end) in enumerate(pairwise(options.cu_seqlens.tolist())):
+        document = Inputs(*(x[:, start:end] for x in inputs))
+        W, S = (tuple(x[i : i + 1] for x in part) for part in (weights, momentum))
+        results.append(_rows(document, W, S, options))
+    y = torch.cat([result[0] for result in results], 1)
+    return y, _joined([result[1] for result in results]), _joined([result[2] for result in results])
+
+
+def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    f = ACTIVATIONS[options.activation]
+    chunk_start, y = weights, []
+    for t in range(inputs.q.shape[1]):
+        if t % options.chunk_size == 0:
             chunk_start = weights  # M_{t'}: every gradient of the chunk is taken here (16)
-        surprise = inner_gradient(chunk_start, k_BTHD[:, t], v_BTHD[:, t], f, surprise_bound)
-        alpha, eta, theta = (gate[:, t, :, None, None] for gate in (alpha_BTH, eta_BTH, theta_BTH))
+        now = Inputs(*(x[:, t] for x in inputs))
+        surprise = inner_gradient(chunk_start, now.k, now.v, f, options.surprise_bound)
+        alpha, eta, theta = (gate[:, :, None, None] for gate in (now.alpha, now.eta, now.theta))
         momentum = tuple(eta * S - theta * g for S, g in zip(momentum, surprise, strict=True))  # (14)
         weights = tuple((1 - alpha) * W + S for W, S in zip(weights, momentum, strict=True))  # (13)
-        y.append(apply_memory(weights, q_BTHD[:, t, :, None], f)[:, :, 0])  # (15)
+        y.append(apply_memory(weights, now.q[:, :, None], f)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
+
+
+def _joined(documents: Sequence[Layers]) -> Layers:
+    return tuple(torch.cat(layer) for layer in zip(*documents, strict=True))
 
 
 def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation) -> Tensor:
@@ -62,7 +68,8 @@ def inner_gradient(
     d = bounded(2 * (z[-1] - v_BHD[:, :, None]), bound)
     gradient = [inputs[-2].mT @ d]
     for l in range(len(weights) - 1, 0, -1):
-        d = bounded((d @ weights[l].mT) * f.slope(z[l - 1]), bound)
+        slope, _ = f.slopes(z[l - 1], inputs[l])
+        d = bounded((d @ weights[l].mT) * slope, bound)
         gradient.insert(0, inputs[l - 1].mT @ d)
     return tuple(gradient)
 

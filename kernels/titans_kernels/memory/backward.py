@@ -1,0 +1,140 @@
+"""The backward of `passes`, derived by hand (second order included) and equal to autograd's.
+
+Shapes as in `passes`. A name with d before it is the gradient of the outer loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory.activations import Activation
+from titans_kernels.memory.gates import Gates
+from titans_kernels.memory.passes import Keys, Last, Reads, halves, side_by_side, weights_of
+
+
+class ReadGrads(NamedTuple):
+    """What the reads alone give, for all chunks of a block at once."""
+
+    q: Tensor
+    d: list[Tensor]
+    X: list[Tensor]
+    z: list[Tensor]  # of each layer's output before the non-linearity
+    C: Tensor
+    starts: Tensor  # [R, b, 2] of beta and m
+
+
+class Step(NamedTuple):
+    """All that the backward of one chunk needs; lists are per layer, the last four are added to in place."""
+
+    WS: list[Tensor]  # the state it starts from
+    X: list[Tensor]
+    d: list[Tensor]
+    scale: list[Tensor]
+    slope: list[Tensor]  # f'(z)
+    bend: list[Tensor]  # f''(z) E
+    leaving: list[Tensor]  # c X and n X, side by side
+    scaled: list[Tensor]  # beta x and m x of the reads, side by side
+    read_dz: list[Tensor]
+    last: list[Tensor]
+    dX: list[Tensor]
+    dd: list[Tensor]
+    dlast: list[Tensor]  # [R, b, 2] of c and n; [R, 2, 2] inner products, see `update_backward`
+
+
+def read_backward(
+    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation
+) -> ReadGrads:
+    """Backward of the reads, top layer down."""
+    depth = len(WS)
+    dd, dX, dz = [dy] * depth, [dy] * depth, [dy] * depth
+    dC, dstarts = torch.zeros_like(gates.C), dy.new_zeros(*dy.shape[:2], 2)
+    minus_C = -gates.C
+    beta, m = gates.beta[..., None], gates.m[..., None]
+    dx = dy
+    for l in range(depth - 1, -1, -1):
+        dd[l] = torch.bmm((minus_C * reads.scores[l]).mT, dz[l])
+        minus_dP = torch.bmm(dz[l], keys.d[l].mT)
+        dC.addcmul_(minus_dP, reads.scores[l], value=-1)
+        dscores = minus_dP.mul_(minus_C)
+        dX[l] = torch.bmm(dscores.mT, reads.x[l])
+        through = torch.bmm(dz[l], WS[l].mT)  # dz W^T and dz S^T, side by side
+        dstarts += _pair_sums(through, reads.x[l])
+        left, right = halves(through, -1)
+        dx = torch.bmm(dscores, keys.X[l]).addcmul_(left, beta).addcmul_(right, m)
+        if l:
+            dz[l - 1] = f.through(dx, reads.u[l - 1])
+    return ReadGrads(dx, dd, dX, dz, dC, dstarts)
+
+
+def step_backward(step: Step, carry: Sequence[Tensor], bound: float | None) -> None:
+    """Backward of one chunk: ``carry`` goes from the gradient of the state after it to that before it."""
+    update_backward(step, carry)
+    keys_backward(step, carry, bound)
+
+
+def update_backward(step: Step, carry: Sequence[Tensor]) -> None:
+    """Backward of `advance`, and of the reads with respect to the state."""
+    last = Last(*step.last)
+    dcn, inner = step.dlast
+    for l, dafter in enumerate(carry):
+        back = torch.bmm(step.d[l], dafter.mT)  # d dW'^T and d dS'^T, side by side
+        dcn -= _pair_sums(back, step.X[l])
+        left, right = halves(back, -1)
+        step.dX[l].addcmul_(left, last.c, value=-1).addcmul_(right, last.n, value=-1)
+        step.dd[l].baddbmm_(step.leaving[l], dafter, alpha=-1)
+        rows = dafter.shape[0]
+        # <dW', W>, <dW', S>; <dS', W>, <dS', S>
+        inner.baddbmm_(dafter.view(rows, 2, -1), step.WS[l].view(rows, 2, -1).mT)
+        dW, dS = halves(dafter)
+        dS.mul_(last.h).addcmul_(dW, last.m)
+        dW.mul_(last.a)
+        dafter.baddbmm_(step.scaled[l].mT, step.read_dz[l])
+
+
+def keys_backward(step: Step, carry: Sequence[Tensor], bound: float | None) -> None:
+    """Backward of `keys_pass`: up through the error's way down, then down through the keys' way up."""
+    depth = len(carry)
+    dW, dz = [], []
+    for l in range(depth - 1):
+        _bound_backward(step, l, bound)
+        dE = step.dd[l] * step.slope[l]
+        dz.append(step.dd[l] * step.bend[l])
+        step.dd[l + 1].baddbmm_(dE, weights_of(step.WS[l + 1]))
+        dW.append(torch.bmm(dE.mT, step.d[l + 1]))
+    _bound_backward(step, depth - 1, bound)
+    dz.append(step.dd[-1] * 2)
+    for l in range(depth - 1, -1, -1):
+        X = step.X[l].mT
+        weights_of(carry[l]).add_(dW[l - 1].baddbmm_(X, dz[l]) if l else torch.bmm(X, dz[l]))
+        step.dX[l].baddbmm_(dz[l], weights_of(step.WS[l]).mT)
+        if l:
+            dz[l - 1].addcmul_(step.dX[l], step.slope[l - 1])
+
+
+def curves(keys: Keys, f: Activation) -> tuple[list[Tensor], list[Tensor]]:
+    """f'(z) and f''(z) E of each hidden layer."""
+    pairs = [f.slopes(z, value) for z, value in zip(keys.z, keys.X[1:], strict=True)]
+    return [p[0] for p in pairs], [p[1].mul_(E) for p, E in zip(pairs, keys.E, strict=True)]
+
+
+def leaving(keys: Keys, last: Last) -> list[Tensor]:
+    """What of each key's input goes into the state after the chunk."""
+    return [side_by_side(X, last.c, last.n) for X in keys.X]
+
+
+def _bound_backward(step: Step, l: int, bound: float | None) -> None:
+    """Where the bound held, d = c u with u of norm 1: only what is across u passes."""
+    if bound is None:
+        return
+    d, dd, scale = step.d[l], step.dd[l], step.scale[l]
+    along = (d * dd).sum(-1, keepdim=True).mul_((scale < 1) / bound**2)
+    dd.addcmul_(d, along, value=-1).mul_(scale)
+
+
+def _pair_sums(both: Tensor, x: Tensor) -> Tensor:
+    """Row sums of each half of ``both`` [R, b, 2 D] times x [R, b, D]: [R, b, 2]."""
+    return (both.unflatten(-1, (2, -1)) * x[:, :, None]).sum(-1)

@@ -1,0 +1,128 @@
+"""What happens inside a chunk, as matmuls: the keys' gradients, the step to the next state, the reads.
+
+Shapes: R rows (chunks x heads), b tokens of a chunk, D/F widths of a layer's input and output. A layer's
+weights and momentum are stacked over the input: WS [R, 2 D, F].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory.activations import Activation
+from titans_kernels.memory.gates import Gates
+
+
+class Keys(NamedTuple):
+    """What the keys do at the chunk's starting weights, per layer l."""
+
+    X: list[Tensor]  # input of layer l [R, b, D]
+    z: list[Tensor]  # its output before the non-linearity, l < L - 1 [R, b, F]
+    d: list[Tensor]  # gradient of the loss with respect to z, bounded [R, b, F]
+    E: list[Tensor]  # d_{l+1} W_{l+1}^T, l < L - 1 [R, b, F]
+    scale: list[Tensor]  # what the bound multiplied d by [R, b, 1]; empty without a bound
+
+    @staticmethod
+    def room(k: Tensor, WS: Sequence[Tensor], bound: float | None) -> Keys:
+        """Keys of k [R, b, D], yet to be filled by `keys_pass`."""
+        widths = [x.shape[-1] for x in WS]
+        empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
+        hidden = widths[:-1]
+        scale = [] if bound is None else empty([1] * len(widths))
+        return Keys([k, *empty(hidden)], empty(hidden), empty(widths), empty(hidden), scale)
+
+
+class Reads(NamedTuple):
+    """What the queries meet on their way through the per-token weights, per layer l."""
+
+    x: list[Tensor]  # input of layer l [R, b, D]
+    scaled: list[Tensor]  # beta x and m x, side by side [R, b, 2 D]
+    scores: list[Tensor]  # x X^T [R, b, b]
+    u: list[Tensor]  # output before the non-linearity, l < L - 1 [R, b, F]
+
+
+class Last(NamedTuple):
+    """The coefficients at each chunk's last valid token: how the state leaves the chunk."""
+
+    c: Tensor  # [R, b, 1]
+    n: Tensor  # [R, b, 1]
+    a: Tensor  # [R, 1, 1]
+    m: Tensor  # [R, 1, 1]
+    h: Tensor  # [R, 1, 1]
+
+
+def keys_pass(keys: Keys, v: Tensor, WS: Sequence[Tensor], f: Activation, bound: float | None) -> None:
+    """Fill ``keys``: forward through the memory, then the error back: each token's gradient, as factors."""
+    X, z, d, E, scale = keys
+    top = len(WS) - 1
+    for l in range(top):
+        torch.bmm(X[l], weights_of(WS[l]), out=z[l])
+        f.value(z[l], out=X[l + 1])
+    torch.baddbmm(v, X[top], weights_of(WS[top]), beta=-2, alpha=2, out=d[top])
+    for l in range(top, -1, -1):
+        if l < top:
+            torch.bmm(d[l + 1], weights_of(WS[l + 1]).mT, out=E[l])
+            f.through(E[l], z[l], out=d[l])
+        if bound is not None:
+            torch.linalg.vector_norm(d[l], dim=-1, keepdim=True, out=scale[l])
+            # a zero norm gives inf, clamped to 1
+            d[l].mul_(scale[l].reciprocal_().mul_(bound).clamp_(max=1))
+
+
+def advance(state: Sequence[Tensor], keys: Keys, last: Last) -> None:
+    """W' = a W + m S - (c X)^T d and S' = h S - (n X)^T d, in place."""
+    for WS, X, d in zip(state, keys.X, keys.d, strict=True):
+        W, S = halves(WS)
+        W.mul_(last.a).addcmul_(S, last.m)
+        S.mul_(last.h)
+        WS.baddbmm_(side_by_side(X, last.c, last.n).mT, d, alpha=-1)
+
+
+def read_pass(
+    q: Tensor, keys: Keys, WS: Sequence[Tensor], gates: Gates, f: Activation, top: bool = True
+) -> tuple[Tensor, Reads]:
+    """Queries through the per-token weights: y [R, b, F] and what was met on the way.
+
+    Without ``top`` the last layer's product, which only y needs, is left out and y is empty.
+    """
+    reads, y = Reads([q], [], [], []), q.new_empty(0)
+    for l, state in enumerate(WS):
+        x = reads.x[l]
+        reads.scaled.append(side_by_side(x, gates.beta[..., None], gates.m[..., None]))
+        reads.scores.append(torch.bmm(x, keys.X[l].mT))
+        if l < len(WS) - 1 or top:
+            y = torch.bmm(reads.scaled[l], state)
+            y.baddbmm_(gates.C * reads.scores[l], keys.d[l], alpha=-1)
+        if l < len(WS) - 1:
+            reads.u.append(y)
+            reads.x.append(f.value(y))
+    return y, reads
+
+
+def halves(WS: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Views of the weights and the momentum stacked in ``WS``."""
+    half = WS.shape[dim] // 2
+    return WS.narrow(dim, 0, half), WS.narrow(dim, half, half)
+
+
+def weights_of(WS: Tensor) -> Tensor:
+    """View of the weights [R, D, F] stacked in ``WS`` [R, 2 D, F]."""
+    return WS[:, : WS.shape[1] // 2]
+
+
+def side_by_side(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """x left and x right [R, b, 2 D]."""
+    D = x.shape[-1]
+    both = x.new_empty(*x.shape[:-1], 2 * D)
+    torch.mul(x, left, out=both[..., :D])
+    torch.mul(x, right, out=both[..., D:])
+    return both
+
+
+def cut(parts: Iterable[Sequence[Tensor]], sizes: list[int]) -> list[list[list[Tensor]]]:
+    """Lists of tensors [R, ...] cut along the rows: for each size a list of lists of views."""
+    pieces = [[x.split(sizes) for x in part] for part in parts]
+    return [[[x[i] for x in part] for part in pieces] for i in range(len(sizes))]

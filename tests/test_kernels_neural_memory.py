@@ -1,0 +1,350 @@
+"""The memory operator: its parallel form against the recurrence, and that against first principles."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_kernels import neural_memory, read_memory
+from titans_kernels.memory import chunked, reference
+from titans_kernels.memory.activations import ACTIVATIONS
+
+TOKENS = ("q", "k", "v", "alpha", "eta", "theta")
+LENGTHS = (1, 2, 63, 64, 65, 100, 257)
+CHUNKS = (1, 7, 16, 64)
+
+
+class Case:
+    """Random inputs of two heads: theta up to 0.1, alpha and eta exactly 0 and 1 at random tokens.
+
+    ``edge`` sets (alpha, eta) everywhere; ``widths`` are those of the memory's layers.
+    """
+
+    def __init__(self, T: int, depth: int = 2, *, batch: int = 1, documents: int | None = None, edge=None,
+                 dtype=torch.float64, theta: float = 0.1, widths=None):  # fmt: skip
+        self.generator = torch.Generator().manual_seed(100 * T + depth)
+        widths = widths or [3, *[4] * (depth - 1), 3]
+        ends = widths[0], widths[0], widths[-1]
+        q, k, v = (F.normalize(self.randn(batch, T, 2, n), dim=-1) for n in ends)
+        # only one token of a row forgets all: after more of them a deep memory is as good as 0
+        alpha, eta = self.gate(batch, T, 0.02, ones=0), self.gate(batch, T, 0.9, ones=0.05)
+        gates = alpha, eta, theta * self.rand(batch, T, 2)
+        if edge is not None:
+            gates = *(torch.full_like(gates[2], value) for value in edge), gates[2]
+        ready = lambda x: x.to(dtype).requires_grad_()  # noqa: E731
+        self.inputs = [ready(x) for x in (q, k, v, *gates)]
+        self.weights = tuple(ready(self.randn(2, *s) / s[0] ** 0.5) for s in pairwise(widths))
+        rows = documents or batch
+        self.momentum = tuple(ready(theta / 2 * self.randn(rows, 2, *s)) for s in pairwise(widths))
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def gate(self, batch: int, T: int, most: float, ones: float) -> Tensor:
+        gate, chance = most * self.rand(batch, T, 2), self.rand(batch, T, 2)
+        gate[chance < 0.05], gate[chance > 1 - ones] = 0, 1
+        return gate.scatter(1, (T * self.rand(batch, 1, 2)).long(), 1.0)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*self.inputs, *self.weights, *self.momentum]
+
+    def run(self, **options) -> list[Tensor]:
+        """y, weights, momentum and, of a random functional of them, the gradients of all inputs."""
+        outputs = flat(neural_memory(*self.inputs, self.weights, self.momentum, **options))
+        return [*outputs, *torch.autograd.grad(functional(outputs), self.leaves)]
+
+
+def flat(result) -> list[Tensor]:
+    y, state = result
+    return [y, *state.weights, *state.momentum]
+
+
+def functional(outputs: list[Tensor]) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    weight = lambda x: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)  # noqa: E731
+    return torch.stack([(x * weight(x)).sum().double() for x in outputs]).sum()
+
+
+def assert_close(expected: list[Tensor], found: list[Tensor], relative: float = 1e-9) -> None:
+    for part, (a, b) in enumerate(zip(expected, found, strict=True)):
+        norm, error = a.norm().item(), (b.to(a.dtype) - a).norm().item()
+        allowed = relative * norm if norm > torch.finfo(b.dtype).tiny else 1e-12
+        assert error <= allowed, f"tensor {part} is {error} off, of norm {norm}"
+
+
+def assert_chunked_is_reference(case: Case, relative: float = 1e-9, **options) -> None:
+    expected = case.run(backend="reference", **options)
+    outputs = torch.cat([x.detach().flatten() for x in expected[: 1 + 2 * len(case.weights)]])
+    assert torch.isfinite(outputs).all()
+    assert outputs.abs().max() < 100
+    assert_close(expected, case.run(backend="chunked", **options), relative)
+
+
+def bounds(T: int, chunk_size: int, depth: int) -> tuple[float | None, ...]:
+    """The bound off and on; at the longest length, where the reference takes most time, one of the two."""
+    both = (None, 0.5)
+    return both if T < 257 else (both[(CHUNKS.index(chunk_size) + depth) % 2],)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_chunked_is_the_recurrence(depth, chunk_size):
+    for T in LENGTHS:
+        case = Case(T, depth)
+        for bound in bounds(T, chunk_size, depth):
+            assert_chunked_is_reference(case, chunk_size=chunk_size, surprise_bound=bound)
+
+
+@pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
+def test_gates_at_an_end_everywhere(edge):
+    for depth, (b, theta), chunks in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005)), (1, 2)):
+        case = Case(b * chunks, depth, edge=edge, theta=theta)
+        assert_chunked_is_reference(case, chunk_size=b, surprise_bound=0.5 if chunks == 1 else None)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "identity"])
+def test_other_activations(activation):
+    for bound in (None, 0.5):
+        assert_chunked_is_reference(
+            Case(40, 3, theta=0.03), chunk_size=16, activation=activation, surprise_bound=bound
+        )
+
+
+def test_layers_of_any_width_and_rows_of_a_batch():
+    case = Case(50, widths=[3, 6, 2, 5], batch=3)
+    assert_chunked_is_reference(case, chunk_size=16, surprise_bound=0.5)
+
+
+def test_float32_is_near_the_float64_recurrence():
+    for depth, T in product((1, 2, 4), (65, 257)):
+        single = Case(T, depth, dtype=torch.float32)
+        double = Case(T, depth)
+        for a, b in zip(double.leaves, single.leaves, strict=True):
+            a.data.copy_(b.data)
+        for b in (16, 64):
+            options = {"chunk_size": b, "surprise_bound": 0.5}
+            expected = double.run(backend="reference", **options)
+            assert_close(expected, single.run(backend="chunked", **options), 1e-4)
+
+
+def test_linear_online_memory_is_the_delta_rule():
+    case = Case(40, 1, edge=(0.0, 0.0))
+    q, k, v, *_, theta = (x.detach() for x in case.inputs)
+    W, reads = case.weights[0].detach().expand(1, -1, -1, -1), []
+    for t in range(q.shape[1]):
+        kt, beta = k[:, t, :, :, None], 2 * theta[:, t, :, None, None]
+        W = W - beta * kt @ (kt.mT @ W) + beta * kt @ v[:, t, :, None]
+        reads.append((q[:, t, :, None] @ W)[:, :, 0])
+    for backend in ("reference", "chunked"):
+        y, state = neural_memory(*case.inputs, case.weights, chunk_size=1, backend=backend)
+        assert_close([torch.stack(reads, 1), W], [y, state.weights[0]], 1e-12)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_inner_gradient_is_that_of_the_associative_loss(activation):
+    f, case = ACTIVATIONS[activation], Case(1, 4)
+    k, v = (x[0, 0, 0].detach() for x in case.inputs[1:3])
+
+    def loss(weights):
+        x = k
+        for W in weights[:-1]:
+            x = f.value(x @ W)
+        return (x @ weights[-1] - v).square().sum()
+
+    one_head = tuple(W[0].detach() for W in case.weights)
+    expected = torch.func.grad(loss)(one_head)
+    batched = tuple(W[None, None] for W in one_head)
+    found = reference.inner_gradient(batched, k[None, None], v[None, None], f, None)
+    assert_close(list(expected), [g[0, 0] for g in found], 1e-12)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_slopes_are_those_of_autograd(activation):
+    f = ACTIVATIONS[activation]
+    z = torch.linspace(-6, 6, 101, dtype=torch.float64, requires_grad=True)
+    g = torch.linspace(1, 2, 101, dtype=torch.float64)
+    (first,) = torch.autograd.grad(f.value(z).sum(), z, create_graph=True)
+    second = torch.autograd.grad(first.sum(), z)[0] if first.requires_grad else torch.zeros_like(z)
+    slopes = f.slopes(z.detach(), f.value(z.detach()))
+    assert_close([first.detach(), second], list(slopes), 1e-12)
+    assert_close([g * slopes[0]], [f.through(g, z.detach())], 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("own_state", [False, True])
+def test_packed_documents_are_separate_calls(backend, own_state):
+    borders = [0, 5, 40, 41, 73, 90]
+    case = Case(borders[-1], 2, documents=len(borders) - 1 if own_state else None)
+    momentum = case.momentum if own_state else None
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend}
+    leaves = [*case.inputs, *case.weights, *(case.momentum if own_state else ())]
+    packed = flat(
+        neural_memory(*case.inputs, case.weights, momentum, cu_seqlens=torch.tensor(borders), **options)
+    )
+    apart = []
+    for i, (start, end) in enumerate(pairwise(borders)):
+        own = tuple(S[i : i + 1] for S in case.momentum) if own_state else None
+        apart.append(
+            flat(neural_memory(*(x[:, start:end] for x in case.inputs), case.weights, own, **options))
+        )
+    joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
+    expected, found = (torch.autograd.grad(functional(outputs), leaves) for outputs in (joined, packed))
+    assert_close([*joined, *expected], [*packed, *found], 1e-12)
+
+
+# (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES); a step of the case below has states of 1536 bytes
+STORAGE = {
+    "states and work, one block": (2**30, 2**30, 2**30),
+    "states, blocks of two": (2**30, 0, 4000),
+    "states and work, blocks of one": (2**30, 2**30, 1),
+    "every few states": (3000, 0, 1),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, packed):
+    case = Case(90, 2, batch=1 if packed else 2, documents=3 if packed else None)
+    options = {"chunk_size": 7, "surprise_bound": 0.5}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, 30, 32, 90])
+    expected = case.run(backend="reference", **options)
+    for name, value in zip(("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES"), STORAGE[storage], strict=True):
+        monkeypatch.setattr(chunked, name, value)
+    assert_close(expected, case.run(backend="chunked", **options))
+
+
+def kept_states(node) -> int:
+    """Bytes of states that the graph under ``node`` keeps for its backward pass."""
+    while not hasattr(node, "saved"):
+        node = next(parent for parent, _ in node.next_functions if parent is not None)
+    return sum(x.nbytes for saved in node.saved for x in saved.states)
+
+
+def test_long_sequences_keep_only_every_few_states(monkeypatch):
+    monkeypatch.setattr(chunked, "BLOCK_BYTES", 1)
+    case = Case(256, 2)
+    run = lambda: neural_memory(*case.inputs, case.weights, chunk_size=1)[0].grad_fn  # noqa: E731
+    all_states = kept_states(run())
+    monkeypatch.setattr(chunked, "KEEP_BYTES", all_states // 8)
+    assert kept_states(run()) <= all_states // 8
+
+
+def test_backward_can_run_again():
+    case = Case(40, 2)
+    outputs = flat(neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=7, surprise_bound=0.5))
+    loss = functional(outputs)
+    once = torch.autograd.grad(loss, case.leaves, retain_graph=True)
+    assert_close(list(once), list(torch.autograd.grad(loss, case.leaves)), 0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_cut_at_a_chunk_border_changes_nothing(backend):
+    case = Case(50, 3)
+    options = {"chunk_size": 16, "surprise_bound": 0.5, "backend": backend}
+    whole = flat(neural_memory(*case.inputs, case.weights, case.momentum, **options))
+    state, reads = (case.weights, case.momentum), []
+    for piece in (slice(0, 16), slice(16, 48), slice(48, 50)):
+        y, state = neural_memory(*(x[:, piece] for x in case.inputs), *state, **options)
+        reads.append(y)
+    cut = flat((torch.cat(reads, 1), state))
+    expected, found = (torch.autograd.grad(functional(x), case.leaves) for x in (whole, cut))
+    assert_close([*whole, *expected], [*cut, *found], 1e-12)
+
+
+def test_no_later_token_and_no_other_row_reaches_a_read():
+    case = Case(40, 3, batch=2)
+    y, _ = neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=16, surprise_bound=0.5)
+    for t in (0, 15, 16, 25):
+        for gradient in torch.autograd.grad(y[0, t].square().sum(), case.inputs, retain_graph=True):
+            assert gradient[0, t + 1 :].count_nonzero() == 0
+            assert gradient[1].count_nonzero() == 0
+    into_gates = torch.autograd.grad(y[0, 39].square().sum(), case.inputs[1:])
+    assert all(g[0, :39].count_nonzero() > 0 for g in into_gates)
+
+
+def test_bfloat16_input_and_autocast_leave_the_state_in_float32():
+    single = Case(20, 2, dtype=torch.float32)
+    low = [x.detach().bfloat16() for x in single.inputs]
+    y, state = neural_memory(*low, single.weights, chunk_size=16)
+    assert y.dtype == torch.bfloat16
+    assert {x.dtype for x in (*state.weights, *state.momentum)} == {torch.float32}
+    exact = neural_memory(*(x.float() for x in low), single.weights, chunk_size=16)[1]
+    assert_close(list(exact.weights), list(state.weights), 0)
+
+    plain = single.run(chunk_size=16, surprise_bound=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = single.run(chunk_size=16, surprise_bound=0.5)
+        read = read_memory(single.inputs[0], single.weights)
+    assert_close(plain, mixed, 0)
+    assert read.dtype == torch.float32
+
+
+def test_inference_gives_the_same_and_keeps_nothing():
+    case = Case(40, 2)
+    expected = flat(neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=7))
+    with torch.inference_mode():
+        found = flat(neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=7))
+    assert all(not x.requires_grad for x in found)
+    assert_close([x.detach() for x in expected], found, 0)
+
+
+def test_read_memory_is_the_read_of_an_unwritten_memory():
+    case = Case(20, 3, edge=(0.0, 0.0), theta=0.0)
+    y, state = neural_memory(*case.inputs, case.weights, chunk_size=16)
+    assert_close([y], [read_memory(case.inputs[0], case.weights)], 1e-12)
+    assert_close([y], [read_memory(case.inputs[0], state.weights)], 1e-12)
+
+
+def shorter(x: Tensor, dim: int) -> Tensor:
+    return x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+# what is changed of a good call, and how its message begins
+BAD = {
+    "no tokens": (lambda a: {n: a[n][:, :0] for n in TOKENS}, "q: no tokens"),
+    "chunk size": (lambda a: {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
+    "no layer": (lambda a: {"weights": (), "momentum": None}, "weights: a memory needs at least one layer"),
+    "k short": (lambda a: {"k": shorter(a["k"], 1)}, "k: shape (1, 19, 2, 3)"),
+    "v heads": (lambda a: {"v": shorter(a["v"], 2)}, "v: shape (1, 20, 1, 3)"),
+    "alpha": (lambda a: {"alpha": shorter(a["alpha"], 1)}, "alpha: shape (1, 19, 2)"),
+    "eta": (lambda a: {"eta": shorter(a["eta"], 2)}, "eta: shape (1, 20, 1)"),
+    "theta": (lambda a: {"theta": a["theta"][..., None]}, "theta: shape (1, 20, 2, 1)"),
+    "k wide": (lambda a: {"k": shorter(a["k"], 3)}, "k, v: widths"),
+    "v wide": (lambda a: {"v": shorter(a["v"], 3)}, "k, v: widths"),
+    "weights": (lambda a: {"weights": (a["weights"][0], shorter(a["weights"][1], 1))}, "weights[1]: shape"),
+    "momentum": (lambda a: {"momentum": (a["momentum"][0],) * 2}, "momentum[1]: shape"),
+    "layers": (lambda a: {"momentum": a["momentum"][:1]}, "momentum: 1 layers, but weights has 2"),
+    "activation": (lambda a: {"activation": "relu"}, "activation: 'relu' is not one of"),
+    "backend": (lambda a: {"backend": "cuda"}, "backend: 'cuda' is not one of"),
+    "kernel": (lambda a: {"backend": "triton"}, "backend: triton has no kernel yet"),
+    "bound": (lambda a: {"surprise_bound": 0.0}, "surprise_bound: 0.0 must be above 0"),
+    "borders end": (
+        lambda a: {"cu_seqlens": torch.tensor([0, 19])},
+        "cu_seqlens: must rise from 0 to T = 20",
+    ),
+    "empty document": (lambda a: {"cu_seqlens": torch.tensor([0, 5, 5, 20])}, "cu_seqlens: must rise"),
+    "packed batch": (
+        lambda a: {n: torch.cat([a[n]] * 2) for n in TOKENS} | {"cu_seqlens": torch.tensor([0, 20])},
+        "cu_seqlens: packed documents need B = 1, not 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_named(name):
+    case = Case(20, 2)
+    good = dict(zip(TOKENS, case.inputs, strict=True))
+    good |= {"weights": case.weights, "momentum": case.momentum}
+    change, message = BAD[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}[^\n]*$"):
+        neural_memory(**(good | change(good)))
