@@ -249,7 +249,7 @@ def test_bf16_autocast_keeps_the_memory_in_float32(variant):
 
 
 @pytest.mark.parametrize("variant", sorted(presets.MLP_EXPANSION))
-@pytest.mark.parametrize("size", sorted(presets.SIZES))
+@pytest.mark.parametrize("size", ["170M", "340M", "400M", "760M"])
 def test_presets_have_the_parameters_of_their_name(size, variant):
     with torch.device("meta"):
         count = LanguageModel(presets.preset(size, variant)).num_parameters()

@@ -29,7 +29,9 @@ KEEP_BYTES = 64 * 2**20
 """Chunk-start states up to this size are all kept for the backward pass; of more, every G-th."""
 KEEP_WORK_BYTES = 32 * 2**20
 """Everything else a call computes is kept too, rather than found again, while it is no more than this."""
-BLOCK_BYTES = 4 * 2**20
+CACHE_BYTES = 512 * 2**10
+"""States that a core's cache holds beside the rest of a chunk's work."""
+BLOCK_BYTES = 2 * 2**20
 """States of a block, where all are kept: small enough to stay in cache from one phase to the next."""
 
 
@@ -43,14 +45,25 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
     state = [*weights, *momentum]
     if layout.order is not None:
         state = [x[layout.order] for x in state]
-    chunks = [layout.split(x) for x in inputs]
-    f = ACTIVATIONS[options.activation]
-    y, *state = _Memory.apply(layout, f, options.surprise_bound, *chunks, *state)
+    f, bound = ACTIVATIONS[options.activation], options.surprise_bound
+    at_once = _heads_at_once(state)
+    tokens = zip(*(x.split(at_once, 2) for x in inputs), strict=True)
+    heads = zip(*(x.split(at_once, 1) for x in state), strict=True)
+    done = [_Memory.apply(layout, f, bound, *map(layout.split, x), *s) for x, s in zip(tokens, heads, strict=True)]
+    y, *state = (torch.cat(parts, 1) for parts in zip(*done, strict=True)) if len(done) > 1 else done[0]
     if layout.order is not None:
         back = layout.order.argsort()
         state = [x[back] for x in state]
     depth = len(weights)
     return layout.join(y), tuple(state[:depth]), tuple(state[depth:])
+
+
+def _heads_at_once(state: Sequence[Tensor]) -> int:
+    """Heads are independent: on a CPU, as many at a time as its caches hold states of."""
+    if state[0].device.type != "cpu":
+        return state[0].shape[1]
+    per_head = sum(x[:, 0].numel() * x.element_size() for x in state)
+    return max(1, CACHE_BYTES * torch.get_num_threads() // per_head)
 
 
 class Saved(NamedTuple):
