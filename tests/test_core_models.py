@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from titans_core import (
     BLOCKS,
@@ -12,11 +13,13 @@ from titans_core import (
     LanguageModel,
     MemoryConfig,
     ModelConfig,
+    NeuralMemory,
     presets,
     record,
 )
-from titans_core.blocks.base import Place
-from titans_kernels import MemoryState, read_memory
+from titans_core.attention import Attention
+from titans_core.blocks.base import Block, Place
+from titans_kernels import MemoryState, neural_memory, read_memory
 
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = [v for v in VARIANTS if v != "transformer"]
@@ -32,6 +35,7 @@ SWITCHES: dict[str, dict] = {
     "gates_per_chunk": {"gates_per": "chunk"},
     "plain_output": {"output_norm": False, "output_gate": False},
     "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
+    "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
 }
 
 
@@ -66,9 +70,85 @@ def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat(logits, 1)
 
 
+def rms(x: Tensor, norm: torch.nn.Module) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+
+
+def memory_equations(m: NeuralMemory, x: Tensor, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Eqs. 11-15 and 4.4 for one sequence [T, D], by the recurrence; and the weights after it."""
+    full, P, (H, E) = torch.cat([prefix, x]), len(prefix), (m.config.heads, m.head_dim)
+
+    def tokens_of(name: str) -> Tensor:
+        y, w = F.silu(full @ getattr(m, f"w_{name}").weight.T), getattr(m, f"conv_{name}").weight_KC
+        y = sum(w[j] * F.pad(y, (0, 0, j, 0))[: len(y)] for j in range(len(w))).view(-1, H, E)
+        return y / y.norm(dim=-1, keepdim=True)
+
+    writes = [tokens_of(n) for n in "qkv"] + [torch.sigmoid(g(full)) for g in (m.alpha, m.eta, m.theta)]
+    writes[-1] = writes[-1] * m.config.max_theta
+    y, state = torch.empty(0), (tuple(m.initial_weights), None)
+    c = {"chunk_size": m.config.chunk_size, "surprise_bound": m.config.surprise_bound, "backend": "reference"}
+    for part in ([slice(0, P)] if P else []) + [slice(P, None)]:
+        y, state = neural_memory(*(w[None, part] for w in writes), *state, **c)
+    return memory_output(m, y[0], x), state[0]
+
+
+def memory_output(m: NeuralMemory, y: Tensor, x: Tensor) -> Tensor:
+    return (rms(y, m.output_norm).flatten(1) * F.silu(x @ m.output_gate.weight.T)) @ m.w_o.weight.T
+
+
+def attention_equations(a: Attention, x: Tensor, at: Tensor, prefix: Tensor, keys: list[Tensor]) -> Tensor:
+    """Queries x [T, D] over the prefix and, causally and within the window, over each of ``keys`` [T, D]."""
+    heads = lambda y, w: (y @ w.weight.T).unflatten(-1, (a.config.heads, -1)).transpose(0, 1)  # noqa: E731
+
+    def turned(y: Tensor) -> Tensor:
+        half = y.shape[-1] // 2
+        angle = at[:, None] * a.config.rope_base ** -(torch.arange(half) / half)
+        z = torch.complex(y[..., :half], y[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([z.real, z.imag], -1)
+
+    k = torch.cat([heads(prefix, a.w_k), *(turned(heads(y, a.w_k)) for y in keys)], 1)
+    v = torch.cat([heads(y, a.w_v) for y in (prefix, *keys)], 1)
+    back = at[:, None] - at[None]
+    seen = (back >= 0) & (back < (a.config.window or len(x)))
+    seen = torch.cat([seen.new_ones(len(x), len(prefix)), *[seen] * len(keys)], 1)
+    scores = turned(heads(x, a.w_q)) @ k.mT / k.shape[-1] ** 0.5
+    y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    return y.transpose(0, 1).flatten(1) @ a.w_o.weight.T
+
+
+def mac_equations(b: Block, x: Tensor, at: Tensor, p: Tensor) -> Tensor:
+    m, y, outputs, weights = b.memory, x[:0], [], tuple(b.memory.initial_weights)
+    q = m._queries(x[None], m.start(1).carries)[0]
+    for part in torch.arange(len(x)).split(b.segment_size):
+        r = memory_output(m, read_memory(q[:, part], weights)[0], x[part])  # (21)
+        y = torch.cat([y, attention_equations(b.attention, x[part], at[part], p, [r, x[part]])])  # (22, 23)
+        read, weights = memory_equations(m, y, x[:0])  # (24)
+        outputs.append(rms(y[part], b.gate.attention_norm) * F.silu(rms(read[part], b.gate.memory_norm)))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
+def test_a_block_is_the_equations_of_the_paper(variant):
+    b = model(variant, window=16 if variant == "mac" else 12).blocks[0]
+    x, at, p = torch.randn(37, 16, dtype=torch.float64), torch.arange(37).double(), b.persistent_PD
+    if variant == "mac":
+        expected = mac_equations(b, x, at, p)
+    else:
+        expected, _ = memory_equations(b.memory, x, p)
+    if variant == "mag":  # (26-28)
+        y = attention_equations(b.attention, x, at, p, [x])
+        expected = rms(y, b.gate.attention_norm) * F.silu(rms(expected, b.gate.memory_norm))
+    elif variant == "mal":  # (29-31)
+        expected = attention_equations(b.attention, expected, at, x[:0], [expected])
+    found, _ = b.mix(x[None], None, Place(at.long()[None]))
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-6)
+
+
 CASES = [(v, "default") for v in VARIANTS] + [
     (v, s) for v in ("lmm", "mac") for s in SWITCHES if s != "default"
 ]
+SWITCHES["full_window"] = {"window": None}
+CASES += [(v, s) for v in ("mag", "mal", "transformer") for s in ("smallest", "full_window")]
 
 
 @pytest.mark.parametrize(("variant", "switch"), CASES)
@@ -107,22 +187,11 @@ def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(
     x, y = tokens(2, 17), tokens(2, 17, seed=2)
 
     def loss() -> Tensor:
-        return torch.nn.functional.cross_entropy(m(x).logits.flatten(0, 1), y.flatten())
+        return F.cross_entropy(m(x).logits.flatten(0, 1), y.flatten())
 
     parameters = {n: p for n, p in m.named_parameters() if ".memory." in n or "persistent" in n}
-    kinds = (
-        "w_q",
-        "w_k",
-        "w_v",
-        "w_o",
-        "conv_q",
-        "conv_k",
-        "conv_v",
-        "alpha",
-        "eta",
-        "theta",
-        "initial_weights",
-    )
+    kinds = ["w_o", "alpha", "eta", "theta", "initial_weights"]
+    kinds += [f"{part}_{n}" for part in ("w", "conv") for n in "qkv"]
     assert all(any(k in n for n in parameters) for k in kinds)
     grads = torch.autograd.grad(loss(), list(parameters.values()))
     generator = torch.Generator().manual_seed(3)
@@ -161,6 +230,18 @@ def test_packed_documents_equal_documents_alone(variant, switch):
     ]
     packed = m(x, document_starts=starts).logits
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(4), dtype=packed.dtype)
+    grads = lambda x: torch.autograd.grad((x * weights).sum(), list(m.parameters()))  # noqa: E731
+    found, expected = grads(packed), grads(torch.cat(alone))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("window", [12, None])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_one_document_are_plain_rows(variant, window):
+    m, x = model(variant, window=window), tokens(3, 41)
+    packed = m(x, document_starts=torch.zeros(3, 41, dtype=torch.bool)).logits
+    torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
 
 
 def test_a_full_window_equals_full_attention_and_a_smaller_one_does_not():
@@ -205,7 +286,7 @@ def test_one_batch_is_learned_by_heart(variant):
     x = tokens(4, 33)
     for _ in range(300):
         logits = m(x[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
         if loss < 0.05:
             break
         optimizer.zero_grad()
@@ -225,7 +306,7 @@ def test_a_deep_memory_trains_on_long_rows_at_default_settings():
     for _ in range(200):
         x = torch.randint(0, 64, (1, 4097), generator=generator)
         x[:, 1::2] = x[:, :-1:2]  # every second token repeats the one before it
-        loss = torch.nn.functional.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
+        loss = F.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
@@ -235,11 +316,15 @@ def test_a_deep_memory_trains_on_long_rows_at_default_settings():
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize("conv", [True, False])
 @pytest.mark.parametrize("variant", MEMORY_VARIANTS)
-def test_bf16_autocast_keeps_the_memory_in_float32(variant):
-    m = LanguageModel(config(variant))
+def test_bf16_autocast_keeps_the_memory_in_float32(variant, conv):
+    torch.manual_seed(0)
+    m = LanguageModel(config(variant, conv=conv))
+    exact = m(tokens(2, 40)).logits
     with torch.autocast("cpu", torch.bfloat16):
         out = m(tokens(2, 40))
+    assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
     out.logits.float().square().sum().backward()
     leaves = torch.utils._pytree.tree_leaves(out.state, is_leaf=lambda x: isinstance(x, MemoryState))
     memories = [t for x in leaves if isinstance(x, MemoryState) for layers in x for t in layers]
@@ -262,6 +347,19 @@ def test_state_bytes_are_those_of_the_state():
     state = m(tokens(1, 64)).state  # a chunk border: no token is open
     tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
     assert m.state_bytes(64) == sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
+    m, kept = LanguageModel(config(variant)), []
+    for length in (67, 643):  # both three tokens into a chunk and a segment
+        with torch.no_grad():
+            state = m(tokens(2, length)).state
+        tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
+        # a view counts with all of what it is a view of
+        storages = [t.untyped_storage() for t in tensors]
+        kept.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+    assert kept[0] == kept[1]
 
 
 def test_weight_decay_leaves_memory_norms_and_embeddings_alone():

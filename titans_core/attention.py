@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, P persistent to
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,7 +58,7 @@ class Attention(nn.Module):
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
         y = _windowed(q, k, v, window, prefix, before)
         keep = k.shape[2] if window is None else min(k.shape[2], window - 1)
-        return self.output(y), KeyCache(k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :])
+        return self.output(y), KeyCache(_last(k, keep), _last(v, keep))
 
     def segment(
         self,
@@ -119,6 +118,12 @@ class Attention(nn.Module):
 
 def _extend(old: KeyCache, new: KeyCache) -> KeyCache:
     return KeyCache(torch.cat([old.k, new.k], 2), torch.cat([old.v, new.v], 2))
+
+
+def _last(x: Tensor, keep: int) -> Tensor:
+    """The last ``keep`` tokens of [B, H, S, E], copied: a view would keep the others alive."""
+    S = x.shape[2]
+    return x if keep == S else x[:, :, S - keep :].clone()
 
 
 def _windowed(
@@ -186,10 +191,11 @@ def _packed(
     """Attention within each document of a packed batch."""
     if window is not None and window < q.shape[2]:
         return _blocked(q, k, v, window, prefix, documents.index_BT)
-    T = documents.index_BT.shape[1]
-    y = torch.empty_like(q)
-    for start, end in pairwise(documents.cu_seqlens.tolist()):
-        row, first, last = start // T, start % T, (end - 1) % T + 1
-        part = (slice(row, row + 1), slice(None), slice(first, last))
-        y[part] = _dense(q[part], k[part], v[part], prefix)
-    return y
+    B, T = documents.index_BT.shape
+    if prefix is None and documents.cu_seqlens.numel() - 1 == B:  # each row is one document
+        return _dense(q, k, v, prefix)
+    lengths = documents.cu_seqlens.diff().tolist()
+    # split and cat: the gradient of a slice, or of a write to one, would be as large as the whole batch
+    parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, k, v))
+    y = torch.cat([_dense(q, k, v, prefix) for q, k, v in zip(*parts, strict=True)], 2)
+    return y[0].unflatten(1, (B, T)).transpose(0, 1)

@@ -49,7 +49,8 @@ class CausalConv(nn.Module):
             if documents is not None:
                 shifted = self._reset(shifted, carry_BKC, documents.position_BT, j)
             y = torch.addcmul(y, self.weight_KC[j], shifted)
-        return y, padded[:, T:]
+        # a copy: a view would keep every input alive for as long as the carry
+        return y, padded[:, T:].clone()
 
     def _reset(self, shifted: Tensor, carry: Tensor, position: Tensor, j: int) -> Tensor:
         """Where fewer than j tokens of the document have been, the carry stands before it."""

@@ -178,7 +178,9 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Tensor, MemoryCache]:
         """Write whole chunks into the state for good; the open chunk's tokens are kept beside it."""
         whole = q.shape[1] // self.config.chunk_size * self.config.chunk_size
-        done, rest = Writes(*(w[:, :whole] for w in writes)), Writes(*(w[:, whole:] for w in writes))
+        done = Writes(*(w[:, :whole] for w in writes))
+        # copies: the cache outlives the call, views would keep all its tokens alive
+        rest = Writes(*(w[:, whole:].clone() for w in writes))
         outputs = []
         if whole:
             y, state = self._operate(q[:, :whole], done, state)
@@ -246,7 +248,8 @@ def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1, eps=1e-6)
+    """Of norm 1, in the state's precision, as the operator takes it."""
+    return F.normalize(x.to(_state_dtype(x)), dim=-1, eps=1e-6)
 
 
 def _state_dtype(x: Tensor) -> torch.dtype:
