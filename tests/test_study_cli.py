@@ -82,6 +82,12 @@ def test_a_dry_run_shows_all_and_writes_nothing(tiny, capsys):
         (("run", "tiny", "--scale", "small", "--concurrency", "999"), "--concurrency 999"),
         (("run", "tiny", "--scale", "huge"), "a cell takes 100000 CPU"),
         (("run", "tiny", "--scale", "small", "--set", "eval.columns.reasoning.0.task=recal"), "recall"),
+        (
+            ("run", "tiny", "--scale", "small", "--set", "eval.columns.reasoning.0.task=recal"),
+            "reasoning.0.task",
+        ),
+        (("run", "tiny", "--scale", "small", "--seeds", "3-1"), "names no seed"),
+        (("run", "tiny", "--scale", "small", "--rows", ""), "names no row"),
         (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
         (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
     ],
@@ -94,6 +100,43 @@ def test_bad_input_is_one_line_and_writes_nothing(tiny, capsys, arguments, said)
     assert err.count("\n") == 1
     assert said in err
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("model.vocab_size=100", "row 'LMM': model.vocab_size: 100 is less than the 260"),
+        ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
+        ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
+        ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
+    ],
+)
+def test_what_only_the_data_show_is_refused_before_a_cell_begins(tiny, capsys, change, said):
+    assert call("run", "tiny", "--scale", "small", "--set", change) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
+    assert not (tiny / "runs" / "cells").exists()
+    assert not (tiny / "runs" / "mlflow.db").exists()
+
+
+def test_a_store_that_cannot_be_opened_is_found_before_the_data_are_made(tiny, capsys):
+    (tiny / "runs" / "mlflow.db").mkdir(parents=True)
+    assert call("run", "tiny", "--scale", "small") == 2
+    assert "mlflow.db: cannot be opened" in capsys.readouterr().err
+    assert [path.name for path in (tiny / "runs").iterdir()] == ["mlflow.db"]
+
+
+def test_a_truncated_shard_is_not_taken_for_missing_data(tiny, capsys):
+    from titans_platform.data import prepare
+    from titans_platform.study.spec import expand, load_study
+
+    prepare(expand(load_study("tiny"), "small")[0].config.data, tiny / "runs")
+    shard = next((tiny / "runs" / "data").glob("*/train-*.arrow"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    for arguments in (("run", "tiny", "--dry-run"), ("run", "tiny"), ("report", "tiny")):
+        assert call(*arguments, "--scale", "small") == 2
+        assert f"{shard.name}: truncated shard" in capsys.readouterr().err
 
 
 def test_ui_says_what_it_would_run(tiny, capsys):

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
-from titans_platform.tracking import Store, flatten, open_store
+from titans_platform.tracking import Store, check_store, flatten, open_store
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +201,11 @@ def test_first_writers_at_once_all_succeed(tmp_path):
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     store = open_store(tmp_path)
     assert len(store.client.search_runs([store.experiment])) == 3
+
+
+def test_looking_at_a_store_makes_none(tmp_path):
+    check_store(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(UsageError, match=r"mlflow\.db: cannot be opened"):
+        check_store(tmp_path)

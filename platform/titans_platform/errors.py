@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class TitansError(Exception):
     """Something went wrong that a person should read without a traceback. Exit code 1."""
@@ -25,3 +28,12 @@ class IncompleteError(TitansError):
     """A study that ended with cells missing. Exit code 4."""
 
     exit_code = 4
+
+
+@contextmanager
+def within(field: str) -> Iterator[None]:
+    """Put where we are in the config before what a UsageError says."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{field}.{error}") from None

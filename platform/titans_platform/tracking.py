@@ -31,6 +31,8 @@ from titans_platform.errors import UsageError
 # alembic tells of every migration, mlflow of every table
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+# the traceback of what is raised as well
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,13 @@ _BATCH_METRICS, _BATCH_PARAMS, _PARAM_LENGTH = 1000, 100, 6000
 def store_uri(root: Path) -> str:
     """The address of the store under ``root``, an SQLite file."""
     return f"sqlite:///{root.resolve() / 'mlflow.db'}"
+
+
+def check_store(root: Path) -> None:
+    """Refuse a store under ``root`` that is there and cannot be opened; makes none. Raises UsageError."""
+    path = root.resolve() / "mlflow.db"
+    if path.exists():
+        _check_sqlite(path)
 
 
 def open_store(where: Path | str) -> Store:
@@ -70,7 +79,10 @@ def _connect(uri: str, artifacts: str | None) -> Store:
         found = client.get_experiment_by_name(EXPERIMENT)
         experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts)
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
-        raise UsageError(f"tracking store {uri}: cannot be opened: {_first_line(error)}") from None
+        raise UsageError(
+            f"tracking store {uri}: cannot be opened: {_first_line(error)}; "
+            "move it away or give another --root"
+        ) from None
     return Store(client, uri, experiment)
 
 

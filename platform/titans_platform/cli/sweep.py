@@ -150,7 +150,9 @@ def run(
     from titans_platform.study.drive import open_study, plan_study, run_study
 
     console = _console(as_json)
-    opened = open_study(study, scale, root, rows=split(rows), seeds=parse_seeds(seeds), overrides=overrides)
+    opened = open_study(
+        study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
+    )
     if dry_run:
         found = show_plan(opened, plan_study(opened, rerun_stale, concurrency), console, quiet=as_json)
         if as_json:
@@ -209,7 +211,9 @@ def report(
     from titans_platform.study.drive import open_study, report_study
 
     console = _console(as_json)
-    opened = open_study(study, scale, root, rows=split(rows), seeds=parse_seeds(seeds), overrides=overrides)
+    opened = open_study(
+        study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
+    )
     table = report_study(opened, console)
     if as_json:
         echo_json(_table_json(table))
@@ -232,15 +236,29 @@ def split(values: tuple[str, ...]) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
+def parse_rows(values: tuple[str, ...]) -> list[str]:
+    """The rows of --rows; none given means all. Raises UsageError."""
+    from titans_platform.errors import UsageError
+
+    rows = split(values)
+    if values and not rows:
+        raise UsageError("--rows: names no row; give a name, or leave the option out for all")
+    return rows
+
+
 def parse_seeds(text: str | None) -> list[int]:
     """`0,2,5-7` as a list. Raises UsageError."""
     from titans_platform.errors import UsageError
 
+    if text is None:
+        return []
     seeds: list[int] = []
-    for part in split((text or "",)):
+    for part in split((text,)):
         low, dash, high = part.partition("-")
         try:
             seeds.extend(range(int(low), int(high) + 1) if dash else [int(low)])
         except ValueError:
             raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
+    if not seeds:
+        raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds

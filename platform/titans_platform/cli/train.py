@@ -82,10 +82,12 @@ def _run(
     from titans_platform.data import prepare
     from titans_platform.provenance import commit
     from titans_platform.study.cells import CellFolder
+    from titans_platform.tracking import check_store
     from titans_platform.training.cell import cell_name, check
     from titans_platform.training.ray_session import session
     from titans_platform.training.ray_trainer import Resources, fit
 
+    check_store(root)
     with console.status("preparing data"):
         data = prepare(cfg.data, root)
     folder = CellFolder(root.resolve(), cell_name(cfg, data))
@@ -171,15 +173,14 @@ def shown(state: dict[str, Any]) -> str:
 
 def _plan(cfg: RunConfig, root: Path, workers: int, as_json: bool, console: Console) -> None:
     from titans_core import LanguageModel
-    from titans_platform.data import open_prepared
-    from titans_platform.errors import UsageError
+    from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.study.cells import CellFolder
     from titans_platform.training.cell import build_model, cell_name
 
     plan: dict[str, Any] = {"workers": workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         data = open_prepared(cfg.data, root)
-    except UsageError:
+    except NotPrepared:
         plan |= {"data": "to be prepared", "state": "missing"}
         model = LanguageModel(cfg.model)
     else:

@@ -1,8 +1,17 @@
 """Sources to tokens to Arrow shards to batches, in an order that one counter resumes exactly."""
 
 from titans_platform.data.prepare import prepare
-from titans_platform.data.prepared import PreparedData, open_prepared
+from titans_platform.data.prepared import NotPrepared, PreparedData, open_prepared
 from titans_platform.data.stream import Batch, RowStream
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Batch", "PreparedData", "RowStream", "Tokenizer", "load_tokenizer", "open_prepared", "prepare"]
+__all__ = [
+    "Batch",
+    "NotPrepared",
+    "PreparedData",
+    "RowStream",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_prepared",
+    "prepare",
+]

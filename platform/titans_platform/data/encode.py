@@ -19,7 +19,7 @@ from titans_platform.config import DataConfig, SourceConfig, TaskConfig
 from titans_platform.data.shards import BoolArray
 from titans_platform.data.sources import Document, TextSource
 from titans_platform.data.tokenizer import Tokenizer
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 
 # Documents looked at before the first is placed: sources of fewer get an exact split with both sides filled
 WINDOW_DOCUMENTS = 256
@@ -160,7 +160,10 @@ def generate_items(
 
     if not any(task.weight for task in config.tasks):
         raise UsageError(f"{field}.tasks: every weight is 0; give one a weight above 0")
-    tasks = [build_generated(task) for task in config.tasks]
+    tasks = []
+    for i, task in enumerate(config.tasks):
+        with within(f"{field}.tasks.{i}"):
+            tasks.append(build_generated(task))
     names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
     turns = interleave([task.weight for task in config.tasks])
     length, rows = data.sequence_length, config.rows or 0
@@ -168,7 +171,8 @@ def generate_items(
         which = turns[i % len(turns)]
         # from strings: the same on every machine, and independent of the other tasks of the source
         rng = random.Random(f"{data.seed}/{names[which]}/{i}")
-        item = tasks[which].item(rng, length, tokenizer)
+        with within(f"{field}.tasks.{which}"):
+            item = tasks[which].item(rng, length, tokenizer)
         tokens, answers = encode_item(item, tokenizer, length)
         yield Encoded(np.asarray(tokens), np.asarray(answers, np.bool_), False, item.hash, (i + 1) / rows)
 

@@ -19,6 +19,10 @@ from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 
 
+class NotPrepared(UsageError):
+    """Data that nobody has prepared yet, as against data that are damaged."""
+
+
 class ItemHashes(Set[str]):
     """Hashes of the task items in training, as a set of 16 hex digits; eight bytes each."""
 
@@ -118,7 +122,7 @@ def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> Prep
         index = json.loads(path.read_text(encoding="utf-8"))
         kept, folders = str(index["tokenizer"]), [str(name) for name in index["sources"]]
     except FileNotFoundError:
-        raise UsageError(f"data: not prepared under {root}; run titans data prepare") from None
+        raise NotPrepared(f"data: not prepared under {root}; run titans data prepare") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: cannot be read; {AGAIN}") from error
     return open_folders(data, store, kept, folders, verify)

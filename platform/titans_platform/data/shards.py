@@ -24,7 +24,7 @@ SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
 HASHED_TOKENS = 2**20
 MANIFEST = "manifest.json"
-AGAIN = "run titans data prepare again"
+AGAIN = "delete its folder or run titans data prepare again"
 BoolArray = NDArray[np.bool_]
 
 

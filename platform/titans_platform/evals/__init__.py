@@ -17,7 +17,7 @@ from titans_platform.evals.registry import (
     eval_version,
     register,
 )
-from titans_platform.evals.runner import evaluate
+from titans_platform.evals.runner import evaluate, row_length
 from titans_platform.evals.scoring import Request, Score, Scorer
 
 TASK_MODULES = (babi, choice, lambada, lm_harness, needle, perplexity, reasoning, recall)
@@ -41,4 +41,5 @@ __all__ = [
     "eval_version",
     "evaluate",
     "register",
+    "row_length",
 ]

@@ -61,7 +61,7 @@ def evaluate(
             for label, task, multiples in labelled:
                 found = []
                 for multiple in multiples:
-                    length = max(2, round(multiple * sequence_length))
+                    length = row_length(multiple, sequence_length)
                     key = f"{column}/{label}@{length}"
                     if progress:
                         progress(key)
@@ -73,6 +73,11 @@ def evaluate(
             result["columns"][column] = fmean(values)
             result["chance"][column] = fmean(chances)
     return result
+
+
+def row_length(multiple: float, sequence_length: int) -> int:
+    """Tokens of an evaluation row that is ``multiple`` training rows long."""
+    return max(2, round(multiple * sequence_length))
 
 
 def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, tuple[float, ...]]]:

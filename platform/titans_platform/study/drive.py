@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from titans_platform.config import DataConfig, RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.loading import nearest
 from titans_platform.study import render
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
@@ -48,7 +48,7 @@ def open_study(
     overrides: Sequence[str] = (),
 ) -> Opened:
     """Read and check a study; cells get their names where the data are prepared already."""
-    from titans_platform.data import open_prepared
+    from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.provenance import commit
 
     found = load_study(study)
@@ -57,7 +57,7 @@ def open_study(
     opened = Opened(StudyRun(found, found.scale_name(scale), root.resolve(), commit()), tuple(cells))
     try:
         return _named(opened, lambda data: open_prepared(data, root.resolve()))
-    except UsageError:
+    except NotPrepared:
         return opened
 
 
@@ -78,12 +78,14 @@ def check(cells: Sequence[Cell]) -> None:
 def _check_tasks(config: RunConfig) -> None:
     from titans_platform.evals import build_generated, build_task
 
-    for tasks in config.eval.columns.values():
-        for task in tasks:
-            build_task(task)
-    for source in config.data.sources:
-        for task in source.tasks:
-            build_generated(task)
+    for column, tasks in config.eval.columns.items():
+        for i, task in enumerate(tasks):
+            with within(f"eval.columns.{column}.{i}"):
+                build_task(task)
+    for i, source in enumerate(config.data.sources):
+        for j, task in enumerate(source.tasks):
+            with within(f"data.sources.{i}.tasks.{j}"):
+                build_generated(task)
 
 
 def _empty_model(config: RunConfig) -> LanguageModel:
@@ -174,8 +176,11 @@ def run_study(
     opened: Opened, console: Console, *, rerun_stale: bool = False, concurrency: int | None = None
 ) -> Table:
     """Prepare data, run what is missing, draw the views. The table, complete or not."""
-    # what cannot be placed is refused before time goes into data
-    plan_study(opened, rerun_stale, concurrency)
+    # what cannot be placed, or logged, is refused before time goes into data
+    if plan_study(opened, rerun_stale, concurrency).todo:
+        from titans_platform.tracking import check_store
+
+        check_store(opened.run.root)
     with only_driver(opened.run):
         opened = _prepare(opened, console)
         plan = plan_study(opened, rerun_stale, concurrency)
@@ -191,13 +196,30 @@ def _prepare(opened: Opened, console: Console) -> Opened:
 
     with console.status("preparing data") as status:
 
-        def told(what: str, done: int, total: int, *rest: Any) -> None:
-            status.update(f"preparing data: {what} {done:,}/{total:,}")
+        def told(label: str, documents: int, tokens: int, done: float | None) -> None:
+            share = "" if done is None else f" ({done:.0%})"
+            status.update(f"preparing data: {label}: {documents:,} documents, {tokens:,} tokens{share}")
 
         def once(data: DataConfig) -> Any:
             return prepare(data, opened.run.root, progress=told)
 
-        return _named(opened, once)
+        named = _named(opened, once)
+        status.update("checking every row against the data")
+        _check_against_data(named)
+        return named
+
+
+def _check_against_data(opened: Opened) -> None:
+    """What a cell would find out on a worker, found here: one line, and no cell is begun."""
+    from titans_platform.data import open_prepared
+    from titans_platform.training.cell import check as check_run
+
+    workers = opened.run.study.scales[opened.run.scale_name].resources.workers
+    for row, config in {cell.row: cell.config for cell in opened.cells}.items():
+        try:
+            check_run(config, open_prepared(config.data, opened.run.root), workers)
+        except UsageError as error:
+            raise UsageError(f"row {row!r}: {error}") from None
 
 
 @contextmanager

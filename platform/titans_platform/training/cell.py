@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from titans_core import LanguageModel
 from titans_platform.config import RunConfig
 from titans_platform.data import PreparedData, open_prepared
-from titans_platform.errors import UsageError
-from titans_platform.evals import build_task, eval_version, evaluate
+from titans_platform.errors import UsageError, within
+from titans_platform.evals import GeneratedTask, build_task, eval_version, evaluate, row_length
 from titans_platform.provenance import commit
 from titans_platform.study.cells import CHECKPOINTS, PROGRESS, RESULT, CellFolder, write_json
 from titans_platform.training import checkpoint
@@ -68,16 +69,22 @@ def check(cfg: RunConfig, data: PreparedData, workers: int = 1) -> None:
         build_model(cfg, data)
     for column, tasks in cfg.eval.columns.items():
         for i, task in enumerate(tasks):
-            try:
-                build_task(task)
-            except UsageError as error:
-                raise UsageError(f"eval.columns.{column}.{i}.{error}") from None
+            with within(f"eval.columns.{column}.{i}"):
+                built = build_task(task)
+                if isinstance(built, GeneratedTask):
+                    _check_fits(built, task.lengths, cfg, data)
             if task.task == "perplexity":
                 data.validation(1)
     if cfg.optim.batch_rows < workers:
         raise UsageError(
             f"optim.batch_rows: {cfg.optim.batch_rows} rows cannot be shared by {workers} workers"
         )
+
+
+def _check_fits(task: GeneratedTask, lengths: tuple[float, ...], cfg: RunConfig, data: PreparedData) -> None:
+    """Make one item of each length: what does not fit would be found when the training is over."""
+    for multiple in lengths:
+        task.item(random.Random(0), row_length(multiple, cfg.data.sequence_length), data.tokenizer)
 
 
 def run_cell(
@@ -159,7 +166,8 @@ def _result(
         "config": cfg.model_dump(mode="json"),
         "data_fingerprint": data.fingerprint,
         "eval_version": eval_version(cfg.eval),
-        "commit": commit(),
+        # of the driver that began it: the tree may have moved on since
+        "commit": folder.commit() or commit(),
         **measured,
         "parameters": model.num_parameters(),
         "state_bytes": model.state_bytes(cfg.data.sequence_length),
