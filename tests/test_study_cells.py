@@ -9,7 +9,7 @@ import pytest
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.study.cells import CellFolder, write_json
+from titans_platform.study.cells import CellFolder, held, is_locked, write_json
 from titans_platform.study.plan import Machine, concurrency, make_plan
 from titans_platform.study.progress import View, clock, look
 from titans_platform.study.run import StudyRun, only_driver
@@ -140,6 +140,16 @@ def test_one_driver_a_study(tmp_path):
         pass
     with only_driver(run):
         pass
+
+
+def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
+    path = tmp_path / "study" / "lock"
+    assert not is_locked(path)
+    assert not path.parent.exists()
+    with held(path) as got:
+        assert got
+        assert is_locked(path)
+    assert not is_locked(path)
 
 
 def test_time_left_counts_only_work_done_since_the_start(tmp_path):

@@ -86,11 +86,7 @@ class CellFolder:
 
     def is_held(self) -> bool:
         """Whether a living process works on the cell."""
-        try:
-            with (self.path / "lock").open("r") as handle:
-                return not _try_lock(handle.fileno(), shared=True)
-        except OSError:
-            return False
+        return is_locked(self.path / "lock")
 
     def state(self) -> str:
         """One of done, running, failed, interrupted (begun, and nobody works on it), missing."""
@@ -160,6 +156,15 @@ def _try_lock(descriptor: int, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock; looking does not take it from anyone, and writes nothing."""
+    try:
+        with path.open("r") as handle:
+            return not _try_lock(handle.fileno(), shared=True)
+    except OSError:
+        return False
 
 
 @contextmanager

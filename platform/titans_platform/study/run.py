@@ -79,7 +79,8 @@ def naming(prepare: Callable[[DataConfig], PreparedData]) -> Callable[[RunConfig
 @contextmanager
 def only_driver(run: StudyRun) -> Iterator[None]:
     """Keep a second driver off the same study; the lock dies with the process."""
-    with held(run.folder / "lock") as got:
+    # longer than another shell's sweep status looks at it
+    with held(run.folder / "lock", timeout=2) as got:
         if not got:
             raise UsageError(f"{run.label}: another sweep run works on it under {run.root}; see sweep status")
         yield

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import validate
-from titans_platform.study.cells import held, read_json
+from titans_platform.study.cells import is_locked, read_json
 from titans_platform.study.progress import clock, counts, look, running_line
 from titans_platform.study.spec import Cell, load_study
 
@@ -25,11 +25,9 @@ def read_status(study: str, scale: str, root: Path) -> dict[str, Any]:
     if manifest is None:
         raise UsageError(f"{label}: nothing has run under {root}; start with titans sweep run")
     seen = look([_cell(entry) for entry in manifest["cells"]], root)
-    with held(folder / "lock") as free:
-        running = not free
     return {
         "study": label,
-        "running": running,
+        "running": is_locked(folder / "lock"),
         "counts": counts(seen),
         "cells": [
             {
