@@ -137,11 +137,26 @@ def test_missing_failed_and_stale_cells_are_marked(root):
     view = table(root)
     lines = "\n".join(printed(view))
     assert "LMM†" in lines
-    assert "† some cells were made by commit deadbeefdead" in lines
+    assert "† some cells were made by commit deadbeefdead;" in lines
     assert "6.00 1/2" in lines
     assert "w/o Persistent Memory: failed: ValueError: loss is nan" in lines
     assert view.missing == 3
     assert "— 0/2" in lines
+
+
+def test_a_changed_tree_is_not_shown_as_its_commit():
+    assert render.short("deadbeef" * 5) == "deadbeefdead"
+    assert render.short("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
+
+
+def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
+    for cell in cells():
+        worse = 0.02 if cell.row == "LMM" else 0.0
+        finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.12 - worse + 0.01 * cell.seed})
+    lines = [line.rstrip() for line in printed(table(root))]
+    at = lines.index("Reasoning: best w/o Persistent Memory, worst LMM;")
+    assert lines[at + 1] == "  2.8 pooled sd apart (2.8 by these two rows' own sd);"
+    assert lines[at + 2] == "  LMM 20.5 standard errors below chance"
 
 
 def test_every_number_leads_to_its_cell_and_run(full):

@@ -94,5 +94,7 @@ def _paper(axis: Axes, table: Table, key: str) -> None:
     axis.set_title("the paper's", loc="left", fontsize=10, color=PAPER)
     _plain(axis)
     axis.set_facecolor("#fbf8f1")
+    # half as wide as ours: fewer numbers fit below it
+    axis.locator_params(axis="x", nbins=3)
     if not axis.lines:
         axis.set_xticks([])

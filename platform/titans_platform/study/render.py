@@ -68,12 +68,19 @@ def footnotes(table: Table) -> list[str]:
     if table.scale.note:
         lines.append(" ".join(table.scale.note.split()))
     for commit, mark in footmarks(table).items():
-        lines.append(f"{mark} some cells were made by commit {commit[:12]}; --rerun-stale redoes them.")
+        lines.append(f"{mark} some cells were made by commit {short(commit)}; --rerun-stale redoes them.")
     for row in table.rows:
         lines.extend(f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures)
     if table.missing:
-        lines.append(f"{table.missing} cells have no result yet: the same sweep run makes only those.")
+        cells = "1 cell has" if table.missing == 1 else f"{table.missing} cells have"
+        lines.append(f"{cells} no result yet: the same sweep run makes only what is missing.")
     return lines
+
+
+def short(commit: str) -> str:
+    """A commit in 12 digits, and that the tree was changed after it where it was."""
+    head, dirty, _ = commit.partition("-dirty")
+    return head[:12] + dirty
 
 
 def _name(table: Table, row: TableRow) -> str:
@@ -109,7 +116,7 @@ def _chance_line(table: Table) -> list[str]:
 
 
 def terminal(table: Table, width: int = 80) -> RenderableType:
-    """The whole view for a terminal; 80 columns are enough, only a long row name is then broken."""
+    """The whole view for a terminal; at 80 columns only a long row name loses its end."""
     grid = RichTable(
         box=box.SIMPLE_HEAD,
         title=title(table),
@@ -124,11 +131,13 @@ def terminal(table: Table, width: int = 80) -> RenderableType:
     grid.add_column("para-\nmeters", justify="right", no_wrap=True, vertical="bottom")
     grid.add_column("state\nbytes", justify="right", no_wrap=True, vertical="bottom")
     for row, line in zip(table.rows, body(table), strict=True):
-        grid.add_row(*line, style="dim" if row.row.reference else "")
+        # one line a row: where there is no room a name loses its end
+        name = Text(line[0], no_wrap=True, overflow="ellipsis")
+        grid.add_row(name, *line[1:], style="dim" if row.row.reference else "")
     grid.add_section()
     grid.add_row(*_chance_line(table), style="italic dim")
     notes = [Text(note, style="dim") for note in footnotes(table)]
-    return Group(grid, *(Text(line) for line in summary_lines(table)), "", *notes)
+    return Group(grid, *(Text(_broken(clauses, width)) for clauses in _summaries(table)), "", *notes)
 
 
 def _stacked(column: Column) -> str:
@@ -145,22 +154,40 @@ def _times(value: float | None) -> str:
     return f"{value:.1f}"
 
 
-def summary_line(table: Table, found: Discrimination) -> str:
-    """One sentence on how far a column tells the rows apart."""
-    column = table.study.columns[found.column]
+def _clauses(table: Table, found: Discrimination) -> list[str]:
+    """How far a column tells the rows apart, in parts that a line should not break."""
+    title = table.study.columns[found.column].title
     if found.best == found.worst:
-        return f"{column.title}: all rows are equal"
-    line = f"{column.title}: best {found.best}, worst {found.worst}"
+        return [f"{title}: all rows are equal"]
+    parts = [f"{title}: best {found.best}, worst {found.worst}"]
     if found.gap is not None:
-        line += f", {_times(found.gap)} pooled sd apart ({_times(found.pair_gap)} by these two rows' own sd)"
+        parts += [f"{_times(found.gap)} pooled sd apart ({_times(found.pair_gap)} by these two rows' own sd)"]
     if found.above_chance is not None:
-        line += f"; {found.first} {_times(found.above_chance)} standard errors above chance"
-    return line
+        side = "above" if found.above_chance >= 0 else "below"
+        parts += [f"{found.first} {_times(abs(found.above_chance))} standard errors {side} chance"]
+    return parts
+
+
+def _summaries(table: Table) -> list[list[str]]:
+    return [_clauses(table, found) for found in discriminate(table)]
+
+
+def _broken(clauses: list[str], width: int) -> str:
+    """The clauses on as few lines as hold them whole, later lines indented."""
+    lines = [clauses[0]]
+    for clause in clauses[1:]:
+        longer = f"{lines[-1]}; {clause}"
+        if len(longer) < width:
+            lines[-1] = longer
+        else:
+            lines[-1] += ";"
+            lines.append(f"  {clause}")
+    return "\n".join(lines)
 
 
 def summary_lines(table: Table) -> list[str]:
     """Whether each column discriminates, a line a column."""
-    return [summary_line(table, found) for found in discriminate(table)]
+    return ["; ".join(clauses) for clauses in _summaries(table)]
 
 
 def markdown(table: Table) -> str:
@@ -184,7 +211,7 @@ def _provenance(table: Table) -> list[str]:
     for row in table.rows:
         for result in row.results:
             run = str(result.get("mlflow_run_id") or "—")
-            origin = [f"`{result['cell']}`", f"`{run}`", f"`{str(result['commit'])[:12]}`"]
+            origin = [f"`{result['cell']}`", f"`{run}`", f"`{short(str(result['commit']))}`"]
             lines.append(_md([row.row.name, str(result["seed"]), *origin]))
     return lines
 
