@@ -10,6 +10,9 @@ from typing import Any
 from titans_platform.errors import ClusterError
 from titans_platform.training.ray_trainer import quiet
 
+OBJECT_STORE = 128 * 2**20
+"""Bytes of Ray's object store; 75 MiB is the least Ray takes."""
+
 
 @contextmanager
 def session(cpus: float, gpus: float = 0, address: str | None = None) -> Iterator[None]:
@@ -26,10 +29,10 @@ def session(cpus: float, gpus: float = 0, address: str | None = None) -> Iterato
     if ray.is_initialized():
         yield
         return
+    # a cell is told its config and leaves files: the share of memory that Ray would take stays free
+    here = {"num_cpus": max(1, round(cpus)), "object_store_memory": OBJECT_STORE}
     # RAY_ADDRESS would turn the embedded default into a client of somebody's cluster
-    where: dict[str, Any] = (
-        {"address": address} if address else {"address": "local", "num_cpus": max(1, round(cpus))}
-    )
+    where: dict[str, Any] = {"address": address} if address else {"address": "local"} | here
     if gpus and not address:
         where["num_gpus"] = max(1, round(gpus))
     quiet()
