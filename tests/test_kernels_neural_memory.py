@@ -201,12 +201,13 @@ def test_packed_documents_are_separate_calls(backend, own_state):
     assert_close([*joined, *expected], [*packed, *found], 1e-12)
 
 
-# (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES); a step of the case below has states of 1536 bytes
+# (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES, CACHE_BYTES); a row of the case below has states of 384 bytes
 STORAGE = {
-    "states and work, one block": (2**30, 2**30, 2**30),
-    "states, blocks of two": (2**30, 0, 4000),
-    "states and work, blocks of one": (2**30, 2**30, 1),
-    "every few states": (3000, 0, 1),
+    "states and work, one block": (2**30, 2**30, 2**30, 2**30),
+    "states, blocks of two": (2**30, 0, 4000, 2**30),
+    "states and work, blocks of one step and head": (2**30, 2**30, 1, 1),
+    "every few states": (3000, 0, 1, 2**30),
+    "every few states, head by head": (3000, 0, 1, 1),
 }
 
 
@@ -218,7 +219,8 @@ def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, pac
     if packed:
         options["cu_seqlens"] = torch.tensor([0, 30, 32, 90])
     expected = case.run(backend="reference", **options)
-    for name, value in zip(("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES"), STORAGE[storage], strict=True):
+    names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
+    for name, value in zip(names, STORAGE[storage], strict=True):
         monkeypatch.setattr(chunked, name, value)
     assert_close(expected, case.run(backend="chunked", **options))
 

@@ -131,8 +131,8 @@ def _bound_backward(step: Step, l: int, bound: float | None) -> None:
     if bound is None:
         return
     d, dd, scale = step.d[l], step.dd[l], step.scale[l]
-    along = (d * dd).sum(-1, keepdim=True).mul_((scale < 1) / bound**2)
-    dd.addcmul_(d, along, value=-1).mul_(scale)
+    along = (d * dd).sum(-1, keepdim=True).mul_((scale > 1) / bound**2)
+    dd.addcmul_(d, along, value=-1).div_(scale)
 
 
 def _pair_sums(both: Tensor, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.backward import Step, curves, leaving, read_backward, step_backward
 from titans_kernels.memory.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.layout import Layout, equal_rows, packed
+from titans_kernels.memory.layout import EqualRows, Layout, Packed, Span
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.passes import Keys, Last, Reads, advance, cut, halves, keys_pass, read_pass
 
@@ -37,33 +37,22 @@ BLOCK_BYTES = 2 * 2**20
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """The same function as `reference.forget_and_learn`."""
-    q = inputs.q
+    batch, length = inputs.q.shape[:2]
     if options.cu_seqlens is None:
-        layout = equal_rows(q.shape[0], q.shape[1], options.chunk_size, q.device)
+        layout = EqualRows(options.chunk_size, batch, length)
     else:
-        layout = packed(options.cu_seqlens, options.chunk_size)
+        layout = Packed.of(options.cu_seqlens, options.chunk_size)
     state = [*weights, *momentum]
     if layout.order is not None:
         state = [x[layout.order] for x in state]
-    f, bound = ACTIVATIONS[options.activation], options.surprise_bound
-    at_once = _heads_at_once(state)
-    tokens = zip(*(x.split(at_once, 2) for x in inputs), strict=True)
-    heads = zip(*(x.split(at_once, 1) for x in state), strict=True)
-    done = [_Memory.apply(layout, f, bound, *map(layout.split, x), *s) for x, s in zip(tokens, heads, strict=True)]
-    y, *state = (torch.cat(parts, 1) for parts in zip(*done, strict=True)) if len(done) > 1 else done[0]
+    q, k, v, *gates = inputs
+    f = ACTIVATIONS[options.activation]
+    y, *state = _Memory.apply(layout, f, options.surprise_bound, q, k, v, torch.stack(gates, -1), *state)
     if layout.order is not None:
         back = layout.order.argsort()
         state = [x[back] for x in state]
     depth = len(weights)
-    return layout.join(y), tuple(state[:depth]), tuple(state[depth:])
-
-
-def _heads_at_once(state: Sequence[Tensor]) -> int:
-    """Heads are independent: on a CPU, as many at a time as its caches hold states of."""
-    if state[0].device.type != "cpu":
-        return state[0].shape[1]
-    per_head = sum(x[:, 0].numel() * x.element_size() for x in state)
-    return max(1, CACHE_BYTES * torch.get_num_threads() // per_head)
+    return y, tuple(state[:depth]), tuple(state[depth:])
 
 
 class Saved(NamedTuple):
@@ -74,86 +63,103 @@ class Saved(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the steps of a call are grouped into blocks, and what these keep for their backward."""
+    """How the work of a call is divided, and what each block keeps for its backward."""
 
-    blocks: list[tuple[int, int]]  # first and last + 1 step
+    heads: list[slice]
+    """Heads are independent; on a CPU, as many are taken at a time as its caches hold states of."""
+    steps: list[tuple[int, int]]
+    """First and last + 1 of each block."""
     keep_states: bool
 
     @staticmethod
-    def of(rows: tuple[int, ...], row_bytes: int) -> Plan:
-        """For steps of ``rows`` documents whose state takes ``row_bytes`` each."""
-        total, step_bytes = sum(rows) * row_bytes, rows[0] * row_bytes
+    def of(layout: Layout, state: Sequence[Tensor]) -> Plan:
+        """For a state of L weights and L momenta [N, H, D, F]."""
+        N, H = state[0].shape[:2]
+        row_bytes = sum(x[0, 0].nbytes for x in state)
+        steps, step_bytes = len(layout.rows), N * H * row_bytes
+        total = sum(layout.rows) * H * row_bytes
         # with very many steps, as many block starts are kept as a block has states
         stride = ceil(total / max(KEEP_BYTES, isqrt(total * step_bytes)))
-        size = max(stride, BLOCK_BYTES // step_bytes, 1)
-        blocks = [(i, min(i + size, len(rows))) for i in range(0, len(rows), size)]
-        return Plan(blocks, stride == 1)
+        at_once = H
+        if state[0].device.type == "cpu":
+            at_once = max(1, min(H, CACHE_BYTES * torch.get_num_threads() // (N * row_bytes)))
+        size = max(stride, BLOCK_BYTES // (N * at_once * row_bytes), 1)
+        return Plan(
+            [slice(i, min(i + at_once, H)) for i in range(0, H, at_once)],
+            [(i, min(i + size, steps)) for i in range(0, steps, size)],
+            stride == 1,
+        )
 
     def save(self, states: list[Tensor], keys: Keys, gates: Gates, reads: Reads, first: int) -> Saved:
         """What a block keeps; ``first`` is how many rows its first chunks take."""
         if not self.keep_states:
             return Saved([x[:first].clone() for x in states], None)
         rest = (keys, gates, reads)
-        return Saved(states, rest if _nbytes(rest) * len(self.blocks) <= KEEP_WORK_BYTES else None)
+        fits = _nbytes(rest) * len(self.steps) * len(self.heads) <= KEEP_WORK_BYTES
+        return Saved(states, rest if fits else None)
 
 
 class _Memory(torch.autograd.Function):
-    """Chunks [M, H, b, ...] and states [N, H, D, F] in the layout's order, to y and the states after."""
+    """q, k, v [B, T, H, D], the gates [B, T, H, 3] and states [N, H, D, F] to y and the states after."""
 
     @staticmethod
-    def forward(ctx, layout, f, bound, q, k, v, alpha, eta, theta, *state):
-        heads = q.shape[1]
-        inputs = [x.flatten(0, 1) for x in (q, k, v, alpha, eta, theta)]
-        current = _stack(state)
-        plan = Plan.of(layout.rows, sum(WS[0].nbytes for WS in current) * heads)
-        y, saved = torch.empty_like(inputs[2]), []
-        for span in plan.blocks:
-            block = _Block(span, heads, layout, inputs, f, bound)
-            states, keys = block.run(current)
-            y[block.rows], reads = read_pass(block.q, keys, states, block.gates, f)
-            if any(ctx.needs_input_grad):
-                saved.append(plan.save(states, keys, block.gates, reads, block.sizes[0]))
+    def forward(ctx, layout, f, bound, q, k, v, gates, *state):
+        inputs, after = (q, k, v, gates), [torch.empty_like(x) for x in state]
+        plan = Plan.of(layout, state)
+        y, saved = torch.empty(v.shape, dtype=v.dtype, device=v.device), []
+        for heads in plan.heads:
+            current = _stack(state, heads)
+            for steps in plan.steps:
+                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound)
+                states, keys = block.run(current)
+                reads_y, reads = read_pass(block.q, keys, states, block.gates, f)
+                layout.put(y, block.span, reads_y)
+                if any(ctx.needs_input_grad):
+                    saved.append(plan.save(states, keys, block.gates, reads, block.sizes[0]))
+            _unstack(current, heads, after)
         ctx.save_for_backward(*inputs)
-        ctx.plan, ctx.saved = plan, saved
-        ctx.layout, ctx.f, ctx.bound, ctx.heads = layout, f, bound, heads
-        return y.view_as(v), *_unstack(current, heads)
+        ctx.plan, ctx.saved, ctx.layout, ctx.f, ctx.bound = plan, saved, layout, f, bound
+        return y, *after
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *dstate):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(dy.device.type, enabled=False):
-            inputs = ctx.saved_tensors
-            carry, dy = _stack(dstate), dy.flatten(0, 1)
-            grads = [torch.empty_like(x) for x in inputs]
-            for span, saved in zip(reversed(ctx.plan.blocks), reversed(ctx.saved), strict=True):
-                block = _Block(span, ctx.heads, ctx.layout, inputs, ctx.f, ctx.bound, saved.rest)
-                results = block.backward(dy[block.rows], *block.recall(saved, ctx.plan.keep_states), carry)
-                for whole, piece in zip(grads, results, strict=True):
-                    whole[block.rows] = piece
-        dinputs = (g.unflatten(0, (-1, ctx.heads)) for g in grads)
-        return None, None, None, *dinputs, *_unstack(carry, ctx.heads)
+            layout, f, bound = ctx.layout, ctx.f, ctx.bound
+            inputs, before = ctx.saved_tensors, [torch.empty_like(x) for x in dstate]
+            grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+            saved = iter(reversed(ctx.saved))
+            for heads in reversed(ctx.plan.heads):
+                carry = _stack(dstate, heads)
+                for steps in reversed(ctx.plan.steps):
+                    kept = next(saved)
+                    block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound, kept.rest)
+                    recalled = block.recall(kept, ctx.plan.keep_states)
+                    results = block.backward(layout.take(dy, block.span), *recalled, carry)
+                    for whole, rows in zip(grads, results, strict=True):
+                        layout.put(whole, block.span, rows)
+                _unstack(carry, heads, before)
+        return None, None, None, *grads, *before
 
 
 class _Block:
-    """One run of steps: its share of the inputs [R, b, ...] and its coefficients.
+    """One run of steps of some heads: its share of the inputs [R, b, ...] and its coefficients.
 
     The states handed to it hold a row for each document and head, of which a step touches the first ones,
     those still running.
     """
 
     def __init__(
-        self, span: tuple[int, int], heads: int, layout: Layout, inputs: Sequence[Tensor], f: Activation,
-        bound: float | None, rest: tuple[Keys, Gates, Reads] | None = None,
+        self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
+        rest: tuple[Keys, Gates, Reads] | None = None,
     ):  # fmt: skip
-        self.f, self.bound = f, bound
-        first, here = sum(layout.rows[: span[0]]), layout.rows[span[0] : span[1]]
-        self.sizes = [n * heads for n in here]
-        self.rows = slice(first * heads, first * heads + sum(self.sizes))
-        self.q, self.k, self.v, alpha, eta, self.theta = (x[self.rows] for x in inputs)
-        self.gates = rest[1] if rest else coefficients(alpha, eta, self.theta)
-        end = layout.last_M[first : first + sum(here)].repeat_interleave(heads)
-        self.end = (torch.arange(end.shape[0], device=end.device), end)
-        g = self.gates
+        self.span, self.f, self.bound = span, f, bound
+        self.q, self.k, self.v, gates = (layout.take(x, span) for x in inputs)
+        alpha, eta, self.theta = gates.unbind(-1)
+        heads = span.heads.stop - span.heads.start
+        self.sizes = [n * heads for n in layout.rows[span.first : span.stop]]
+        self.gates = g = rest[1] if rest else coefficients(alpha, eta, self.theta)
+        self.end = layout.ends(span, sum(self.sizes))
         self.last = Last(
             *(x[self.end][:, :, None] for x in (g.C, g.N)),
             *(x[self.end][:, None, None] for x in (g.beta, g.m, g.h)),
@@ -191,7 +197,7 @@ class _Block:
     def backward(
         self, dy: Tensor, states: list[Tensor], keys: Keys, reads: Reads, carry: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, alpha, eta, theta; ``carry`` moves to the gradient of the first state."""
+        """Gradients of q, k, v and the gates; ``carry`` moves to the gradient of the first state."""
         grad = read_backward(dy, states, keys, reads, self.gates, self.f)
         dlast = [torch.zeros_like(grad.starts), dy.new_zeros(dy.shape[0], 2, 2)]
         whole = Step(
@@ -200,7 +206,8 @@ class _Block:
         )  # fmt: skip
         for size, pieces in zip(reversed(self.sizes), reversed(cut(whole, self.sizes)), strict=True):
             step_backward(Step(*pieces), [x[:size] for x in carry], self.bound)
-        return grad.q, grad.X[0], grad.d[-1] * -2, *self._gates_backward(grad.C, grad.starts, *dlast)
+        dgates = self._gates_backward(grad.C, grad.starts, *dlast)
+        return grad.q, grad.X[0], grad.d[-1] * -2, torch.stack(dgates, -1)
 
     def _gates_backward(self, dC: Tensor, dstarts: Tensor, dcn: Tensor, inner: Tensor) -> tuple[Tensor, ...]:
         """``dcn`` and ``inner``: gradients that reach C, N, beta, m and h in the row of the last token."""
@@ -214,16 +221,18 @@ class _Block:
         return coefficients_backward(self.theta, self.gates, dC, dN, dbeta, dm, dh)
 
 
-def _stack(state: Sequence[Tensor]) -> list[Tensor]:
-    """L weights and L momenta [N, H, D, F] to L stacks [N * H, 2 D, F], newly made."""
+def _stack(state: Sequence[Tensor], heads: slice) -> list[Tensor]:
+    """L weights and L momenta [N, H, D, F] to L stacks [N * heads, 2 D, F], newly made."""
     depth = len(state) // 2
-    return [torch.cat(pair, -2).flatten(0, 1) for pair in zip(state[:depth], state[depth:], strict=True)]
+    pairs = zip(state[:depth], state[depth:], strict=True)
+    return [torch.cat([W[:, heads], S[:, heads]], -2).flatten(0, 1) for W, S in pairs]
 
 
-def _unstack(stacks: Sequence[Tensor], heads: int) -> list[Tensor]:
-    """Inverse of `_stack`."""
-    pairs = [halves(x.unflatten(0, (-1, heads)), -2) for x in stacks]
-    return [pair[i].contiguous() for i in (0, 1) for pair in pairs]
+def _unstack(stacks: Sequence[Tensor], heads: slice, out: Sequence[Tensor]) -> None:
+    """Inverse of `_stack`, into ``out``."""
+    for l, x in enumerate(stacks):
+        W, S = halves(x.unflatten(0, (out[0].shape[0], -1)), -2)
+        out[l][:, heads], out[l + len(stacks)][:, heads] = W, S
 
 
 def _nbytes(parts: Sequence[Sequence[Tensor | Sequence[Tensor]]]) -> int:

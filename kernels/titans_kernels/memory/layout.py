@@ -1,95 +1,149 @@
-"""Chunk-major layout: all documents' first chunks, then all second chunks, and so on.
+"""How tokens are laid out in chunks, so that one step of the recurrence is a contiguous slice.
 
-A step of the recurrence is then a contiguous slice, whether the input is a batch of equal rows or packed
-documents of any lengths: documents are ordered by length, so those still running are always the first ones.
+Steps go through all documents' first chunks, then all second chunks, and so on, whether the input is a batch
+of equal rows or packed documents of any lengths: these are ordered by length, so those still running are
+always the first ones.
+Shapes: R rows (steps x documents x heads) of b tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How tokens map to chunks of one size.
+class Span(NamedTuple):
+    """A run of steps, ``first`` to ``stop`` - 1, of some heads."""
 
-    ``rows``: documents running at each step, never increasing. ``last_M``: index of the last valid token
-    in each chunk. ``order``: documents by falling length, or None where all have one length.
-    ``source``: for each place of [M * chunk_size] the packed token it holds, -1 for padding (varlen only).
+    first: int
+    stop: int
+    heads: slice
+
+
+Ends = tuple[slice | Tensor, int | Tensor]
+"""Index [R, b] of each row's last valid token."""
+
+
+@dataclass(frozen=True)
+class EqualRows:
+    """A batch of rows of one length; the last chunk of each may be short."""
+
+    chunk_size: int
+    batch: int
+    length: int
+    order = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Documents running at each step."""
+        return (self.batch,) * -(-self.length // self.chunk_size)
+
+    def take(self, x: Tensor, span: Span) -> Tensor:
+        """A span's share of x [B, T, H, ...] as rows [R, b, ...], padded with zeros."""
+        start, stop = span.first * self.chunk_size, span.stop * self.chunk_size
+        x = x[:, start:stop, span.heads]
+        if stop > self.length:
+            x = F.pad(x, [0, 0] * (x.ndim - 2) + [0, stop - self.length])
+        x = x.unflatten(1, (-1, self.chunk_size))  # [B, steps, b, H, ...]
+        return x.movedim((1, 3), (0, 2)).flatten(0, 2).contiguous()
+
+    def put(self, out: Tensor, span: Span, rows: Tensor) -> None:
+        """Inverse of `take`: rows [R, b, ...] to their places in ``out`` [B, T, H, ...]."""
+        start, stop = span.first * self.chunk_size, span.stop * self.chunk_size
+        rows = rows.unflatten(0, (span.stop - span.first, self.batch, -1)).movedim((0, 2), (1, 3))
+        place = out[:, start:stop, span.heads]
+        if stop > self.length:
+            place.copy_(rows.flatten(1, 2)[:, : self.length - start])
+        else:
+            place.unflatten(1, (-1, self.chunk_size)).copy_(rows)
+
+    def ends(self, span: Span, rows: int) -> Ends:
+        """Index of each of the ``rows`` rows' last valid token."""
+        if span.stop * self.chunk_size <= self.length:
+            return slice(None), self.chunk_size - 1
+        last = torch.full((rows,), self.chunk_size - 1)
+        last[-(rows // (span.stop - span.first)) :] = (self.length - 1) % self.chunk_size
+        return torch.arange(rows), last
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents of any lengths in one row.
+
+    ``rows``: documents running at each step, never increasing. ``order``: documents by falling length.
+    ``source``: for each place of [M, b], M chunks, the token it holds, -1 for padding. ``last_M``: index of
+    the last valid token in each chunk.
     """
 
     chunk_size: int
     rows: tuple[int, ...]
+    order: Tensor
+    source: Tensor
     last_M: Tensor
-    batch: int
-    length: int
-    order: Tensor | None = None
-    source: Tensor | None = None
-    place: Tensor | None = None
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, chunk_size: int) -> Packed:
+        """Document i is tokens cu_seqlens[i] to cu_seqlens[i + 1]."""
+        bounds = cu_seqlens.long().cpu()
+        lengths, order = torch.sort(bounds.diff(), descending=True, stable=True)
+        chunks = (lengths + chunk_size - 1) // chunk_size
+        steps = torch.arange(int(chunks[0]))
+        rows = (chunks[None] > steps[:, None]).sum(1)
+        step_M = torch.repeat_interleave(steps, rows)
+        document_M = torch.cat([torch.arange(n) for n in rows.tolist()])
+        valid_M = (lengths[document_M] - step_M * chunk_size).clamp(max=chunk_size)
+        token = torch.arange(chunk_size)
+        first_M = bounds[:-1][order][document_M] + step_M * chunk_size
+        source = torch.where(token < valid_M[:, None], first_M[:, None] + token, -1)
+        order, source, last = (x.to(cu_seqlens.device) for x in (order, source, valid_M - 1))
+        return Packed(chunk_size, tuple(rows.tolist()), order, source, last)
 
     @property
     def documents(self) -> int:
-        """Documents in the batch."""
+        """How many there are."""
         return self.rows[0]
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, H, ...] to chunks [M, H, chunk_size, ...], padded with zeros."""
-        if self.source is None:
-            steps = len(self.rows)
-            pad = steps * self.chunk_size - self.length
-            x = F.pad(x, [0, 0] * (x.ndim - 2) + [0, pad]) if pad else x
-            x = x.unflatten(1, (steps, self.chunk_size)).transpose(0, 1)  # [steps, B, chunk, H, ...]
-            return x.flatten(0, 1).transpose(1, 2).contiguous()
-        x = F.pad(x.flatten(0, 1), [0, 0] * (x.ndim - 2) + [0, 1])  # source -1 reads this row of zeros
-        return x[self.source].unflatten(0, (-1, self.chunk_size)).transpose(1, 2).contiguous()
+        """x [1, T, H, ...] in chunks [M, H, b, ...], padded with zeros; gradients flow."""
+        heads = slice(0, x.shape[2])
+        return self.take(x, Span(0, len(self.rows), heads)).unflatten(0, (-1, heads.stop))
 
     def join(self, x: Tensor) -> Tensor:
-        """Inverse of `split`: chunks [M, H, chunk_size, ...] to [B, T, H, ...]."""
-        x = x.transpose(1, 2)
-        if self.place is None:
-            x = x.unflatten(0, (len(self.rows), self.batch)).transpose(0, 1)
-            return x.flatten(1, 2)[:, : self.length]
-        return x.flatten(0, 1)[self.place][None]
+        """Inverse of `split`."""
+        place = torch.empty_like(self.source.flatten())
+        places = torch.arange(place.shape[0], device=place.device)
+        source, valid = self.source.flatten(), self.source.flatten() >= 0
+        place[source[valid]] = places[valid]
+        return x.transpose(1, 2).flatten(0, 1)[place[: int(valid.sum())]][None]
+
+    def _chunks(self, span: Span) -> slice:
+        first = sum(self.rows[: span.first])
+        return slice(first, first + sum(self.rows[span.first : span.stop]))
+
+    def take(self, x: Tensor, span: Span) -> Tensor:
+        """A span's share of x [1, T, H, ...] as rows [R, b, ...], padded with zeros."""
+        source = self.source[self._chunks(span)]
+        rows = x[0, :, span.heads][source.clamp(min=0)]  # [M, b, H, ...]
+        rows = torch.where((source < 0).view(*source.shape, *[1] * (x.ndim - 2)), 0, rows)
+        return rows.transpose(1, 2).flatten(0, 1).contiguous()
+
+    def put(self, out: Tensor, span: Span, rows: Tensor) -> None:
+        """Inverse of `take`: rows [R, b, ...] to their places in ``out`` [1, T, H, ...]."""
+        source = self.source[self._chunks(span)]
+        rows = rows.unflatten(0, (source.shape[0], -1)).transpose(1, 2)
+        valid = source >= 0
+        out[0, :, span.heads][source[valid]] = rows[valid]
+
+    def ends(self, span: Span, rows: int) -> Ends:
+        """Index of each of the ``rows`` rows' last valid token."""
+        last = self.last_M[self._chunks(span)]
+        last = last.repeat_interleave(rows // last.shape[0])
+        return torch.arange(rows, device=last.device), last
 
 
-@lru_cache(maxsize=64)
-def equal_rows(batch: int, length: int, chunk_size: int, device: torch.device) -> Layout:
-    """Layout of a batch of equal rows."""
-    steps = -(-length // chunk_size)
-    last = torch.full((steps * batch,), chunk_size - 1, dtype=torch.long, device=device)
-    last[(steps - 1) * batch :] = (length - 1) % chunk_size
-    return Layout(chunk_size, (batch,) * steps, last, batch, length)
-
-
-def packed(cu_seqlens: Tensor, chunk_size: int) -> Layout:
-    """Layout of documents packed into one row; document i is tokens cu_seqlens[i] to cu_seqlens[i + 1]."""
-    device = cu_seqlens.device
-    bounds = cu_seqlens.long().cpu()
-    lengths, order = torch.sort(bounds.diff(), descending=True, stable=True)
-    chunks = (lengths + chunk_size - 1) // chunk_size
-    steps = torch.arange(int(chunks[0]))
-    rows = (chunks[None] > steps[:, None]).sum(1)
-    step_M = torch.repeat_interleave(steps, rows)
-    document_M = torch.cat([torch.arange(int(n)) for n in rows])
-    valid_M = (lengths[document_M] - step_M * chunk_size).clamp(max=chunk_size)
-    first_M = bounds[:-1][order][document_M] + step_M * chunk_size
-    token = first_M[:, None] + torch.arange(chunk_size)
-    source = torch.where(torch.arange(chunk_size) < valid_M[:, None], token, -1).flatten()
-    place = torch.empty(int(bounds[-1]), dtype=torch.long)
-    used = source >= 0
-    place[source[used]] = torch.nonzero(used).flatten()
-    return Layout(
-        chunk_size,
-        tuple(rows.tolist()),
-        (valid_M - 1).to(device),
-        1,
-        int(bounds[-1]),
-        order.to(device),
-        source.to(device),
-        place.to(device),
-    )
+Layout = EqualRows | Packed
+packed = Packed.of

@@ -23,7 +23,7 @@ class Keys(NamedTuple):
     z: list[Tensor]  # its output before the non-linearity, l < L - 1 [R, b, F]
     d: list[Tensor]  # gradient of the loss with respect to z, bounded [R, b, F]
     E: list[Tensor]  # d_{l+1} W_{l+1}^T, l < L - 1 [R, b, F]
-    scale: list[Tensor]  # what the bound multiplied d by [R, b, 1]; empty without a bound
+    scale: list[Tensor]  # what the bound divided d by [R, b, 1]; empty without a bound
 
     @staticmethod
     def room(k: Tensor, WS: Sequence[Tensor], bound: float | None) -> Keys:
@@ -68,8 +68,7 @@ def keys_pass(keys: Keys, v: Tensor, WS: Sequence[Tensor], f: Activation, bound:
             f.through(E[l], z[l], out=d[l])
         if bound is not None:
             torch.linalg.vector_norm(d[l], dim=-1, keepdim=True, out=scale[l])
-            # a zero norm gives inf, clamped to 1
-            d[l].mul_(scale[l].reciprocal_().mul_(bound).clamp_(max=1))
+            d[l].div_(scale[l].div_(bound).clamp_(min=1))
 
 
 def advance(state: Sequence[Tensor], keys: Keys, last: Last) -> None:
@@ -124,5 +123,7 @@ def side_by_side(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def cut(parts: Iterable[Sequence[Tensor]], sizes: list[int]) -> list[list[list[Tensor]]]:
     """Lists of tensors [R, ...] cut along the rows: for each size a list of lists of views."""
+    if len(sizes) == 1:
+        return [[list(part) for part in parts]]
     pieces = [[x.split(sizes) for x in part] for part in parts]
     return [[[x[i] for x in part] for part in pieces] for i in range(len(sizes))]
