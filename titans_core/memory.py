@@ -18,6 +18,8 @@ from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import MemoryState, neural_memory, read_memory
 
 Carries = dict[str, Tensor]
+Record = dict[str, tuple[Tensor, int]]
+"""Telemetry of one call: of each quantity its sum, and what to divide it by."""
 
 
 class Writes(NamedTuple):
@@ -71,10 +73,14 @@ class NeuralMemory(nn.Module):
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
         self.w_o = nn.Linear(channels, d_model, bias=False)
-        self.recorder: list[dict[str, Tensor]] | None = None
+        self.recorder: list[Record] | None = None
 
     def forward(
-        self, x_BTD: Tensor, cache: MemoryCache | None = None, documents: Documents | None = None
+        self,
+        x_BTD: Tensor,
+        cache: MemoryCache | None = None,
+        documents: Documents | None = None,
+        padded: bool = False,
     ) -> tuple[Tensor, MemoryCache | None]:
         """Write and read each token: y_t = M_t(q_t) (eqs. 11-15), normalised, gated and projected.
 
@@ -82,6 +88,7 @@ class NeuralMemory(nn.Module):
             x_BTD: [B, T, D].
             cache: from `start` or an earlier call, cut anywhere; None starts from the initial weights.
             documents: borders of packed documents; each starts from ``cache``, which must then be fresh.
+            padded: some rows end in padding, which telemetry must not count.
 
         Returns:
             [B, T, D] and the cache after the last token, None when packed.
@@ -95,7 +102,7 @@ class NeuralMemory(nn.Module):
         writes = self._per_chunk(writes)
         opened = cache.open.k.shape[1]
         q_all = torch.cat([torch.zeros_like(cache.open.k), q], 1) if opened else q
-        y, cache = self._advance(q_all, writes, cache.start, carries)
+        y, cache = self._advance(q_all, writes, cache.start, carries, record=not padded)
         return self._output(y[:, opened:], x_BTD), cache
 
     def read(self, x_BTD: Tensor, cache: MemoryCache, carries: Carries) -> tuple[Tensor, Carries]:
@@ -122,7 +129,7 @@ class NeuralMemory(nn.Module):
             prefix = prefix_PD[None]
             q, carries = self._queries(prefix, carries)
             writes, carries = self._writes(prefix, carries)
-            _, state = self._operate(q, self._per_chunk(writes), state)
+            _, state = self._operate(q, self._per_chunk(writes), state, record=False)
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
         return MemoryCache(state, Writes(*map(grow, empty)), {n: grow(c) for n, c in carries.items()})
@@ -174,7 +181,7 @@ class NeuralMemory(nn.Module):
         return Writes(writes.k, writes.v, *(gate[:, first] for gate in writes[2:]))
 
     def _advance(
-        self, q: Tensor, writes: Writes, state: MemoryState, carries: Carries
+        self, q: Tensor, writes: Writes, state: MemoryState, carries: Carries, record: bool
     ) -> tuple[Tensor, MemoryCache]:
         """Write whole chunks into the state for good; the open chunk's tokens are kept beside it."""
         whole = q.shape[1] // self.config.chunk_size * self.config.chunk_size
@@ -183,10 +190,10 @@ class NeuralMemory(nn.Module):
         rest = Writes(*(w[:, whole:].clone() for w in writes))
         outputs = []
         if whole:
-            y, state = self._operate(q[:, :whole], done, state)
+            y, state = self._operate(q[:, :whole], done, state, record=record)
             outputs.append(y)
         if whole < q.shape[1]:
-            outputs.append(self._operate(q[:, whole:], rest, state)[0])
+            outputs.append(self._operate(q[:, whole:], rest, state, record=record)[0])
         return torch.cat(outputs, 1), MemoryCache(state, rest, carries)
 
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
@@ -202,7 +209,13 @@ class NeuralMemory(nn.Module):
         return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
 
     def _operate(
-        self, q: Tensor, writes: Writes, state: MemoryState, cu_seqlens: Tensor | None = None
+        self,
+        q: Tensor,
+        writes: Writes,
+        state: MemoryState,
+        cu_seqlens: Tensor | None = None,
+        *,
+        record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
         c = self.config
         call = lambda q: neural_memory(  # noqa: E731
@@ -210,25 +223,29 @@ class NeuralMemory(nn.Module):
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
         )  # fmt: skip
         y, after = call(q)
-        if self.recorder is not None:
-            self._record(call, writes, after)
+        if self.recorder is not None and record:
+            self._record(call, writes, after, cu_seqlens)
         return y, after
 
     @torch.no_grad()
-    def _record(self, call, writes: Writes, after: MemoryState) -> None:
+    def _record(self, call, writes: Writes, after: MemoryState, cu_seqlens: Tensor | None) -> None:
         """Telemetry; reading with the next token's key gives M_{t-1}(k_t), the prediction it surprises."""
         assert self.recorder is not None
         before, _ = call(torch.roll(writes.k, -1, 1))
-        error = (before[:, :-1] - writes.v[:, 1:]).float().square().sum(-1)
-        norm = lambda layers: torch.stack([s.square().sum((-1, -2, -3)) for s in layers]).sum(0).sqrt().mean()  # noqa: E731
+        errors = (before[:, :-1] - writes.v[:, 1:]).square().sum(-1)
+        if cu_seqlens is not None:  # the token before a document's first is not of its memory
+            inside = torch.ones(writes.k.shape[1], dtype=torch.bool, device=errors.device)
+            inside[cu_seqlens[:-1].long()] = False
+            errors = errors[:, inside[1:]]
+        tokens = writes.alpha[..., 0].numel()
+        norms = (torch.stack([s.square().sum((-1, -2, -3)) for s in part]).sum(0).sqrt() for part in after)
+        means = {name: gate.mean() for name, gate in zip(("alpha", "eta", "theta"), writes[2:], strict=True)}
         self.recorder.append(
             {
-                "surprise": error.mean() if error.numel() else error.new_zeros(()),
-                "alpha_mean": writes.alpha.mean(),
-                "eta_mean": writes.eta.mean(),
-                "theta_mean": writes.theta.mean(),
-                "weight_norm": norm(after.weights),
-                "momentum_norm": norm(after.momentum),
+                "surprise": (errors.sum(), errors.numel()),
+                **{f"{name}_mean": (mean * tokens, tokens) for name, mean in means.items()},
+                "weight_norm": (next(norms).mean() * tokens, tokens),
+                "momentum_norm": (next(norms).mean() * tokens, tokens),
             }
         )
 

@@ -68,11 +68,13 @@ class MAC(Block):
         cache = self.memory.start(batch)
         return MACState(cache, cache, cache.carries, None, 0)
 
-    def _segment(self, z_BTD: Tensor, state: MACState, position_BT: Tensor) -> tuple[Tensor, MACState]:
+    def _segment(
+        self, z_BTD: Tensor, state: MACState, position_BT: Tensor, padded: bool = False
+    ) -> tuple[Tensor, MACState]:
         """The next tokens of a segment, at most to its end."""
         r, carries = self.memory.read(z_BTD, state.segment, state.read_carries)
         y, keys = self.attention.segment(z_BTD, r, position_BT, state.open_keys, self.persistent_PD)
-        m, written = self.memory(y, state.written)
+        m, written = self.memory(y, state.written, padded=padded)
         o, seen = self.gate(y, m), state.seen + z_BTD.shape[1]
         if seen == self.segment_size:  # a multiple of the chunk: nothing of it is still open
             return o, MACState(written, written, carries, None, 0)
@@ -87,7 +89,9 @@ class MAC(Block):
         for step, rows in enumerate(layout.rows):
             state = _first_rows(state, rows)
             at = torch.arange(self.segment_size, device=x_BTD.device) + step * self.segment_size
-            o, state = self._segment(segments_MTD[first : first + rows], state, at[None])
+            here = slice(first, first + rows)
+            padded = bool((layout.last_M[here] < self.segment_size - 1).any())
+            o, state = self._segment(segments_MTD[here], state, at[None], padded)
             outputs.append(o)
             first += rows
         return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)
