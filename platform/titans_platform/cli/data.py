@@ -26,7 +26,7 @@ def data() -> None:
     """Turn sources into token shards, and look at them."""
 
 
-@data.command()
+@data.command(short_help="Tokenise sources into shards.")
 @config_argument
 @set_option
 @root_option
@@ -48,7 +48,7 @@ def prepare(config: Path, overrides: tuple[str, ...], root: Path, as_json: bool)
     _show(prepared, as_json)
 
 
-@data.command()
+@data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_argument
 @set_option
 @root_option

@@ -67,7 +67,7 @@ def _about(study: Study, path: Path) -> dict[str, Any]:
     }
 
 
-@sweep.command()
+@sweep.command(short_help="Show a study's rows, columns and sizes.")
 @click.argument("study")
 @scale_option
 @set_option
@@ -113,7 +113,7 @@ def _task_text(task: TaskConfig) -> str:
     return f"{task.task}{kind}{lengths}"
 
 
-@sweep.command()
+@sweep.command(short_help="Run the cells that are missing, then draw table and figure.")
 @click.argument("study")
 @scale_option
 @rows_option
@@ -164,7 +164,7 @@ def run(
     return 4 if table.missing else 0
 
 
-@sweep.command()
+@sweep.command(short_help="Tell how a study is going, running or dead.")
 @click.argument("study")
 @scale_option
 @root_option
@@ -185,7 +185,7 @@ def status(study: str, scale: str, root: Path, as_json: bool) -> None:
         print_status(found, Console())
 
 
-@sweep.command()
+@sweep.command(short_help="Draw a study's table and figure anew.")
 @click.argument("study")
 @scale_option
 @rows_option
