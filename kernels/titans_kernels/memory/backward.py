@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.gates import Gates
-from titans_kernels.memory.passes import Keys, Last, Reads, halves, side_by_side, weights_of
+from titans_kernels.memory.passes import Keys, Last, Reads, State, halves, side_by_side
 
 
 class ReadGrads(NamedTuple):
@@ -31,9 +31,11 @@ class Step(NamedTuple):
     """All that the backward of one chunk needs; lists are per layer, the last four are added to in place."""
 
     WS: list[Tensor]  # the state it starts from
+    W: list[Tensor]
     X: list[Tensor]
     d: list[Tensor]
     scale: list[Tensor]
+    held: list[Tensor]  # see `held`
     slope: list[Tensor]  # f'(z)
     bend: list[Tensor]  # f''(z) E
     leaving: list[Tensor]  # c X and n X, side by side
@@ -70,17 +72,17 @@ def read_backward(
     return ReadGrads(dx, dd, dX, dz, dC, dstarts)
 
 
-def step_backward(step: Step, carry: Sequence[Tensor], bound: float | None) -> None:
+def step_backward(step: Step, carry: State) -> None:
     """Backward of one chunk: ``carry`` goes from the gradient of the state after it to that before it."""
     update_backward(step, carry)
-    keys_backward(step, carry, bound)
+    keys_backward(step, carry)
 
 
-def update_backward(step: Step, carry: Sequence[Tensor]) -> None:
+def update_backward(step: Step, carry: State) -> None:
     """Backward of `advance`, and of the reads with respect to the state."""
     last = Last(*step.last)
     dcn, inner = step.dlast
-    for l, dafter in enumerate(carry):
+    for l, (dafter, dW, dS) in enumerate(zip(*carry, strict=True)):
         back = torch.bmm(step.d[l], dafter.mT)  # d dW'^T and d dS'^T, side by side
         dcn -= _pair_sums(back, step.X[l])
         left, right = halves(back, -1)
@@ -89,28 +91,27 @@ def update_backward(step: Step, carry: Sequence[Tensor]) -> None:
         rows = dafter.shape[0]
         # <dW', W>, <dW', S>; <dS', W>, <dS', S>
         inner.baddbmm_(dafter.view(rows, 2, -1), step.WS[l].view(rows, 2, -1).mT)
-        dW, dS = halves(dafter)
         dS.mul_(last.h).addcmul_(dW, last.m)
         dW.mul_(last.a)
         dafter.baddbmm_(step.scaled[l].mT, step.read_dz[l])
 
 
-def keys_backward(step: Step, carry: Sequence[Tensor], bound: float | None) -> None:
+def keys_backward(step: Step, carry: State) -> None:
     """Backward of `keys_pass`: up through the error's way down, then down through the keys' way up."""
-    depth = len(carry)
+    depth = len(carry.W)
     dW, dz = [], []
     for l in range(depth - 1):
-        _bound_backward(step, l, bound)
+        _bound_backward(step, l)
         dE = step.dd[l] * step.slope[l]
         dz.append(step.dd[l] * step.bend[l])
-        step.dd[l + 1].baddbmm_(dE, weights_of(step.WS[l + 1]))
+        step.dd[l + 1].baddbmm_(dE, step.W[l + 1])
         dW.append(torch.bmm(dE.mT, step.d[l + 1]))
-    _bound_backward(step, depth - 1, bound)
+    _bound_backward(step, depth - 1)
     dz.append(step.dd[-1] * 2)
     for l in range(depth - 1, -1, -1):
         X = step.X[l].mT
-        weights_of(carry[l]).add_(dW[l - 1].baddbmm_(X, dz[l]) if l else torch.bmm(X, dz[l]))
-        step.dX[l].baddbmm_(dz[l], weights_of(step.WS[l]).mT)
+        carry.W[l].add_(dW[l - 1].baddbmm_(X, dz[l]) if l else torch.bmm(X, dz[l]))
+        step.dX[l].baddbmm_(dz[l], step.W[l].mT)
         if l:
             dz[l - 1].addcmul_(step.dX[l], step.slope[l - 1])
 
@@ -126,15 +127,20 @@ def leaving(keys: Keys, last: Last) -> list[Tensor]:
     return [side_by_side(X, last.c, last.n) for X in keys.X]
 
 
-def _bound_backward(step: Step, l: int, bound: float | None) -> None:
+def held(keys: Keys, bound: float | None) -> list[Tensor]:
+    """1 / c^2 where the bound c held, else 0 [R, b, 1]: d (d . dd) times this is what it lets not pass."""
+    return [(scale > 1) / bound**2 for scale in keys.scale] if bound is not None else []
+
+
+def _bound_backward(step: Step, l: int) -> None:
     """Where the bound held, d = c u with u of norm 1: only what is across u passes."""
-    if bound is None:
+    if not step.scale:
         return
-    d, dd, scale = step.d[l], step.dd[l], step.scale[l]
-    along = (d * dd).sum(-1, keepdim=True).mul_((scale > 1) / bound**2)
-    dd.addcmul_(d, along, value=-1).div_(scale)
+    d, dd = step.d[l], step.dd[l]
+    along = (d * dd).sum(-1, keepdim=True).mul_(step.held[l])
+    dd.addcmul_(d, along, value=-1).div_(step.scale[l])
 
 
 def _pair_sums(both: Tensor, x: Tensor) -> Tensor:
     """Row sums of each half of ``both`` [R, b, 2 D] times x [R, b, D]: [R, b, 2]."""
-    return (both.unflatten(-1, (2, -1)) * x[:, :, None]).sum(-1)
+    return (both.view(*x.shape[:-1], 2, -1) * x.unsqueeze(-2)).sum(-1)

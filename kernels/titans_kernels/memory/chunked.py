@@ -19,20 +19,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.backward import Step, curves, leaving, read_backward, step_backward
+from titans_kernels.memory.backward import Step, curves, held, leaving, read_backward, step_backward
 from titans_kernels.memory.gates import Gates, coefficients, coefficients_backward
 from titans_kernels.memory.layout import EqualRows, Layout, Packed, Span
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.passes import Keys, Last, Reads, advance, cut, halves, keys_pass, read_pass
+from titans_kernels.memory.passes import (
+    Keys,
+    Last,
+    Reads,
+    State,
+    advance,
+    cut,
+    halves,
+    keys_pass,
+    read_pass,
+)
 
 KEEP_BYTES = 64 * 2**20
 """Chunk-start states up to this size are all kept for the backward pass; of more, every G-th."""
 KEEP_WORK_BYTES = 32 * 2**20
 """Everything else a call computes is kept too, rather than found again, while it is no more than this."""
-CACHE_BYTES = 512 * 2**10
-"""States that a core's cache holds beside the rest of a chunk's work."""
+CACHE_BYTES = 2**20
+"""States of one step, for each thread, that its cache holds beside the rest of a chunk's work."""
 BLOCK_BYTES = 2 * 2**20
-"""States of a block, where all are kept: small enough to stay in cache from one phase to the next."""
+"""States of a block, for each thread: more make fewer calls, but leave the cache between two phases."""
 
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -80,10 +90,9 @@ class Plan(NamedTuple):
         total = sum(layout.rows) * H * row_bytes
         # with very many steps, as many block starts are kept as a block has states
         stride = ceil(total / max(KEEP_BYTES, isqrt(total * step_bytes)))
-        at_once = H
-        if state[0].device.type == "cpu":
-            at_once = max(1, min(H, CACHE_BYTES * torch.get_num_threads() // (N * row_bytes)))
-        size = max(stride, BLOCK_BYTES // (N * at_once * row_bytes), 1)
+        on_cpu, threads = state[0].device.type == "cpu", torch.get_num_threads()
+        at_once = max(1, min(H, CACHE_BYTES * threads // (N * row_bytes))) if on_cpu else H
+        size = max(stride, BLOCK_BYTES * threads // (N * at_once * row_bytes), 1)
         return Plan(
             [slice(i, min(i + at_once, H)) for i in range(0, H, at_once)],
             [(i, min(i + size, steps)) for i in range(0, steps, size)],
@@ -104,42 +113,43 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layout, f, bound, q, k, v, gates, *state):
-        inputs, after = (q, k, v, gates), [torch.empty_like(x) for x in state]
+        inputs, after = [layout.split(x) for x in (q, k, v, gates)], [torch.empty_like(x) for x in state]
         plan = Plan.of(layout, state)
-        y, saved = torch.empty(v.shape, dtype=v.dtype, device=v.device), []
+        y, saved = layout.room(v), []
         for heads in plan.heads:
-            current = _stack(state, heads)
+            current = State.of(_stack(state, heads))
             for steps in plan.steps:
                 block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound)
                 states, keys = block.run(current)
-                reads_y, reads = read_pass(block.q, keys, states, block.gates, f)
-                layout.put(y, block.span, reads_y)
+                reads_y, reads = read_pass(block.q, keys, states.WS, block.gates, f)
+                _put(y, block.index, reads_y)
                 if any(ctx.needs_input_grad):
-                    saved.append(plan.save(states, keys, block.gates, reads, block.sizes[0]))
-            _unstack(current, heads, after)
-        ctx.save_for_backward(*inputs)
+                    saved.append(plan.save(states.WS, keys, block.gates, reads, block.sizes[0]))
+            _unstack(current.WS, heads, after)
+        ctx.save_for_backward(q, k, v, gates)
         ctx.plan, ctx.saved, ctx.layout, ctx.f, ctx.bound = plan, saved, layout, f, bound
-        return y, *after
+        return layout.join(y), *after
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *dstate):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(dy.device.type, enabled=False):
             layout, f, bound = ctx.layout, ctx.f, ctx.bound
-            inputs, before = ctx.saved_tensors, [torch.empty_like(x) for x in dstate]
-            grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+            inputs, dy = [layout.split(x) for x in ctx.saved_tensors], layout.split(dy)
+            before = [torch.empty_like(x) for x in dstate]
+            grads = [layout.room(x) for x in ctx.saved_tensors]
             saved = iter(reversed(ctx.saved))
             for heads in reversed(ctx.plan.heads):
-                carry = _stack(dstate, heads)
+                carry = State.of(_stack(dstate, heads))
                 for steps in reversed(ctx.plan.steps):
                     kept = next(saved)
                     block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound, kept.rest)
                     recalled = block.recall(kept, ctx.plan.keep_states)
-                    results = block.backward(layout.take(dy, block.span), *recalled, carry)
+                    results = block.backward(_take(dy, block.index), *recalled, carry)
                     for whole, rows in zip(grads, results, strict=True):
-                        layout.put(whole, block.span, rows)
-                _unstack(carry, heads, before)
-        return None, None, None, *grads, *before
+                        _put(whole, block.index, rows)
+                _unstack(carry.WS, heads, before)
+        return None, None, None, *(layout.join(x) for x in grads), *before
 
 
 class _Block:
@@ -153,8 +163,8 @@ class _Block:
         self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
         rest: tuple[Keys, Gates, Reads] | None = None,
     ):  # fmt: skip
-        self.span, self.f, self.bound = span, f, bound
-        self.q, self.k, self.v, gates = (layout.take(x, span) for x in inputs)
+        self.index, self.f, self.bound = layout.index(span), f, bound
+        self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)
         alpha, eta, self.theta = gates.unbind(-1)
         heads = span.heads.stop - span.heads.start
         self.sizes = [n * heads for n in layout.rows[span.first : span.stop]]
@@ -165,47 +175,48 @@ class _Block:
             *(x[self.end][:, None, None] for x in (g.beta, g.m, g.h)),
         )
 
-    def run(self, current: list[Tensor], to_the_end: bool = True) -> tuple[list[Tensor], Keys]:
+    def run(self, current: State, to_the_end: bool = True) -> tuple[State, Keys]:
         """Chunk after chunk: the states they start from [R, 2 D, F] and their keys; ``current`` moves on.
 
         Not ``to_the_end``, the state after the last chunk is left out.
         """
-        states = [x.new_empty(sum(self.sizes), *x.shape[1:]) for x in current]
-        keys = Keys.room(self.k, states, self.bound)
-        pieces = cut((*keys, [self.v], self.last, states), self.sizes)
-        for i, (*parts, (v,), last, start) in enumerate(pieces):
-            now = [x[: self.sizes[i]] for x in current]
-            for slot, x in zip(start, now, strict=True):
+        states = State.of([x.new_empty(sum(self.sizes), *x.shape[1:]) for x in current.WS])
+        keys = Keys.room(self.k, states.W, self.bound)
+        pieces = cut((*keys, [self.v], self.last, states.WS, states.W), self.sizes)
+        for i, (*parts, (v,), last, start, W) in enumerate(pieces):
+            now = current.first(self.sizes[i])
+            for slot, x in zip(start, now.WS, strict=True):
                 slot.copy_(x)
             here = Keys(*parts)
-            keys_pass(here, v, start, self.f, self.bound)
+            keys_pass(here, v, W, self.f, self.bound)
             if to_the_end or i < len(pieces) - 1:
                 advance(now, here, Last(*last))
         return states, keys
 
-    def recall(self, saved: Saved, keep_states: bool) -> tuple[list[Tensor], Keys, Reads]:
+    def recall(self, saved: Saved, keep_states: bool) -> tuple[State, Keys, Reads]:
         """States, keys and reads as they were in the forward pass."""
         if saved.rest:
-            return saved.states, saved.rest[0], saved.rest[2]
+            return State.of(saved.states), saved.rest[0], saved.rest[2]
         if keep_states:
-            states, keys = saved.states, Keys.room(self.k, saved.states, self.bound)
-            keys_pass(keys, self.v, states, self.f, self.bound)
+            states = State.of(saved.states)
+            keys = Keys.room(self.k, states.W, self.bound)
+            keys_pass(keys, self.v, states.W, self.f, self.bound)
         else:
-            states, keys = self.run([x.clone() for x in saved.states], to_the_end=False)
-        return states, keys, read_pass(self.q, keys, states, self.gates, self.f, top=False)[1]
+            states, keys = self.run(State.of([x.clone() for x in saved.states]), to_the_end=False)
+        return states, keys, read_pass(self.q, keys, states.WS, self.gates, self.f, top=False)[1]
 
     def backward(
-        self, dy: Tensor, states: list[Tensor], keys: Keys, reads: Reads, carry: list[Tensor]
+        self, dy: Tensor, states: State, keys: Keys, reads: Reads, carry: State
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and the gates; ``carry`` moves to the gradient of the first state."""
-        grad = read_backward(dy, states, keys, reads, self.gates, self.f)
+        grad = read_backward(dy, states.WS, keys, reads, self.gates, self.f)
         dlast = [torch.zeros_like(grad.starts), dy.new_zeros(dy.shape[0], 2, 2)]
         whole = Step(
-            states, keys.X, keys.d, keys.scale, *curves(keys, self.f), leaving(keys, self.last),
-            reads.scaled, grad.z, list(self.last), grad.X, grad.d, dlast,
+            states.WS, states.W, keys.X, keys.d, keys.scale, held(keys, self.bound), *curves(keys, self.f),
+            leaving(keys, self.last), reads.scaled, grad.z, list(self.last), grad.X, grad.d, dlast,
         )  # fmt: skip
         for size, pieces in zip(reversed(self.sizes), reversed(cut(whole, self.sizes)), strict=True):
-            step_backward(Step(*pieces), [x[:size] for x in carry], self.bound)
+            step_backward(Step(*pieces), carry.first(size))
         dgates = self._gates_backward(grad.C, grad.starts, *dlast)
         return grad.q, grad.X[0], grad.d[-1] * -2, torch.stack(dgates, -1)
 
@@ -219,6 +230,17 @@ class _Block:
         dm[self.end] += inner[:, 0, 1]
         dh[self.end] = inner[:, 1, 1]
         return coefficients_backward(self.theta, self.gates, dC, dN, dbeta, dm, dh)
+
+
+def _take(x: Tensor, index: tuple[slice, ...]) -> Tensor:
+    """Chunks at ``index``, which ends with the heads, as rows [R, b, ...]."""
+    return x[index].flatten(0, len(index) - 1).contiguous()
+
+
+def _put(x: Tensor, index: tuple[slice, ...], rows: Tensor) -> None:
+    """Inverse of `_take`, into ``x``."""
+    place = x[index]
+    place.copy_(rows.view(place.shape))
 
 
 def _stack(state: Sequence[Tensor], heads: slice) -> list[Tensor]:

@@ -6,6 +6,7 @@ Shapes: R rows (a chunk of one head), b tokens of a chunk.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,15 @@ class Gates(NamedTuple):
 def decay_products(r: Tensor) -> Tensor:
     """P[t, s] = r_{s+1} ... r_t for t >= s, else 0; r [..., b] gives [..., b, b]."""
     b = r.shape[-1]
-    later = torch.ones(b, b, dtype=torch.bool, device=r.device).triu_(1)
     # transposed, [s, t]: the running product is then over contiguous memory
-    return torch.where(later, r[..., None, :], 1).cumprod_(-1).triu_().mT
+    P = r[..., None, :].expand(*r.shape, b).masked_fill(_not_later(b, r.device), 1)
+    return P.cumprod_(-1).triu_().mT
+
+
+@lru_cache(maxsize=32)
+def _not_later(b: int, device: torch.device) -> Tensor:
+    """t <= s, at [s, t]."""
+    return torch.ones(b, b, dtype=torch.bool, device=device).tril_()
 
 
 def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:

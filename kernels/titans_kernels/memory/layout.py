@@ -3,7 +3,7 @@
 Steps go through all documents' first chunks, then all second chunks, and so on, whether the input is a batch
 of equal rows or packed documents of any lengths: these are ordered by length, so those still running are
 always the first ones.
-Shapes: R rows (steps x documents x heads) of b tokens.
+Shapes: M chunks (steps x documents), H heads, b tokens of a chunk; R rows, the chunks of some heads.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ class EqualRows:
         """Documents running at each step."""
         return (self.batch,) * -(-self.length // self.chunk_size)
 
-    def take(self, x: Tensor, span: Span) -> Tensor:
-        """A span's share of x [B, T, H, ...] as rows [R, b, ...], padded with zeros."""
-        start, stop = span.first * self.chunk_size, span.stop * self.chunk_size
-        x = x[:, start:stop, span.heads]
-        if stop > self.length:
-            x = F.pad(x, [0, 0] * (x.ndim - 2) + [0, stop - self.length])
-        x = x.unflatten(1, (-1, self.chunk_size))  # [B, steps, b, H, ...]
-        return x.movedim((1, 3), (0, 2)).flatten(0, 2).contiguous()
+    def split(self, x: Tensor) -> Tensor:
+        """x [B, T, H, ...] in chunks [steps, B, H, b, ...], padded with zeros; a view where T is whole."""
+        short = -self.length % self.chunk_size
+        x = F.pad(x, [0, 0] * (x.ndim - 2) + [0, short]) if short else x
+        return x.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
 
-    def put(self, out: Tensor, span: Span, rows: Tensor) -> None:
-        """Inverse of `take`: rows [R, b, ...] to their places in ``out`` [B, T, H, ...]."""
-        start, stop = span.first * self.chunk_size, span.stop * self.chunk_size
-        rows = rows.unflatten(0, (span.stop - span.first, self.batch, -1)).movedim((0, 2), (1, 3))
-        place = out[:, start:stop, span.heads]
-        if stop > self.length:
-            place.copy_(rows.flatten(1, 2)[:, : self.length - start])
-        else:
-            place.unflatten(1, (-1, self.chunk_size)).copy_(rows)
+    def join(self, x: Tensor) -> Tensor:
+        """Inverse of `split`."""
+        return x.movedim((0, 2), (1, 3)).flatten(1, 2)[:, : self.length]
+
+    def room(self, x: Tensor) -> Tensor:
+        """Chunks yet to be filled, as `split` gives of x; laid out so that `join` copies nothing."""
+        padded = len(self.rows) * self.chunk_size
+        empty = torch.empty(x.shape[0], padded, *x.shape[2:], dtype=x.dtype, device=x.device)
+        return empty.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
+
+    def index(self, span: Span) -> tuple[slice, ...]:
+        """Where a span's rows stand in what `split` gives."""
+        return slice(span.first, span.stop), slice(None), span.heads
 
     def ends(self, span: Span, rows: int) -> Ends:
         """Index of each of the ``rows`` rows' last valid token."""
@@ -109,34 +110,29 @@ class Packed:
 
     def split(self, x: Tensor) -> Tensor:
         """x [1, T, H, ...] in chunks [M, H, b, ...], padded with zeros; gradients flow."""
-        heads = slice(0, x.shape[2])
-        return self.take(x, Span(0, len(self.rows), heads)).unflatten(0, (-1, heads.stop))
+        padding = (self.source < 0).view(*self.source.shape, *[1] * (x.ndim - 2))
+        return torch.where(padding, 0, x[0, self.source.clamp(min=0)]).transpose(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
         """Inverse of `split`."""
-        place = torch.empty_like(self.source.flatten())
-        places = torch.arange(place.shape[0], device=place.device)
-        source, valid = self.source.flatten(), self.source.flatten() >= 0
-        place[source[valid]] = places[valid]
-        return x.transpose(1, 2).flatten(0, 1)[place[: int(valid.sum())]][None]
+        source = self.source.flatten()
+        valid = torch.nonzero(source >= 0).flatten()
+        place = torch.empty_like(valid)
+        place[source[valid]] = valid
+        return x.transpose(1, 2).flatten(0, 1)[place][None]
+
+    def room(self, x: Tensor) -> Tensor:
+        """Chunks yet to be filled, as `split` gives of x."""
+        M, b = self.source.shape
+        return torch.empty(M, x.shape[2], b, *x.shape[3:], dtype=x.dtype, device=x.device)
+
+    def index(self, span: Span) -> tuple[slice, ...]:
+        """Where a span's rows stand in what `split` gives."""
+        return self._chunks(span), span.heads
 
     def _chunks(self, span: Span) -> slice:
         first = sum(self.rows[: span.first])
         return slice(first, first + sum(self.rows[span.first : span.stop]))
-
-    def take(self, x: Tensor, span: Span) -> Tensor:
-        """A span's share of x [1, T, H, ...] as rows [R, b, ...], padded with zeros."""
-        source = self.source[self._chunks(span)]
-        rows = x[0, :, span.heads][source.clamp(min=0)]  # [M, b, H, ...]
-        rows = torch.where((source < 0).view(*source.shape, *[1] * (x.ndim - 2)), 0, rows)
-        return rows.transpose(1, 2).flatten(0, 1).contiguous()
-
-    def put(self, out: Tensor, span: Span, rows: Tensor) -> None:
-        """Inverse of `take`: rows [R, b, ...] to their places in ``out`` [1, T, H, ...]."""
-        source = self.source[self._chunks(span)]
-        rows = rows.unflatten(0, (source.shape[0], -1)).transpose(1, 2)
-        valid = source >= 0
-        out[0, :, span.heads][source[valid]] = rows[valid]
 
     def ends(self, span: Span, rows: int) -> Ends:
         """Index of each of the ``rows`` rows' last valid token."""

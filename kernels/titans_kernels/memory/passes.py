@@ -16,6 +16,24 @@ from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.gates import Gates
 
 
+class State(NamedTuple):
+    """Layers' weights and momenta, stacked and as views of the stacks."""
+
+    WS: list[Tensor]  # [R, 2 D, F]
+    W: list[Tensor]  # [R, D, F]
+    S: list[Tensor]  # [R, D, F]
+
+    @staticmethod
+    def of(stacks: list[Tensor]) -> State:
+        """Views of ``stacks``."""
+        pairs = [halves(x) for x in stacks]
+        return State(stacks, [p[0] for p in pairs], [p[1] for p in pairs])
+
+    def first(self, rows: int) -> State:
+        """Views of the first rows."""
+        return self if rows == self.WS[0].shape[0] else State.of([x[:rows] for x in self.WS])
+
+
 class Keys(NamedTuple):
     """What the keys do at the chunk's starting weights, per layer l."""
 
@@ -26,9 +44,9 @@ class Keys(NamedTuple):
     scale: list[Tensor]  # what the bound divided d by [R, b, 1]; empty without a bound
 
     @staticmethod
-    def room(k: Tensor, WS: Sequence[Tensor], bound: float | None) -> Keys:
+    def room(k: Tensor, W: Sequence[Tensor], bound: float | None) -> Keys:
         """Keys of k [R, b, D], yet to be filled by `keys_pass`."""
-        widths = [x.shape[-1] for x in WS]
+        widths = [x.shape[-1] for x in W]
         empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
         hidden = widths[:-1]
         scale = [] if bound is None else empty([1] * len(widths))
@@ -54,27 +72,26 @@ class Last(NamedTuple):
     h: Tensor  # [R, 1, 1]
 
 
-def keys_pass(keys: Keys, v: Tensor, WS: Sequence[Tensor], f: Activation, bound: float | None) -> None:
+def keys_pass(keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None) -> None:
     """Fill ``keys``: forward through the memory, then the error back: each token's gradient, as factors."""
     X, z, d, E, scale = keys
-    top = len(WS) - 1
+    top = len(W) - 1
     for l in range(top):
-        torch.bmm(X[l], weights_of(WS[l]), out=z[l])
+        torch.bmm(X[l], W[l], out=z[l])
         f.value(z[l], out=X[l + 1])
-    torch.baddbmm(v, X[top], weights_of(WS[top]), beta=-2, alpha=2, out=d[top])
+    torch.baddbmm(v, X[top], W[top], beta=-2, alpha=2, out=d[top])
     for l in range(top, -1, -1):
         if l < top:
-            torch.bmm(d[l + 1], weights_of(WS[l + 1]).mT, out=E[l])
+            torch.bmm(d[l + 1], W[l + 1].mT, out=E[l])
             f.through(E[l], z[l], out=d[l])
         if bound is not None:
             torch.linalg.vector_norm(d[l], dim=-1, keepdim=True, out=scale[l])
             d[l].div_(scale[l].div_(bound).clamp_(min=1))
 
 
-def advance(state: Sequence[Tensor], keys: Keys, last: Last) -> None:
+def advance(state: State, keys: Keys, last: Last) -> None:
     """W' = a W + m S - (c X)^T d and S' = h S - (n X)^T d, in place."""
-    for WS, X, d in zip(state, keys.X, keys.d, strict=True):
-        W, S = halves(WS)
+    for WS, W, S, X, d in zip(*state, keys.X, keys.d, strict=True):
         W.mul_(last.a).addcmul_(S, last.m)
         S.mul_(last.h)
         WS.baddbmm_(side_by_side(X, last.c, last.n).mT, d, alpha=-1)
@@ -107,11 +124,6 @@ def halves(WS: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
     return WS.narrow(dim, 0, half), WS.narrow(dim, half, half)
 
 
-def weights_of(WS: Tensor) -> Tensor:
-    """View of the weights [R, D, F] stacked in ``WS`` [R, 2 D, F]."""
-    return WS[:, : WS.shape[1] // 2]
-
-
 def side_by_side(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """x left and x right [R, b, 2 D]."""
     D = x.shape[-1]
@@ -125,5 +137,5 @@ def cut(parts: Iterable[Sequence[Tensor]], sizes: list[int]) -> list[list[list[T
     """Lists of tensors [R, ...] cut along the rows: for each size a list of lists of views."""
     if len(sizes) == 1:
         return [[list(part) for part in parts]]
-    pieces = [[x.split(sizes) for x in part] for part in parts]
+    pieces = [[torch.split_with_sizes(x, sizes) for x in part] for part in parts]
     return [[[x[i] for x in part] for part in pieces] for i in range(len(sizes))]
