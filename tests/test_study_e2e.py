@@ -15,6 +15,7 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.study.cells import CellFolder, read_json
+from titans_platform.study.render import DAGGERS
 from titans_platform.study.spec import expand, load_study
 from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
@@ -132,7 +133,7 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
 def _fields(printed: str, row: str) -> list[str]:
     """A row's numbers as they were printed, without the mark of another commit."""
     line = next(line for line in printed.splitlines() if line.startswith(row))
-    return line.replace("†", " ").split()
+    return line.translate(dict.fromkeys(map(ord, DAGGERS), " ")).split()
 
 
 def _alone(config: RunConfig, root: Path) -> dict:

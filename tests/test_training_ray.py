@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -98,3 +100,22 @@ def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_pa
     assert state["pid"] != killer.killed
     for key in ("final_train_loss", "columns", "telemetry"):
         assert result[key] == straight[key]
+
+
+TERMINATED = """
+import os, signal, sys, time
+from titans_platform.cli import _interrupt
+from titans_platform.training.ray_session import session
+signal.signal(signal.SIGTERM, _interrupt)
+try:
+    with session(1):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
+    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 130, ended.stderr

@@ -103,7 +103,7 @@ def execute(run: StudyRun, plan: Plan, console: Console) -> None:
     view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root)
     with showing(view, console), _aside(run.folder / "ray.log"):
         view.note = "opening the MLflow store"
-        store, tasks = _tasks(run, plan)
+        store, parent, tasks = _tasks(run, plan)
         for cell in plan.stale:
             if cell in plan.todo:
                 cell.folder(run.root).set_aside()
@@ -113,12 +113,19 @@ def execute(run: StudyRun, plan: Plan, console: Console) -> None:
                 view.note = "starting workers"
                 _tune(run, plan, tasks)
                 view.note = "ending Ray"
+        except BaseException:
+            # a study that ends by itself is closed with its table; this one would be shown as running
+            store.run(parent).close("KILLED")
+            raise
         finally:
             _settle(store, tasks)
 
 
-def _tasks(run: StudyRun, plan: Plan) -> tuple[Store, list[dict[str, Any]]]:
-    """What each trial is told; its MLflow run is created here, where there is one writer."""
+def _tasks(run: StudyRun, plan: Plan) -> tuple[Store, str, list[dict[str, Any]]]:
+    """The store, the parent run, and what each trial is told.
+
+    Their MLflow runs are created here, where there is one writer.
+    """
     from titans_platform.tracking import open_store
 
     store = open_store(run.root)
@@ -136,7 +143,7 @@ def _tasks(run: StudyRun, plan: Plan) -> tuple[Store, list[dict[str, Any]]]:
         }
         for cell in plan.todo
     ]
-    return store, tasks
+    return store, parent, tasks
 
 
 def _settle(store: Store, tasks: list[dict[str, Any]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,19 @@ from titans_platform.training.ray_trainer import quiet
 
 OBJECT_STORE = 128 * 2**20
 """Bytes of Ray's object store; 75 MiB is the least Ray takes."""
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray's start puts a handler on SIGTERM that aborts; put back what a scheduler's end should reach."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 @contextmanager
@@ -37,13 +52,14 @@ def session(cpus: float, gpus: float = 0, address: str | None = None) -> Iterato
         where["num_gpus"] = max(1, round(gpus))
     quiet()
     try:
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=True,
-            logging_level=logging.ERROR,
-            **where,
-        )
+        with _own_sigterm():
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=True,
+                logging_level=logging.ERROR,
+                **where,
+            )
     except Exception as error:
         raise ClusterError(
             f"Ray cluster {address or 'on this machine'}: {' '.join(str(error).split())}"
