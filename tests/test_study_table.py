@@ -144,6 +144,20 @@ def test_missing_failed_and_stale_cells_are_marked(root):
     assert "— 0/2" in lines
 
 
+def test_a_name_that_is_cut_keeps_its_mark(root):
+    for cell in cells():
+        finish(root, cell, commit="deadbeef", parameters=137_000_000)
+    view = table(root)
+    console = Console(width=52, file=io.StringIO())
+    console.print(render.terminal(view, 52))
+    lines = console.file.getvalue().splitlines()
+    cut = [line for line in lines if line.startswith("w/o")]
+    assert len(cut) == 1
+    assert "…†" in cut[0]
+    assert cut[0].endswith("137M 9.34K")
+    assert any(line.startswith("Transformer++†") for line in lines)
+
+
 def test_a_changed_tree_is_not_shown_as_its_commit():
     assert render.short("deadbeef" * 5) == "deadbeefdead"
     assert render.short("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"

@@ -7,7 +7,7 @@ import io
 import math
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -117,6 +117,17 @@ def _chance_line(table: Table) -> list[str]:
 
 def terminal(table: Table, width: int = 80) -> RenderableType:
     """The whole view for a terminal; at 80 columns only a long row name loses its end."""
+    names = [_name(table, row) for row in table.rows]
+    grid = _grid(table, names, width)
+    if (over := Console(width=1000).measure(grid).maximum - width) > 0:
+        # one line a row, and no number cut
+        room = max(map(len, names)) - over
+        grid = _grid(table, [_cut(name, room) for name in names], width)
+    notes = [Text(note, style="dim") for note in footnotes(table)]
+    return Group(grid, *(Text(_broken(clauses, width)) for clauses in _summaries(table)), "", *notes)
+
+
+def _grid(table: Table, names: list[str], width: int) -> RichTable:
     grid = RichTable(
         box=box.SIMPLE_HEAD,
         title=title(table),
@@ -130,14 +141,18 @@ def terminal(table: Table, width: int = 80) -> RenderableType:
         grid.add_column("paper", justify="right", style="dim", no_wrap=True, vertical="bottom")
     grid.add_column("para-\nmeters", justify="right", no_wrap=True, vertical="bottom")
     grid.add_column("state\nbytes", justify="right", no_wrap=True, vertical="bottom")
-    for row, line in zip(table.rows, body(table), strict=True):
-        # one line a row: where there is no room a name loses its end
-        name = Text(line[0], no_wrap=True, overflow="ellipsis")
+    for row, name, line in zip(table.rows, names, body(table), strict=True):
         grid.add_row(name, *line[1:], style="dim" if row.row.reference else "")
     grid.add_section()
     grid.add_row(*_chance_line(table), style="italic dim")
-    notes = [Text(note, style="dim") for note in footnotes(table)]
-    return Group(grid, *(Text(_broken(clauses, width)) for clauses in _summaries(table)), "", *notes)
+    return grid
+
+
+def _cut(name: str, room: int) -> str:
+    """The name in ``room`` characters where that leaves some of it; its marks stay."""
+    bare = name.rstrip(DAGGERS)
+    kept = room - 1 - (len(name) - len(bare))
+    return name if len(name) <= room or kept < 4 else f"{bare[:kept].rstrip()}…{name[len(bare) :]}"
 
 
 def _stacked(column: Column) -> str:
