@@ -148,8 +148,8 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
     for cell in cells():
         finish(root, cell, commit="deadbeef", parameters=137_000_000)
     view = table(root)
-    console = Console(width=52, file=io.StringIO())
-    console.print(render.terminal(view, 52))
+    console = Console(width=60, file=io.StringIO())
+    console.print(render.terminal(view, 60))
     lines = console.file.getvalue().splitlines()
     cut = [line for line in lines if line.startswith("w/o")]
     assert len(cut) == 1

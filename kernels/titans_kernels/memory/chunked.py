@@ -35,7 +35,7 @@ from titans_kernels.memory.passes import (
     read_pass,
 )
 
-KEEP_BYTES = 64 * 2**20
+KEEP_BYTES = 32 * 2**20
 """Chunk-start states up to this size are all kept for the backward pass; of more, every G-th."""
 KEEP_WORK_BYTES = 32 * 2**20
 """Everything else a call computes is kept too, rather than found again, while it is no more than this."""
@@ -66,10 +66,15 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 
 
 class Saved(NamedTuple):
-    """What a block leaves for its backward: each chunk's state, or the first's; the rest where it is kept."""
+    """What a block leaves for its backward.
 
-    states: list[Tensor]
-    rest: tuple[Keys, Gates, Reads] | None
+    The errors and the reads' hidden outputs cost most to find again for the space they take.
+    """
+
+    states: list[Tensor]  # of each chunk, or of the first
+    errors: list[Tensor]  # of the last layer: d and, with a bound, scale
+    outputs: list[Tensor]  # u of `Reads`
+    rest: tuple[Keys, Gates, Reads] | None  # where there is space for it
 
 
 class Plan(NamedTuple):
@@ -101,11 +106,12 @@ class Plan(NamedTuple):
 
     def save(self, states: list[Tensor], keys: Keys, gates: Gates, reads: Reads, first: int) -> Saved:
         """What a block keeps; ``first`` is how many rows its first chunks take."""
+        errors, outputs = [keys.d[-1], *keys.scale[-1:]], reads.u
         if not self.keep_states:
-            return Saved([x[:first].clone() for x in states], None)
+            return Saved([x[:first].clone() for x in states], errors, outputs, None)
         rest = (keys, gates, reads)
         fits = _nbytes(rest) * len(self.steps) * len(self.heads) <= KEEP_WORK_BYTES
-        return Saved(states, rest if fits else None)
+        return Saved(states, errors, outputs, rest if fits else None)
 
 
 class _Memory(torch.autograd.Function):
@@ -175,23 +181,29 @@ class _Block:
             *(x[self.end][:, None, None] for x in (g.beta, g.m, g.h)),
         )
 
-    def run(self, current: State, to_the_end: bool = True) -> tuple[State, Keys]:
+    def run(self, current: State, saved: Saved | None = None) -> tuple[State, Keys]:
         """Chunk after chunk: the states they start from [R, 2 D, F] and their keys; ``current`` moves on.
 
-        Not ``to_the_end``, the state after the last chunk is left out.
+        Where it is run again, from what was ``saved``, the state after the last chunk is left out.
         """
         states = State.of([x.new_empty(sum(self.sizes), *x.shape[1:]) for x in current.WS])
-        keys = Keys.room(self.k, states.W, self.bound)
+        keys = self._keys(states, saved)
         pieces = cut((*keys, [self.v], self.last, states.WS, states.W), self.sizes)
         for i, (*parts, (v,), last, start, W) in enumerate(pieces):
             now = current.first(self.sizes[i])
             for slot, x in zip(start, now.WS, strict=True):
                 slot.copy_(x)
             here = Keys(*parts)
-            keys_pass(here, v, W, self.f, self.bound)
-            if to_the_end or i < len(pieces) - 1:
+            keys_pass(here, v, W, self.f, self.bound, top_known=saved is not None)
+            if saved is None or i < len(pieces) - 1:
                 advance(now, here, Last(*last))
         return states, keys
+
+    def _keys(self, states: State, saved: Saved | None) -> Keys:
+        keys = Keys.room(self.k, states.W, self.bound)
+        if saved is not None:
+            keys.d[-1], keys.scale[-1:] = saved.errors[0], saved.errors[1:]
+        return keys
 
     def recall(self, saved: Saved, keep_states: bool) -> tuple[State, Keys, Reads]:
         """States, keys and reads as they were in the forward pass."""
@@ -199,11 +211,11 @@ class _Block:
             return State.of(saved.states), saved.rest[0], saved.rest[2]
         if keep_states:
             states = State.of(saved.states)
-            keys = Keys.room(self.k, states.W, self.bound)
-            keys_pass(keys, self.v, states.W, self.f, self.bound)
+            keys = self._keys(states, saved)
+            keys_pass(keys, self.v, states.W, self.f, self.bound, top_known=True)
         else:
-            states, keys = self.run(State.of([x.clone() for x in saved.states]), to_the_end=False)
-        return states, keys, read_pass(self.q, keys, states.WS, self.gates, self.f, top=False)[1]
+            states, keys = self.run(State.of([x.clone() for x in saved.states]), saved)
+        return states, keys, read_pass(self.q, keys, states.WS, self.gates, self.f, saved.outputs)[1]
 
     def backward(
         self, dy: Tensor, states: State, keys: Keys, reads: Reads, carry: State

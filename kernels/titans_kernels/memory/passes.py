@@ -72,15 +72,21 @@ class Last(NamedTuple):
     h: Tensor  # [R, 1, 1]
 
 
-def keys_pass(keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None) -> None:
-    """Fill ``keys``: forward through the memory, then the error back: each token's gradient, as factors."""
+def keys_pass(
+    keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False
+) -> None:
+    """Fill ``keys``: forward through the memory, then the error back: each token's gradient, as factors.
+
+    With ``top_known`` the last layer's d and scale are there already.
+    """
     X, z, d, E, scale = keys
     top = len(W) - 1
     for l in range(top):
         torch.bmm(X[l], W[l], out=z[l])
         f.value(z[l], out=X[l + 1])
-    torch.baddbmm(v, X[top], W[top], beta=-2, alpha=2, out=d[top])
-    for l in range(top, -1, -1):
+    if not top_known:
+        torch.baddbmm(v, X[top], W[top], beta=-2, alpha=2, out=d[top])
+    for l in range(top - top_known, -1, -1):
         if l < top:
             torch.bmm(d[l + 1], W[l + 1].mT, out=E[l])
             f.through(E[l], z[l], out=d[l])
@@ -98,24 +104,29 @@ def advance(state: State, keys: Keys, last: Last) -> None:
 
 
 def read_pass(
-    q: Tensor, keys: Keys, WS: Sequence[Tensor], gates: Gates, f: Activation, top: bool = True
+    q: Tensor,
+    keys: Keys,
+    WS: Sequence[Tensor],
+    gates: Gates,
+    f: Activation,
+    known: list[Tensor] | None = None,
 ) -> tuple[Tensor, Reads]:
     """Queries through the per-token weights: y [R, b, F] and what was met on the way.
 
-    Without ``top`` the last layer's product, which only y needs, is left out and y is empty.
+    ``known`` are the layers' outputs u, where they are there already; y is then empty.
     """
-    reads, y = Reads([q], [], [], []), q.new_empty(0)
+    reads, y = Reads([q], [], [], known or []), q.new_empty(0)
     for l, state in enumerate(WS):
         x = reads.x[l]
         reads.scaled.append(side_by_side(x, gates.beta[..., None], gates.m[..., None]))
         reads.scores.append(torch.bmm(x, keys.X[l].mT))
-        if l < len(WS) - 1 or top:
+        if known is None:
             y = torch.bmm(reads.scaled[l], state)
             y.baddbmm_(gates.C * reads.scores[l], keys.d[l], alpha=-1)
-        if l < len(WS) - 1:
             reads.u.append(y)
-            reads.x.append(f.value(y))
-    return y, reads
+        if l < len(WS) - 1:
+            reads.x.append(f.value(reads.u[l]))
+    return y, reads._replace(u=reads.u[: len(WS) - 1])
 
 
 def halves(WS: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
