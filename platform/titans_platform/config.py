@@ -18,7 +18,7 @@ class TaskConfig(Frozen):
     """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
 
     task: str
-    options: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     lengths: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Multiples of the training length; each is a separate measurement, and their mean the task's value."""
     weight: NonNegative = 1.0
@@ -90,7 +90,9 @@ class OptimConfig(Frozen):
 class EvalConfig(Frozen):
     """The columns of the table: each a list of tasks whose mean is the column's value."""
 
-    columns: dict[str, tuple[TaskConfig, ...]] = {"lm_ppl": (TaskConfig(task="perplexity"),)}
+    columns: dict[str, tuple[TaskConfig, ...]] = Field(
+        default_factory=lambda: {"lm_ppl": (TaskConfig(task="perplexity"),)}
+    )
     items: PositiveInt = 200
     """Items a task and length."""
     perplexity_tokens: PositiveInt = 65_536
