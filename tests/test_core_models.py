@@ -396,3 +396,14 @@ def test_unknown_variants_and_mixed_calls_are_named():
     state = m(tokens(1, 5)).state
     with pytest.raises(ValueError, match="document_starts"):
         m(tokens(1, 5), state, document_starts=torch.zeros(1, 5, dtype=torch.bool))
+
+
+def test_the_memory_is_a_layer_of_its_own():
+    torch.manual_seed(0)
+    layer = NeuralMemory(24, MemoryConfig(heads=3, chunk_size=8))
+    assert all(torch.isfinite(p).all() and p.abs().max() < 20 for p in layer.parameters())
+    x = torch.randn(2, 30, 24)
+    whole, _ = layer(x)
+    first, cache = layer(x[:, :13])
+    second, _ = layer(x[:, 13:], cache)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)

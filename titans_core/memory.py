@@ -50,9 +50,10 @@ class NeuralMemory(nn.Module):
     Args:
         d_model: width D of the input and output.
         config: what the memory is made of; `heads * head_dim` channels where head_dim is set.
+        initialized: False leaves that to the model it is part of, which knows its own depth.
     """
 
-    def __init__(self, d_model: int, config: MemoryConfig):
+    def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
         super().__init__()
         self.config = config
         self.head_dim = config.head_dim or d_model // config.heads
@@ -74,6 +75,10 @@ class NeuralMemory(nn.Module):
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
         self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: list[Record] | None = None
+        if initialized:
+            from titans_core.init import initialize  # which knows this class
+
+            initialize(self, n_layers=1)
 
     def forward(
         self,

@@ -14,7 +14,7 @@ class LMM(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.memory = NeuralMemory(config.d_model, config.memory)
+        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
 
     def mix(
         self, x_BTD: Tensor, state: MemoryCache | None, place: Place

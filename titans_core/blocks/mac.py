@@ -41,7 +41,7 @@ class MAC(Block):
         assert config.attention.segment_size is not None  # ModelConfig has seen to it
         self.segment_size = config.attention.segment_size
         self.attention = Attention(config.d_model, config.attention)
-        self.memory = NeuralMemory(config.d_model, config.memory)
+        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
         self.gate = Gate(config.d_model)
 
     def mix(self, x_BTD: Tensor, state: MACState | None, place: Place) -> tuple[Tensor, MACState | None]:

@@ -26,7 +26,7 @@ class MAG(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.attention = Attention(config.d_model, config.attention)
-        self.memory = NeuralMemory(config.d_model, config.memory)
+        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
         self.gate = Gate(config.d_model)
 
     def mix(self, x_BTD: Tensor, state: MAGState | None, place: Place) -> tuple[Tensor, MAGState]:

@@ -16,7 +16,7 @@ class MAL(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.memory = NeuralMemory(config.d_model, config.memory)
+        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
         self.attention = Attention(config.d_model, config.attention)
 
     def mix(self, x_BTD: Tensor, state: MAGState | None, place: Place) -> tuple[Tensor, MAGState]:
