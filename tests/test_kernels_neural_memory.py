@@ -228,20 +228,21 @@ def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, pac
     assert_close(list(once), list(torch.autograd.grad(functional(outputs), case.leaves)), 0)
 
 
-def kept_states(node) -> int:
-    """Bytes of states that the graph under ``node`` keeps for its backward pass."""
-    while not hasattr(node, "saved"):
-        node = next(parent for parent, _ in node.next_functions if parent is not None)
-    return sum(x.nbytes for saved in node.saved for x in saved.states)
+def kept_bytes(y: Tensor) -> int:
+    """Bytes that the graph of y keeps for the operator's backward pass."""
+    return sum(x.nbytes for x in y.grad_fn.saved_tensors)
 
 
 def test_long_sequences_keep_only_every_few_states(monkeypatch):
     monkeypatch.setattr(chunked, "BLOCK_BYTES", 1)
-    case = Case(256, 2)
-    run = lambda: neural_memory(*case.inputs, case.weights, chunk_size=1)[0].grad_fn  # noqa: E731
-    all_states = kept_states(run())
-    monkeypatch.setattr(chunked, "KEEP_BYTES", all_states // 8)
-    assert kept_states(run()) <= all_states // 8
+    monkeypatch.setattr(chunked, "KEEP_WORK_BYTES", 0)
+    case = Case(256, 1)
+    run = lambda: neural_memory(*case.inputs, case.weights, chunk_size=1)[0]  # noqa: E731
+    states = 256 * 2 * 2 * 3 * 3 * 8  # tokens x heads x (weights and momentum)
+    kept = kept_bytes(run())
+    assert kept > states
+    monkeypatch.setattr(chunked, "KEEP_BYTES", states // 8)
+    assert kept_bytes(run()) <= kept - states * 7 // 8
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

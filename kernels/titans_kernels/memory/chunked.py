@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.backward import Step, curves, held, leaving, read_backward, step_backward
@@ -74,7 +75,7 @@ class Saved(NamedTuple):
     states: list[Tensor]  # of each chunk, or of the first
     errors: list[Tensor]  # of the last layer: d and, with a bound, scale
     outputs: list[Tensor]  # u of `Reads`
-    rest: tuple[Keys, Gates, Reads] | None  # where there is space for it
+    rest: tuple[Keys, Gates, Reads] | tuple[()]  # where there is space for it
 
 
 class Plan(NamedTuple):
@@ -108,10 +109,10 @@ class Plan(NamedTuple):
         """What a block keeps; ``first`` is how many rows its first chunks take."""
         errors, outputs = [keys.d[-1], *keys.scale[-1:]], reads.u
         if not self.keep_states:
-            return Saved([x[:first].clone() for x in states], errors, outputs, None)
+            return Saved([x[:first].clone() for x in states], errors, outputs, ())
         rest = (keys, gates, reads)
         fits = _nbytes(rest) * len(self.steps) * len(self.heads) <= KEEP_WORK_BYTES
-        return Saved(states, errors, outputs, rest if fits else None)
+        return Saved(states, errors, outputs, rest if fits else ())
 
 
 class _Memory(torch.autograd.Function):
@@ -132,8 +133,10 @@ class _Memory(torch.autograd.Function):
                 if any(ctx.needs_input_grad):
                     saved.append(plan.save(states.WS, keys, block.gates, reads, block.sizes[0]))
             _unstack(current.WS, heads, after)
-        ctx.save_for_backward(q, k, v, gates)
-        ctx.plan, ctx.saved, ctx.layout, ctx.f, ctx.bound = plan, saved, layout, f, bound
+        # all through save_for_backward, which lets go of it as soon as the backward is done
+        kept, ctx.kept_as = tree_flatten(saved)
+        ctx.save_for_backward(q, k, v, gates, *kept)
+        ctx.plan, ctx.layout, ctx.f, ctx.bound = plan, layout, f, bound
         return layout.join(y), *after
 
     @staticmethod
@@ -141,16 +144,16 @@ class _Memory(torch.autograd.Function):
     def backward(ctx, dy, *dstate):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(dy.device.type, enabled=False):
             layout, f, bound = ctx.layout, ctx.f, ctx.bound
-            inputs, dy = [layout.split(x) for x in ctx.saved_tensors], layout.split(dy)
-            before = [torch.empty_like(x) for x in dstate]
-            grads = [layout.room(x) for x in ctx.saved_tensors]
-            saved = iter(reversed(ctx.saved))
+            q, k, v, gates, *kept = ctx.saved_tensors
+            inputs, dy = [layout.split(x) for x in (q, k, v, gates)], layout.split(dy)
+            grads, before = [layout.room(x) for x in (q, k, v, gates)], [torch.empty_like(x) for x in dstate]
+            saved = iter(reversed(tree_unflatten(kept, ctx.kept_as)))
             for heads in reversed(ctx.plan.heads):
                 carry = State.of(_stack(dstate, heads))
                 for steps in reversed(ctx.plan.steps):
-                    kept = next(saved)
-                    block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound, kept.rest)
-                    recalled = block.recall(kept, ctx.plan.keep_states)
+                    own = next(saved)
+                    block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound, own.rest)
+                    recalled = block.recall(own, ctx.plan.keep_states)
                     results = block.backward(_take(dy, block.index), *recalled, carry)
                     for whole, rows in zip(grads, results, strict=True):
                         _put(whole, block.index, rows)
@@ -167,7 +170,7 @@ class _Block:
 
     def __init__(
         self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
-        rest: tuple[Keys, Gates, Reads] | None = None,
+        rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
     ):  # fmt: skip
         self.index, self.f, self.bound = layout.index(span), f, bound
         self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)
