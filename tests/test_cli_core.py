@@ -127,7 +127,7 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
         (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
         (["train", "{yaml}", "--workers", "-1"], "--workers"),
         (["eval", "abc123"], "abc123: no such run under"),
-        (["eval", "../x"], "../x: no such run under"),
+        (["eval", "../no-such-run"], "../no-such-run: no such run under"),
     ],
 )
 def test_bad_usage_is_exit_2_one_line_and_nothing_written(
