@@ -1,0 +1,177 @@
+"""Kernels of the linear memory: chunks in sequence, the columns of the state divided over programs.
+
+A program carries ``[D, BV]`` of weights and momentum through a document in float32. With a surprise bound
+the norm of an error runs over all columns, which then belong to one program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titans_kernels.memory.triton.gates import Gates
+from titans_kernels.memory.triton.launch import launch
+from titans_kernels.memory.triton.pieces import (
+    dot,
+    keep_bounded,
+    load_rows,
+    load_tokens,
+    store_rows,
+    store_tokens,
+    through_bound,
+    tile_at,
+)
+from titans_kernels.memory.triton.shapes import Shape
+
+
+@triton.jit
+def _write(
+    q, k, v, start, C, gates, states, d, scale, y, after, documents, H, tokens,
+    D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
+    READ: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    nh, part = tl.program_id(0), tl.program_id(1)
+    n, h = nh // H, nh % H
+    first = tl.load(documents + 3 * n)
+    end = tl.load(documents + 3 * n + 1)
+    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    TYPE: tl.constexpr = k.dtype.element_ty
+    row, key = tl.arange(0, b), tl.arange(0, D)
+    column = part * BV + tl.arange(0, BV)
+    stride = tl.cast(tokens, tl.int64) * H
+    cell = tile_at(key, column, V)
+    mine = nh.to(tl.int64) * 2 * D * V
+    W = tl.load(start + mine + cell)
+    S = tl.load(start + mine + D * V + cell)
+    for t in range(first, end, b):
+        token, valid = t + row, t + row < end
+        if KEEP:
+            to = states + (m * H + h) * 2 * D * V + cell
+            tl.store(to, W.to(TYPE))
+            tl.store(to + D * V, S.to(TYPE))
+        k_tile = load_rows(k, token, valid, h, H, D, key)
+        z = dot(k_tile, W, TYPE, PRECISION)
+        error = 2 * (z - load_rows(v, token, valid, h, H, V, column).to(tl.float32))
+        error = tl.where(valid[:, None], error, 0.0)
+        if BOUND > 0:
+            over = keep_bounded(error, BOUND)
+            error = error / over[:, None]
+            if KEEP:
+                store_tokens(scale, over, token, valid, h, H)
+        if KEEP:
+            store_rows(d, error, token, valid, h, H, V, column)
+        if READ:
+            q_tile = load_rows(q, token, valid, h, H, D, key)
+            beta = load_tokens(gates, token, valid, h, H)
+            mix = load_tokens(gates + stride, token, valid, h, H)
+            C_bb = tl.load(C + (m * H + h) * b * b + tile_at(row, row, b))
+            scores = dot(q_tile, tl.trans(k_tile), TYPE, PRECISION)
+            out = beta[:, None] * dot(q_tile, W, TYPE, PRECISION)
+            out += mix[:, None] * dot(q_tile, S, TYPE, PRECISION)
+            out -= dot(C_bb * scores, error, TYPE, PRECISION)
+            store_rows(y, out, token, valid, h, H, V, column)
+        c = load_tokens(gates + 3 * stride, token, valid, h, H)
+        share = load_tokens(gates + 4 * stride, token, valid, h, H)
+        last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
+        keys = k_tile.to(tl.float32)
+        W = tl.load(last) * W + tl.load(last + stride) * S
+        W -= dot(tl.trans(keys * c[:, None]), error, TYPE, PRECISION)
+        S = tl.load(last + 2 * stride) * S
+        S -= dot(tl.trans(keys * share[:, None]), error, TYPE, PRECISION)
+        m += 1
+    tl.store(after + mine + cell, W)
+    tl.store(after + mine + D * V + cell, S)
+
+
+@triton.jit
+def _backward(
+    q, k, dy, gates, d, scale, dd_reads, dafter, dstates, dv, dtokens, dstart, documents, H, tokens,
+    D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    nh, part = tl.program_id(0), tl.program_id(1)
+    n, h = nh // H, nh % H
+    first = tl.load(documents + 3 * n)
+    end = tl.load(documents + 3 * n + 1)
+    count = (end - first + b - 1) // b
+    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    TYPE: tl.constexpr = k.dtype.element_ty
+    row, key = tl.arange(0, b), tl.arange(0, D)
+    column = part * BV + tl.arange(0, BV)
+    stride = tl.cast(tokens, tl.int64) * H
+    cell = tile_at(key, column, V)
+    mine = nh.to(tl.int64) * 2 * D * V
+    dW = tl.load(dafter + mine + cell)
+    dS = tl.load(dafter + mine + D * V + cell)
+    for i in range(count):
+        m -= 1
+        t = first + (count - 1 - i) * b
+        token, valid = t + row, t + row < end
+        to = dstates + (m * H + h) * 2 * D * V + cell
+        tl.store(to, dW.to(TYPE))
+        tl.store(to + D * V, dS.to(TYPE))
+        k_tile = load_rows(k, token, valid, h, H, D, key)
+        error = load_rows(d, token, valid, h, H, V, column).to(tl.float32)
+        to_W = dot(k_tile, dW, TYPE, PRECISION)
+        to_S = dot(k_tile, dS, TYPE, PRECISION)
+        mine_c = dtokens + (2 + 2 * part) * stride
+        store_tokens(mine_c, -tl.sum(to_W * error, 1), token, valid, h, H)
+        store_tokens(mine_c + stride, -tl.sum(to_S * error, 1), token, valid, h, H)
+        c = load_tokens(gates + 3 * stride, token, valid, h, H)
+        share = load_tokens(gates + 4 * stride, token, valid, h, H)
+        dd = load_rows(dd_reads, token, valid, h, H, V, column).to(tl.float32)
+        dd -= c[:, None] * to_W + share[:, None] * to_S
+        if BOUND > 0:
+            over = tl.where(valid, load_tokens(scale, token, valid, h, H), 1.0)
+            dd = through_bound(dd, error, tl.sum(dd * error, 1), over, BOUND)
+        store_rows(dv, -2 * dd, token, valid, h, H, V, column)
+        dy_tile = load_rows(dy, token, valid, h, H, V, column)
+        queries = load_rows(q, token, valid, h, H, D, key).to(tl.float32)
+        beta = load_tokens(gates, token, valid, h, H)
+        mix = load_tokens(gates + stride, token, valid, h, H)
+        last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
+        dS = tl.load(last + 2 * stride) * dS + tl.load(last + stride) * dW
+        dS += dot(tl.trans(queries * mix[:, None]), dy_tile, TYPE, PRECISION)
+        dW = tl.load(last) * dW + dot(tl.trans(queries * beta[:, None]), dy_tile, TYPE, PRECISION)
+        dW += dot(tl.trans(k_tile), 2 * dd, TYPE, PRECISION)
+    tl.store(dstart + mine + cell, dW)
+    tl.store(dstart + mine + D * V + cell, dS)
+
+
+def columns_per_program(shape: Shape, processors: int) -> int:
+    """BV: all columns under a bound, else the most that still give every processor a program."""
+    V = shape.layers[0].F
+    if shape.bound:
+        return V
+    for BV in (64, 32):
+        if V >= BV and shape.N * shape.H * (V // BV) >= processors:
+            return BV
+    return min(V, 16 if shape.b <= 64 else 32)
+
+
+def write(
+    shape: Shape, BV: int, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates,
+    states: Tensor, d: Tensor, scale: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
+) -> None:  # fmt: skip
+    """Chunk after chunk: fill ``after`` [N, H, size], with ``read`` y, with ``keep`` what a backward needs."""
+    layer = shape.layers[0]
+    launch(
+        _write, (shape.N * shape.H, layer.F // BV), q, k, v, start, gates.C, gates.tokens, states, d, scale,
+        y, after, shape.tables.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV, b=shape.b,
+        BOUND=shape.bound, READ=read, KEEP=keep, PRECISION=shape.precision, warps=shape.warps, stages=2,
+    )  # fmt: skip
+
+
+def backward(
+    shape: Shape, BV: int, q: Tensor, k: Tensor, dy: Tensor, gates: Gates, d: Tensor, scale: Tensor,
+    dd: Tensor, dafter: Tensor, dstates: Tensor, dv: Tensor, dtokens: Tensor, dstart: Tensor,
+) -> None:  # fmt: skip
+    """From the last chunk to the first: fill ``dv``, ``dstart``, ``dstates`` (the gradient of the state each
+    chunk leaves behind) and, a share for each program's columns, what c and n get of ``dtokens``."""
+    layer = shape.layers[0]
+    launch(
+        _backward, (shape.N * shape.H, layer.F // BV), q, k, dy, gates.tokens, d, scale, dd, dafter, dstates,
+        dv, dtokens, dstart, shape.tables.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV,
+        b=shape.b, BOUND=shape.bound, PRECISION=shape.precision, warps=shape.warps, stages=2,
+    )  # fmt: skip

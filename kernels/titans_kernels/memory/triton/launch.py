@@ -1,0 +1,52 @@
+"""One door to the device: every kernel starts here, or is written down instead for the ahead-of-time reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Launch(NamedTuple):
+    """A kernel as it would start: its arguments in order, then its constants by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Tensor | int | float, ...]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+_written_down: list[list[Launch]] = []
+
+
+@contextmanager
+def written_down() -> Iterator[list[Launch]]:
+    """Within, kernels do not start; what would have started is in the list."""
+    launches: list[Launch] = []
+    _written_down.append(launches)
+    try:
+        yield launches
+    finally:
+        _written_down.pop()
+
+
+def writing_down() -> bool:
+    """Whether kernels are written down at the moment, over tensors that may hold nothing."""
+    return bool(_written_down)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **constants: Any
+) -> None:
+    """Start ``kernel`` on the device of its first tensor."""
+    if _written_down:
+        _written_down[-1].append(Launch(kernel, grid, arguments, constants, warps, stages))
+        return
+    device = next(x.device for x in arguments if isinstance(x, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)

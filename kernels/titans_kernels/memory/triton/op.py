@@ -1,0 +1,150 @@
+"""The kernels as operators PyTorch knows: `titans::memory_triton` and its backward, an op of its own.
+
+Registered with a fake form and an autograd formula, so torch.compile, autocast, DDP and FSDP2 pass over them.
+The fake form runs the same host code with its kernels written down instead of started, so that the two can
+not disagree about a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.triton import phases
+from titans_kernels.memory.triton.launch import written_down
+from titans_kernels.memory.triton.phases import Kept, Tokens
+from titans_kernels.memory.triton.pieces import INTERPRETED
+from titans_kernels.memory.triton.shapes import Shape, flatten, layers_of, unflatten
+from titans_kernels.memory.triton.tables import chunk_count, tables
+
+KEEP_BYTES = 256 * 2**20
+"""Chunk-start states up to this size are kept for the backward pass; else it finds them again."""
+
+WIDTHS = (16, 32, 64, 128)
+HIDDEN = (16, 32, 64, 128, 256, 512)
+CHUNKS = (16, 32, 64, 128)
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusal(
+    q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
+) -> str | None:
+    """Why no kernel serves a call, or None where one does. ``dtype`` of the operands, else q's."""
+    if q.device.type != "cuda" and not INTERPRETED and q.device.type != "meta":
+        return f"tensors are on {q.device.type}, and Triton's interpreter is off"
+    if (dtype or q.dtype) not in TYPES:
+        return f"no kernel for {dtype or q.dtype}"
+    if chunk_size not in CHUNKS:
+        return f"chunk_size {chunk_size} is not one of {', '.join(map(str, CHUNKS))}"
+    hidden = {W.shape[-1] for W in weights[:-1]}
+    if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
+        return f"head widths {q.shape[-1]}, {v.shape[-1]} are not of {', '.join(map(str, WIDTHS))}"
+    if len(hidden) > 1:
+        return f"hidden widths {sorted(hidden)} differ"
+    if not hidden.issubset(HIDDEN):
+        return f"hidden width {hidden.pop()} is not one of {', '.join(map(str, HIDDEN))}"
+    return None
+
+
+def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """The same function as `reference.forget_and_learn`; the type of q is that of the operands."""
+    q, k, v, *gates = inputs
+    start = flatten(weights, momentum)
+    widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
+    y, after, *_ = torch.ops.titans.memory_triton(
+        q, k.to(q.dtype), v.to(q.dtype), *(x.float() for x in gates), start, options.cu_seqlens, widths,
+        options.chunk_size, options.activation, options.surprise_bound or 0.0, _keeps(q, start, options),
+    )  # fmt: skip
+    return y, *unflatten(after, layers_of(tuple(widths))[0])
+
+
+def _keeps(q: Tensor, start: Tensor, options: Options) -> bool:
+    """Whether what the backward needs is kept: where there will be one, and it is not too much."""
+    B, T, H, _ = q.shape
+    packed = options.cu_seqlens is not None
+    chunks = chunk_count(B * T, start.shape[0], options.chunk_size, packed)
+    return torch.is_grad_enabled() and chunks * H * start.shape[-1] * q.element_size() <= KEEP_BYTES
+
+
+def _shape(
+    q: Tensor, start: Tensor, cu_seqlens: Tensor | None, widths: Sequence[int], b: int, activation: str,
+    bound: float,
+) -> Shape:  # fmt: skip
+    B, T, H, _ = q.shape
+    layers, size = layers_of(tuple(widths))
+    found = tables(B, T, cu_seqlens, b, q.device)
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return Shape(
+        start.shape[0], H, B * T, found.chunks.shape[0], b, layers, size, activation, bound, precision, found
+    )
+
+
+def _flat(*xs: Tensor) -> list[Tensor]:
+    """[B, T, ...] to contiguous [B T, ...]."""
+    return [x.flatten(0, 1).contiguous() for x in xs]
+
+
+@torch.library.custom_op("titans::memory_triton", mutates_args=())
+def memory_triton(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, start: Tensor,
+    cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str, bound: float,
+    keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    """y, the state after [N, H, size], and, with ``keep``, what the backward needs."""
+    shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
+    x = Tokens(*_flat(q, k, v, alpha, eta, theta))
+    y, after, kept = phases.forward(shape, x, start.contiguous(), keep=keep)
+    return [y.view(v.shape), after, *kept]
+
+
+@torch.library.custom_op("titans::memory_triton_backward", mutates_args=())
+def memory_triton_backward(
+    dy: Tensor, dafter: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
+    start: Tensor, cu_seqlens: Tensor | None, kept: Sequence[Tensor], widths: Sequence[int],
+    chunk_size: int, activation: str, bound: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, alpha, eta, theta and start."""
+    shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
+    x = Tokens(*_flat(q, k, v, alpha, eta, theta))
+    found = Kept(*kept)
+    if not found.states.numel():
+        found = phases.recall(shape, x, start.contiguous())
+    *tokens, dstart = phases.backward(shape, x, found, *_flat(dy), dafter.contiguous())
+    return [*(d.view(y.shape) for d, y in zip(tokens, (q, k, v, alpha, eta, theta), strict=True)), dstart]
+
+
+def _fake(op):  # noqa: ANN001, ANN202
+    def fake(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        with written_down():
+            return op(*args, **kwargs)
+
+    return fake
+
+
+memory_triton.register_fake(_fake(memory_triton._init_fn))
+memory_triton_backward.register_fake(_fake(memory_triton_backward._init_fn))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    *tensors, widths, chunk_size, activation, bound, _ = inputs
+    _, _, *kept = output
+    ctx.save_for_backward(*tensors, *kept)
+    ctx.options = list(widths), chunk_size, activation, bound
+    ctx.set_materialize_grads(True)
+
+
+def _autograd(ctx, grads):  # noqa: ANN001, ANN202
+    *tensors, cu_seqlens = ctx.saved_tensors[:8]
+    kept = list(ctx.saved_tensors[8:])
+    dy, dafter = (
+        torch.zeros_like(x) if grad is None else grad
+        for grad, x in zip(grads[:2], (tensors[2], tensors[6]), strict=True)
+    )
+    found = torch.ops.titans.memory_triton_backward(dy, dafter, *tensors, cu_seqlens, kept, *ctx.options)
+    return *found, None, None, None, None, None, None
+
+
+memory_triton.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,117 @@
+"""What the kernels share: matrix products in the operands' type, the non-linearities, where a tile lies.
+
+Tokens are flat: row ``t`` of a tensor [tokens, H, width] belongs to head ``h`` at ``(t H + h) width``. A
+head's state is flat too: per layer its weights [D, F], then its momentum, row by row. Addresses are 64-bit.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+"""Whether kernels run in Triton's interpreter, which is settled when they are defined."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """a b with operands in TYPE, summed in float32."""
+    a = a.to(TYPE)
+    b = b.to(TYPE)
+    if _INTERPRETED:  # whose arithmetic in bfloat16 is wrong
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def value(z, ACTIVATION: tl.constexpr):
+    """f(z), z float32."""
+    if ACTIVATION == "silu":
+        return z * tl.sigmoid(z)
+    elif ACTIVATION == "gelu":
+        return 0.5 * z * (1 + tl.math.erf(z * 0.7071067811865476))
+    else:
+        return z
+
+
+@triton.jit
+def slope(z, ACTIVATION: tl.constexpr):
+    """f'(z), z float32."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(z)
+        return s * (1 + z * (1 - s))
+    elif ACTIVATION == "gelu":
+        density = tl.exp(-0.5 * z * z) * 0.3989422804014327
+        return 0.5 * (1 + tl.math.erf(z * 0.7071067811865476)) + z * density
+    else:
+        return tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def bend(z, ACTIVATION: tl.constexpr):
+    """f''(z), z float32."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(z)
+        return s * (1 - s) * (2 + z * (1 - 2 * s))
+    elif ACTIVATION == "gelu":
+        return tl.exp(-0.5 * z * z) * 0.3989422804014327 * (2 - z * z)
+    else:
+        return tl.zeros(z.shape, tl.float32)
+
+
+@triton.jit
+def rows_at(token, h, H, WIDTH: tl.constexpr, column):
+    """Offsets [b, columns] of tokens' rows in a tensor [tokens, H, WIDTH]."""
+    return (token.to(tl.int64)[:, None] * H + h) * WIDTH + column[None, :]
+
+
+@triton.jit
+def load_rows(pointer, token, valid, h, H, WIDTH: tl.constexpr, column):
+    """Rows [b, columns] of a tensor [tokens, H, WIDTH], zero where a token is not valid."""
+    return tl.load(pointer + rows_at(token, h, H, WIDTH, column), mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, x, token, valid, h, H, WIDTH: tl.constexpr, column):
+    """Inverse of `load_rows`, in the tensor's own type."""
+    at = rows_at(token, h, H, WIDTH, column)
+    tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def load_tokens(pointer, token, valid, h, H):
+    """A number [b] for each token from [tokens, H], float32, zero where a token is not valid."""
+    return tl.load(pointer + token.to(tl.int64) * H + h, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tokens(pointer, x, token, valid, h, H):
+    """Inverse of `load_tokens`."""
+    tl.store(pointer + token.to(tl.int64) * H + h, x, mask=valid)
+
+
+@triton.jit
+def tile_at(row, column, WIDTH: tl.constexpr):
+    """Offsets [rows, columns] in a matrix of WIDTH columns."""
+    return row[:, None] * WIDTH + column[None, :]
+
+
+@triton.jit
+def keep_bounded(g, BOUND: tl.constexpr):
+    """What to divide an error signal g [b, columns] by so that its norm is at most BOUND: [b]."""
+    return tl.maximum(tl.sqrt(tl.sum(g * g, 1)) / BOUND, 1.0)
+
+
+@triton.jit
+def through_bound(dd, d, along, scale, BOUND: tl.constexpr):
+    """Gradient before the bound from dd after it; where it held, only what is across d passes.
+
+    ``along`` [b] is the sum over all columns of d dd.
+    """
+    held = tl.where(scale > 1, along / (BOUND * BOUND), 0.0)
+    return (dd - d * held[:, None]) / scale[:, None]

@@ -1,0 +1,174 @@
+"""Kernels of the reads, one layer at a time, all chunks at once: queries through the per-token weights.
+
+    u = beta (x W) + m (x S) - ((x X^T) * C) d,   x the layer's input of the reads, X that of the keys
+
+and its backward. Everything of a chunk is found from its starting state, so programs are independent.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titans_kernels.memory.triton.gates import Gates
+from titans_kernels.memory.triton.launch import launch
+from titans_kernels.memory.triton.pieces import (
+    dot,
+    load_rows,
+    load_tokens,
+    rows_at,
+    slope,
+    store_rows,
+    store_tokens,
+    tile_at,
+    value,
+)
+from titans_kernels.memory.triton.shapes import Layer, Shape
+
+
+@triton.jit
+def _forward(
+    x, X, d, states, C, gates, out, chunks, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, b: tl.constexpr,
+    HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    m, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(chunks + 2 * m)
+    count = tl.load(chunks + 2 * m + 1)
+    if count == 0:
+        return
+    TYPE: tl.constexpr = d.dtype.element_ty
+    row = tl.arange(0, b)
+    token, valid = first + row, row < count
+    column = part * BF + tl.arange(0, BF)
+    stride = tl.cast(tokens, tl.int64) * H
+    state = states + (m.to(tl.int64) * H + h) * SIZE + AT
+    scores = tl.zeros((b, b), tl.float32)
+    from_W = tl.zeros((b, BF), tl.float32)
+    from_S = tl.zeros((b, BF), tl.float32)
+    for i in range(0, D, BD):
+        k = i + tl.arange(0, BD)
+        x_tile = load_rows(x, token, valid, h, H, D, k)
+        X_tile = load_rows(X, token, valid, h, H, D, k)
+        if HIDDEN:
+            x_tile = value(x_tile.to(tl.float32), ACTIVATION)
+            X_tile = value(X_tile.to(tl.float32), ACTIVATION)
+        scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
+        from_W += dot(x_tile, tl.load(state + tile_at(k, column, F)), TYPE, PRECISION)
+        from_S += dot(x_tile, tl.load(state + D * F + tile_at(k, column, F)), TYPE, PRECISION)
+    C_bb = tl.load(C + (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b))
+    beta = load_tokens(gates, token, valid, h, H)
+    mix = load_tokens(gates + stride, token, valid, h, H)
+    d_tile = load_rows(d, token, valid, h, H, F, column)
+    u = beta[:, None] * from_W + mix[:, None] * from_S - dot(C_bb * scores, d_tile, TYPE, PRECISION)
+    store_rows(out, u, token, valid, h, H, F, column)
+
+
+@triton.jit
+def _backward(
+    dz, x, X, d, states, C, gates, dx, dX, dd, dC, dtokens, chunks, H, tokens,
+    SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, b: tl.constexpr, HIDDEN: tl.constexpr, ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    m, h = tl.program_id(0), tl.program_id(1)
+    first = tl.load(chunks + 2 * m)
+    count = tl.load(chunks + 2 * m + 1)
+    if count == 0:
+        return
+    TYPE: tl.constexpr = d.dtype.element_ty
+    row = tl.arange(0, b)
+    token, valid = first + row, row < count
+    stride = tl.cast(tokens, tl.int64) * H
+    state = states + (m.to(tl.int64) * H + h) * SIZE + AT
+    at_C = (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b)
+    C_bb = tl.load(C + at_C)
+    beta = load_tokens(gates, token, valid, h, H)
+    mix = load_tokens(gates + stride, token, valid, h, H)
+    scores = tl.zeros((b, b), tl.float32)
+    for i in range(0, D, BD):
+        k = i + tl.arange(0, BD)
+        x_tile = load_rows(x, token, valid, h, H, D, k)
+        X_tile = load_rows(X, token, valid, h, H, D, k)
+        if HIDDEN:
+            x_tile = value(x_tile.to(tl.float32), ACTIVATION)
+            X_tile = value(X_tile.to(tl.float32), ACTIVATION)
+        scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
+    inner = tl.zeros((b, b), tl.float32)  # dz d^T
+    for j in range(0, F, BF):
+        f = j + tl.arange(0, BF)
+        dz_tile = load_rows(dz, token, valid, h, H, F, f)
+        d_tile = load_rows(d, token, valid, h, H, F, f)
+        inner += dot(dz_tile, tl.trans(d_tile), TYPE, PRECISION)
+        dd_tile = -dot(tl.trans(C_bb * scores), dz_tile, TYPE, PRECISION)
+        store_rows(dd, dd_tile, token, valid, h, H, F, f)
+    dC_bb = -inner * scores
+    if ADD:
+        dC_bb += tl.load(dC + at_C)
+    tl.store(dC + at_C, dC_bb)
+    dscores = -inner * C_bb
+    dbeta = tl.zeros((b,), tl.float32)
+    dmix = tl.zeros((b,), tl.float32)
+    for i in range(0, D, BD):
+        k = i + tl.arange(0, BD)
+        to_W = tl.zeros((b, BD), tl.float32)
+        to_S = tl.zeros((b, BD), tl.float32)
+        for j in range(0, F, BF):
+            f = j + tl.arange(0, BF)
+            dz_tile = load_rows(dz, token, valid, h, H, F, f)
+            to_W += dot(dz_tile, tl.trans(tl.load(state + tile_at(k, f, F))), TYPE, PRECISION)
+            to_S += dot(dz_tile, tl.trans(tl.load(state + D * F + tile_at(k, f, F))), TYPE, PRECISION)
+        u_tile = load_rows(x, token, valid, h, H, D, k).to(tl.float32)
+        X_tile = load_rows(X, token, valid, h, H, D, k)
+        x_tile = u_tile
+        if HIDDEN:
+            x_tile = value(u_tile, ACTIVATION)
+            X_tile = value(X_tile.to(tl.float32), ACTIVATION)
+        dbeta += tl.sum(to_W * x_tile, 1)
+        dmix += tl.sum(to_S * x_tile, 1)
+        dx_tile = beta[:, None] * to_W + mix[:, None] * to_S + dot(dscores, X_tile, TYPE, PRECISION)
+        if HIDDEN:
+            dx_tile = dx_tile * slope(u_tile, ACTIVATION)
+        store_rows(dx, dx_tile, token, valid, h, H, D, k)
+        store_rows(dX, dot(tl.trans(dscores), x_tile, TYPE, PRECISION), token, valid, h, H, D, k)
+    if ADD:
+        dbeta += load_tokens(dtokens, token, valid, h, H)
+        dmix += load_tokens(dtokens + stride, token, valid, h, H)
+    store_tokens(dtokens, dbeta, token, valid, h, H)
+    store_tokens(dtokens + stride, dmix, token, valid, h, H)
+
+
+def read_layer(
+    shape: Shape, layer: Layer, x: Tensor, X: Tensor, d: Tensor, states: Tensor, gates: Gates, out: Tensor
+) -> None:
+    """Fill ``out`` [tokens, H, F] with u of one layer.
+
+    ``x`` and ``X`` [tokens, H, D]: queries and keys, or in the layers above what the non-linearity makes
+    into their inputs. ``d`` [tokens, H, F]: the keys' errors. ``states`` [M, H, size]: chunk-start states.
+    """
+    BD, BF = min(layer.D, 64), min(layer.F, 64)
+    launch(
+        _forward, (shape.M, shape.H, layer.F // BF), x, X, d, states, gates.C, gates.tokens, out,
+        shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
+        BD=BD, BF=BF, b=shape.b, HIDDEN=layer.index > 0, ACTIVATION=shape.activation,
+        PRECISION=shape.precision, warps=shape.warps, stages=2,
+    )  # fmt: skip
+
+
+def read_layer_backward(
+    shape: Shape, layer: Layer, dz: Tensor, x: Tensor, X: Tensor, d: Tensor, states: Tensor, gates: Gates,
+    dx: Tensor, dX: Tensor, dd: Tensor, dC: Tensor, dtokens: Tensor,
+) -> None:  # fmt: skip
+    """From ``dz`` [tokens, H, F] fill ``dx``, ``dX`` and ``dd``; the top layer fills, others add to the rest.
+
+    ``dx`` [tokens, H, D] is the gradient of x as given, before the non-linearity. ``dC`` [M, H, b, b] and
+    ``dtokens`` [2.., tokens, H], of beta and m, are sums over layers.
+    """
+    BD, BF = min(layer.D, 64), min(layer.F, 64)
+    launch(
+        _backward, (shape.M, shape.H), dz, x, X, d, states, gates.C, gates.tokens, dx, dX, dd, dC, dtokens,
+        shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
+        BD=BD, BF=BF, b=shape.b, HIDDEN=layer.index > 0, ADD=layer.index < shape.depth - 1,
+        ACTIVATION=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=2,
+    )  # fmt: skip

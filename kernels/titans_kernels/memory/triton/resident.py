@@ -1,0 +1,244 @@
+"""Kernels of a memory of two layers whose whole state stays in the registers of one program.
+
+A program carries both layers' weights and momentum, ``[D, F]`` and ``[F, V]`` of widths up to 64, through a
+document in float32: 64 KB at most. Numbered from 1: layer 1 takes keys, layer 2 gives values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titans_kernels.memory.triton.gates import Gates
+from titans_kernels.memory.triton.launch import launch
+from titans_kernels.memory.triton.pieces import (
+    bend,
+    dot,
+    keep_bounded,
+    load_rows,
+    load_tokens,
+    slope,
+    store_rows,
+    store_tokens,
+    through_bound,
+    tile_at,
+    value,
+)
+from titans_kernels.memory.triton.shapes import Shape
+
+
+@triton.jit
+def _write(
+    q, k, v, start, C, gates, states, z, d1, d2, scale, u, y, after, documents, H, tokens,
+    D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
+    READ: tl.constexpr, KEEP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    nh = tl.program_id(0)
+    n, h = nh // H, nh % H
+    first = tl.load(documents + 3 * n)
+    end = tl.load(documents + 3 * n + 1)
+    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    TYPE: tl.constexpr = k.dtype.element_ty
+    SIZE: tl.constexpr = 2 * F * (D + V)
+    row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
+    stride = tl.cast(tokens, tl.int64) * H
+    cell1 = tile_at(key, hidden, F)
+    cell2 = 2 * D * F + tile_at(hidden, column, V)
+    mine = start + nh.to(tl.int64) * SIZE
+    W1 = tl.load(mine + cell1)
+    S1 = tl.load(mine + D * F + cell1)
+    W2 = tl.load(mine + cell2)
+    S2 = tl.load(mine + F * V + cell2)
+    for t in range(first, end, b):
+        token, valid = t + row, t + row < end
+        if KEEP:
+            to = states + (m * H + h) * SIZE
+            tl.store(to + cell1, W1.to(TYPE))
+            tl.store(to + D * F + cell1, S1.to(TYPE))
+            tl.store(to + cell2, W2.to(TYPE))
+            tl.store(to + F * V + cell2, S2.to(TYPE))
+        k_tile = load_rows(k, token, valid, h, H, D, key)
+        z_tile = dot(k_tile, W1, TYPE, PRECISION)
+        X = value(z_tile, ACTIVATION).to(TYPE)
+        values = load_rows(v, token, valid, h, H, V, column).to(tl.float32)
+        error2 = tl.where(valid[:, None], 2 * (dot(X, W2, TYPE, PRECISION) - values), 0.0)
+        if BOUND > 0:
+            over2 = keep_bounded(error2, BOUND)
+            error2 = error2 / over2[:, None]
+        error2 = error2.to(TYPE)
+        error1 = dot(error2, tl.trans(W2), TYPE, PRECISION) * slope(z_tile, ACTIVATION)
+        if BOUND > 0:
+            over1 = keep_bounded(error1, BOUND)
+            error1 = error1 / over1[:, None]
+            if KEEP:
+                store_tokens(scale, over1, token, valid, h, H)
+                store_tokens(scale + stride, over2, token, valid, h, H)
+        error1 = error1.to(TYPE)
+        if KEEP:
+            store_rows(z, z_tile, token, valid, h, H, F, hidden)
+            store_rows(d1, error1, token, valid, h, H, F, hidden)
+            store_rows(d2, error2, token, valid, h, H, V, column)
+        if READ:
+            beta = load_tokens(gates, token, valid, h, H)[:, None]
+            mix = load_tokens(gates + stride, token, valid, h, H)[:, None]
+            C_bb = tl.load(C + (m * H + h) * b * b + tile_at(row, row, b))
+            x = load_rows(q, token, valid, h, H, D, key)
+            u_tile = beta * dot(x, W1, TYPE, PRECISION) + mix * dot(x, S1, TYPE, PRECISION)
+            scores = C_bb * dot(x, tl.trans(k_tile), TYPE, PRECISION)
+            u_tile -= dot(scores, error1, TYPE, PRECISION)
+            if KEEP:
+                store_rows(u, u_tile, token, valid, h, H, F, hidden)
+            x = value(u_tile, ACTIVATION).to(TYPE)
+            out = beta * dot(x, W2, TYPE, PRECISION) + mix * dot(x, S2, TYPE, PRECISION)
+            scores = C_bb * dot(x, tl.trans(X), TYPE, PRECISION)
+            out -= dot(scores, error2, TYPE, PRECISION)
+            store_rows(y, out, token, valid, h, H, V, column)
+        c = load_tokens(gates + 3 * stride, token, valid, h, H)[:, None]
+        share = load_tokens(gates + 4 * stride, token, valid, h, H)[:, None]
+        last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
+        a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
+        keys = k_tile.to(tl.float32)
+        W1 = a * W1 + mix_out * S1 - dot(tl.trans(keys * c), error1, TYPE, PRECISION)
+        S1 = keep * S1 - dot(tl.trans(keys * share), error1, TYPE, PRECISION)
+        keys = X.to(tl.float32)
+        W2 = a * W2 + mix_out * S2 - dot(tl.trans(keys * c), error2, TYPE, PRECISION)
+        S2 = keep * S2 - dot(tl.trans(keys * share), error2, TYPE, PRECISION)
+        m += 1
+    mine = after + nh.to(tl.int64) * SIZE
+    tl.store(mine + cell1, W1)
+    tl.store(mine + D * F + cell1, S1)
+    tl.store(mine + cell2, W2)
+    tl.store(mine + F * V + cell2, S2)
+
+
+@triton.jit
+def _through_update(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """What the errors get from the state after the chunk, and with it what c and n get."""
+    to_W = dot(X, dW, TYPE, PRECISION)
+    to_S = dot(X, dS, TYPE, PRECISION)
+    return dd - c * to_W - share * to_S, -tl.sum(to_W * error, 1), -tl.sum(to_S * error, 1)
+
+
+@triton.jit
+def _backward(
+    q, k, u, z, dy, du, gates, states, d1, d2, scale, dd1_reads, dd2_reads, dX_reads, dafter, dstates, dz,
+    dv, dtokens, dstart, documents, H, tokens,
+    D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    nh = tl.program_id(0)
+    n, h = nh // H, nh % H
+    first = tl.load(documents + 3 * n)
+    end = tl.load(documents + 3 * n + 1)
+    count = (end - first + b - 1) // b
+    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    TYPE: tl.constexpr = k.dtype.element_ty
+    SIZE: tl.constexpr = 2 * F * (D + V)
+    row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
+    stride = tl.cast(tokens, tl.int64) * H
+    cell1 = tile_at(key, hidden, F)
+    cell2 = 2 * D * F + tile_at(hidden, column, V)
+    mine = dafter + nh.to(tl.int64) * SIZE
+    dW1 = tl.load(mine + cell1)
+    dS1 = tl.load(mine + D * F + cell1)
+    dW2 = tl.load(mine + cell2)
+    dS2 = tl.load(mine + F * V + cell2)
+    for i in range(count):
+        m -= 1
+        t = first + (count - 1 - i) * b
+        token, valid = t + row, t + row < end
+        to = dstates + (m * H + h) * SIZE
+        tl.store(to + cell1, dW1.to(TYPE))
+        tl.store(to + D * F + cell1, dS1.to(TYPE))
+        tl.store(to + cell2, dW2.to(TYPE))
+        tl.store(to + F * V + cell2, dS2.to(TYPE))
+        c = load_tokens(gates + 3 * stride, token, valid, h, H)[:, None]
+        share = load_tokens(gates + 4 * stride, token, valid, h, H)[:, None]
+        z_tile = load_rows(z, token, valid, h, H, F, hidden).to(tl.float32)
+        X = value(z_tile, ACTIVATION).to(TYPE)
+        k_tile = load_rows(k, token, valid, h, H, D, key)
+        # through the step to the next state
+        error1 = load_rows(d1, token, valid, h, H, F, hidden).to(tl.float32)
+        dd1 = load_rows(dd1_reads, token, valid, h, H, F, hidden).to(tl.float32)
+        dd1, dc, dn = _through_update(dd1, k_tile, error1, dW1, dS1, c, share, TYPE, PRECISION)
+        error2 = load_rows(d2, token, valid, h, H, V, column)
+        dd2 = load_rows(dd2_reads, token, valid, h, H, V, column).to(tl.float32)
+        dd2, dc2, dn2 = _through_update(
+            dd2, X, error2.to(tl.float32), dW2, dS2, c, share, TYPE, PRECISION
+        )
+        store_tokens(dtokens + 2 * stride, dc + dc2, token, valid, h, H)
+        store_tokens(dtokens + 3 * stride, dn + dn2, token, valid, h, H)
+        # through the errors' way down, from the bottom up
+        if BOUND > 0:
+            over = tl.where(valid, load_tokens(scale, token, valid, h, H), 1.0)
+            dd1 = through_bound(dd1, error1, tl.sum(dd1 * error1, 1), over, BOUND)
+        W2 = tl.load(states + (m * H + h) * SIZE + cell2)
+        dE = (dd1 * slope(z_tile, ACTIVATION)).to(TYPE)
+        E = dot(error2, tl.trans(W2), TYPE, PRECISION)
+        dz1 = dd1 * E * bend(z_tile, ACTIVATION)
+        dd2 += dot(dE, W2, TYPE, PRECISION)
+        if BOUND > 0:
+            over = tl.where(valid, load_tokens(scale + stride, token, valid, h, H), 1.0)
+            wide2 = error2.to(tl.float32)
+            dd2 = through_bound(dd2, wide2, tl.sum(dd2 * wide2, 1), over, BOUND)
+        store_rows(dv, -2 * dd2, token, valid, h, H, V, column)
+        dz2 = (2 * dd2).to(TYPE)
+        # through the keys' way up, from the top down
+        dX = load_rows(dX_reads, token, valid, h, H, F, hidden).to(tl.float32)
+        dX -= c * dot(error2, tl.trans(dW2), TYPE, PRECISION)
+        dX -= share * dot(error2, tl.trans(dS2), TYPE, PRECISION)
+        dX += dot(dz2, tl.trans(W2), TYPE, PRECISION)
+        dz1 = (dz1 + dX * slope(z_tile, ACTIVATION)).to(TYPE)
+        store_rows(dz, dz1, token, valid, h, H, F, hidden)
+        # the gradient of the state before
+        beta = load_tokens(gates, token, valid, h, H)[:, None]
+        mix = load_tokens(gates + stride, token, valid, h, H)[:, None]
+        last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
+        a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
+        u_tile = load_rows(u, token, valid, h, H, F, hidden).to(tl.float32)
+        x = value(u_tile, ACTIVATION)
+        out = load_rows(dy, token, valid, h, H, V, column)
+        dS2 = keep * dS2 + mix_out * dW2 + dot(tl.trans(x * mix), out, TYPE, PRECISION)
+        dW2 = a * dW2 + dot(tl.trans(x * beta), out, TYPE, PRECISION)
+        dW2 += dot(tl.trans(X), dz2, TYPE, PRECISION) + dot(tl.trans(dE), error2, TYPE, PRECISION)
+        x = load_rows(q, token, valid, h, H, D, key).to(tl.float32)
+        out = load_rows(du, token, valid, h, H, F, hidden)
+        dS1 = keep * dS1 + mix_out * dW1 + dot(tl.trans(x * mix), out, TYPE, PRECISION)
+        dW1 = a * dW1 + dot(tl.trans(x * beta), out, TYPE, PRECISION)
+        dW1 += dot(tl.trans(k_tile), dz1, TYPE, PRECISION)
+    mine = dstart + nh.to(tl.int64) * SIZE
+    tl.store(mine + cell1, dW1)
+    tl.store(mine + D * F + cell1, dS1)
+    tl.store(mine + cell2, dW2)
+    tl.store(mine + F * V + cell2, dS2)
+
+
+def write(
+    shape: Shape, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates, states: Tensor, z: Tensor,
+    d1: Tensor, d2: Tensor, scale: Tensor, u: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
+) -> None:  # fmt: skip
+    """Chunk after chunk: fill ``after`` [N, H, size], with ``read`` y, with ``keep`` what a backward needs."""
+    lower, upper = shape.layers
+    launch(
+        _write, (shape.N * shape.H,), q, k, v, start, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
+        after, shape.tables.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
+        BOUND=shape.bound, READ=read, KEEP=keep, ACTIVATION=shape.activation, PRECISION=shape.precision,
+        warps=8, stages=1,
+    )  # fmt: skip
+
+
+def backward(
+    shape: Shape, q: Tensor, k: Tensor, u: Tensor, z: Tensor, dy: Tensor, du: Tensor, gates: Gates,
+    states: Tensor, d1: Tensor, d2: Tensor, scale: Tensor, dd1: Tensor, dd2: Tensor, dX: Tensor,
+    dafter: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor, dstart: Tensor,
+) -> None:  # fmt: skip
+    """From the last chunk to the first: fill ``dv``, ``dz`` (of layer 1), ``dstart``, ``dstates`` (the
+    gradient of the state each chunk leaves behind) and what c and n get of ``dtokens``."""
+    lower, upper = shape.layers
+    launch(
+        _backward, (shape.N * shape.H,), q, k, u, z, dy, du, gates.tokens, states, d1, d2, scale, dd1, dd2,
+        dX, dafter, dstates, dz, dv, dtokens, dstart, shape.tables.documents, shape.H, shape.tokens,
+        D=lower.D, F=lower.F, V=upper.F, b=shape.b, BOUND=shape.bound, ACTIVATION=shape.activation,
+        PRECISION=shape.precision, warps=8, stages=1,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""What a call looks like to the kernels: sizes, where each layer lies in a head's flat state, tile choices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from titans_kernels.memory.triton.tables import Tables
+
+
+class Layer(NamedTuple):
+    """One layer of the memory, [D, F]; its weights lie at ``at`` in the flat state, its momentum after."""
+
+    index: int
+    D: int
+    F: int
+    at: int
+
+
+class Shape(NamedTuple):
+    """Sizes of a call."""
+
+    N: int
+    """documents"""
+    H: int
+    tokens: int
+    M: int
+    """room for chunks"""
+    b: int
+    layers: tuple[Layer, ...]
+    size: int
+    """numbers in the flat state of a head"""
+    activation: str
+    bound: float
+    """0 for none"""
+    precision: str
+    """of float32 products: ieee or tf32"""
+    tables: Tables
+
+    @property
+    def depth(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """L, and the widths of keys, hidden layers and values."""
+        first, last = self.layers[0], self.layers[-1]
+        return {"L": self.depth, "D": first.D, "F": first.F, "V": last.F}
+
+    @property
+    def warps(self) -> int:
+        """Of a program that holds tiles [b, b] and [b, 64]."""
+        return 8 if self.b == 128 else 4
+
+
+def layers_of(widths: tuple[int, ...]) -> tuple[tuple[Layer, ...], int]:
+    """Layers between successive ``widths``, and the size of the flat state."""
+    layers, at = [], 0
+    for index, (D, F) in enumerate(zip(widths, widths[1:], strict=False)):
+        layers.append(Layer(index, D, F, at))
+        at += 2 * D * F
+    return tuple(layers), at
+
+
+def flatten(weights: tuple[Tensor, ...], momentum: tuple[Tensor, ...]) -> Tensor:
+    """[N, H, size] of layers [N, H, D, F]."""
+    from torch import cat
+
+    pairs = zip(weights, momentum, strict=True)
+    return cat([x.flatten(2) for pair in pairs for x in pair], -1)
+
+
+def unflatten(state: Tensor, layers: tuple[Layer, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inverse of `flatten`: weights and momentum."""
+    sizes = [layer.D * layer.F for layer in layers for _ in range(2)]
+    parts = state.split(sizes, -1)
+    shaped = [part.unflatten(-1, (layers[i // 2].D, -1)) for i, part in enumerate(parts)]
+    return tuple(shaped[::2]), tuple(shaped[1::2])

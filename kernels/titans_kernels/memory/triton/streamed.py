@@ -1,0 +1,227 @@
+"""Kernels of a memory of any depth and width: one program a head, its state streamed from the L2 cache.
+
+A program goes through a document alone, so nothing is launched between chunks and no programs wait for one
+another: what a stage stores the next one loads, with a barrier between them. The float32 state is read and
+written once a chunk; products take the copy of it, in the operands' type, that the reads take too.
+
+These kernels must not be pipelined across a barrier: a load may not move before the store it waits for.
+Layers are numbered from 0; layer l maps widths [D or F, F or V]; L is the depth.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titans_kernels.memory.triton.gates import Gates
+from titans_kernels.memory.triton.launch import launch
+from titans_kernels.memory.triton.pieces import (
+    dot,
+    load_rows,
+    load_tokens,
+    slope,
+    store_rows,
+    store_tokens,
+    tile_at,
+    value,
+)
+from titans_kernels.memory.triton.shapes import Shape
+
+
+@triton.jit
+def _copy(state, to, SIZE: tl.constexpr):
+    """A head's state into the copy that products take."""
+    for i in range(0, SIZE, 512):
+        at = i + tl.arange(0, 512)
+        tl.store(to + at, tl.load(state + at).to(to.dtype.element_ty))
+
+
+@triton.jit
+def _load_input(
+    bottom, hidden, token, valid, h, H, D: tl.constexpr, column, LAYER: tl.constexpr, ACT: tl.constexpr
+):  # fmt: skip
+    """A tile of a layer's input: keys (queries), or f of what the layer below put out, ``hidden``."""
+    if LAYER == 0:
+        return load_rows(bottom, token, valid, h, H, D, column)
+    else:
+        z = load_rows(hidden, token, valid, h, H, D, column).to(tl.float32)
+        return value(z, ACT).to(bottom.dtype.element_ty)
+
+
+@triton.jit
+def _times_state(
+    bottom, hidden, state, token, valid, h, H, column, b: tl.constexpr, LAYER: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Columns of a layer's input times a matrix [D, F] of the state."""
+    BD: tl.constexpr = min(BLOCK, D)
+    total = tl.zeros((b, column.shape[0]), tl.float32)
+    for i in range(0, D, BD):
+        k = i + tl.arange(0, BD)
+        x = _load_input(bottom, hidden, token, valid, h, H, D, k, LAYER, ACT)
+        total += dot(x, tl.load(state + tile_at(k, column, F)), bottom.dtype.element_ty, PRECISION)
+    return total
+
+
+@triton.jit
+def _times_transpose(
+    x, state, token, valid, h, H, column, b: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows x [tokens, H, F] times some rows, ``column``, of a matrix [D, F] of the state, transposed."""
+    BF: tl.constexpr = min(BLOCK, F)
+    total = tl.zeros((b, column.shape[0]), tl.float32)
+    for j in range(0, F, BF):
+        f = j + tl.arange(0, BF)
+        x_tile = load_rows(x, token, valid, h, H, F, f)
+        W = tl.load(state + tile_at(column, f, F))
+        total += dot(x_tile, tl.trans(W), x.dtype.element_ty, PRECISION)
+    return total
+
+
+@triton.jit
+def _bound_errors(
+    d, norm, scale, token, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
+):  # fmt: skip
+    """Scale a layer's errors, whose squares sum to ``norm`` [b], in place."""
+    BF: tl.constexpr = min(BLOCK, F)
+    over = tl.maximum(tl.sqrt(norm) / BOUND, 1.0)
+    store_tokens(scale, over, token, valid, h, H)
+    for j in range(0, F, BF):
+        f = j + tl.arange(0, BF)
+        error = load_rows(d, token, valid, h, H, F, f).to(tl.float32)
+        store_rows(d, error / over[:, None], token, valid, h, H, F, f)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _keys_up(
+    k, v, z, d, state, scale, token, valid, h, H, hidden_stride, b: tl.constexpr, L: tl.constexpr,
+    LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
+    ACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One layer of the keys' way up: z, or at the top the error ``d``."""
+    BF: tl.constexpr = min(BLOCK, F)
+    below = z + (LAYER - 1) * hidden_stride
+    norm = tl.zeros((b,), tl.float32)
+    for j in range(0, F, BF):
+        f = j + tl.arange(0, BF)
+        out = _times_state(
+            k, below, state, token, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION
+        )  # fmt: skip
+        if LAYER < L - 1:
+            store_rows(z + LAYER * hidden_stride, out, token, valid, h, H, F, f)
+        else:
+            out = 2 * (out - load_rows(v, token, valid, h, H, F, f).to(tl.float32))
+            norm += tl.sum(tl.where(valid[:, None], out * out, 0.0), 1)
+            store_rows(d, out, token, valid, h, H, F, f)
+    tl.debug_barrier()
+    if BOUND > 0 and LAYER == L - 1:
+        _bound_errors(d, norm, scale, token, valid, h, H, F, BLOCK, BOUND)
+
+
+@triton.jit
+def _errors_down(
+    above, z, d, state, scale, token, valid, h, H, b: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr,
+    BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Errors ``d`` of a hidden layer from those ``above``, through the [F, OUT] weights between them."""
+    BF: tl.constexpr = min(BLOCK, F)
+    norm = tl.zeros((b,), tl.float32)
+    for j in range(0, F, BF):
+        f = j + tl.arange(0, BF)
+        error = _times_transpose(above, state, token, valid, h, H, f, b, OUT, BLOCK, PRECISION)
+        error *= slope(load_rows(z, token, valid, h, H, F, f).to(tl.float32), ACT)
+        norm += tl.sum(error * error, 1)
+        store_rows(d, error, token, valid, h, H, F, f)
+    tl.debug_barrier()
+    if BOUND > 0:
+        _bound_errors(d, norm, scale, token, valid, h, H, F, BLOCK, BOUND)
+
+
+@triton.jit
+def _step(
+    k, z, d, state, next_copy, more, c, share, a, mix, keep, token, valid, h, H,
+    LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """W' = a W + m S - (c X)^T d and S' = h S - (n X)^T d of one layer, tile by tile."""
+    TYPE: tl.constexpr = k.dtype.element_ty
+    BD: tl.constexpr = min(BLOCK, D)
+    BF: tl.constexpr = min(BLOCK, F)
+    for i in range(0, D, BD):
+        key = i + tl.arange(0, BD)
+        X = _load_input(k, z, token, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
+        for j in range(0, F, BF):
+            f = j + tl.arange(0, BF)
+            at = tile_at(key, f, F)
+            error = load_rows(d, token, valid, h, H, F, f)
+            S = tl.load(state + D * F + at)
+            W = a * tl.load(state + at) + mix * S
+            W -= dot(tl.trans(X * c[:, None]), error, TYPE, PRECISION)
+            S = keep * S - dot(tl.trans(X * share[:, None]), error, TYPE, PRECISION)
+            tl.store(state + at, W)
+            tl.store(state + D * F + at, S)
+            if more:
+                tl.store(next_copy + at, W.to(TYPE))
+                tl.store(next_copy + D * F + at, S.to(TYPE))
+
+
+@triton.jit
+def _write(
+    k, v, gates, state, states, z, dh, dt, scale, documents, H, tokens,
+    L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    nh = tl.program_id(0)
+    n, h = nh // H, nh % H
+    first = tl.load(documents + 3 * n)
+    end = tl.load(documents + 3 * n + 1)
+    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    row = tl.arange(0, b)
+    stride = tl.cast(tokens, tl.int64) * H
+    hidden_stride = stride * F
+    state += nh.to(tl.int64) * SIZE
+    _copy(state, states + (m * H + h) * SIZE, SIZE)
+    tl.debug_barrier()
+    for t in range(first, end, b):
+        token, valid = t + row, t + row < end
+        now = states + (m * H + h) * SIZE
+        for l in tl.static_range(L):
+            _keys_up(
+                k, v, z, dt, now + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), scale + (L - 1) * stride,
+                token, valid, h, H, hidden_stride, b, L, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK,
+                BOUND, ACT, PRECISION,
+            )  # fmt: skip
+        for l in tl.static_range(L - 2, -1, -1):
+            _errors_down(
+                dt if l == L - 2 else dh + (l + 1) * hidden_stride, z + l * hidden_stride,
+                dh + l * hidden_stride, now + 2 * (D * F + l * F * F), scale + l * stride, token, valid,
+                h, H, b, F, V if l == L - 2 else F, BLOCK, BOUND, ACT, PRECISION,
+            )  # fmt: skip
+        c = load_tokens(gates + 3 * stride, token, valid, h, H)
+        share = load_tokens(gates + 4 * stride, token, valid, h, H)
+        last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
+        a, mix, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
+        for l in tl.static_range(L):
+            at = 0 if l == 0 else 2 * (D * F + (l - 1) * F * F)
+            _step(
+                k, z + (l - 1) * hidden_stride, dt if l == L - 1 else dh + l * hidden_stride, state + at,
+                now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a, mix, keep, token, valid, h, H, l,
+                D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT, PRECISION,
+            )  # fmt: skip
+        tl.debug_barrier()
+        m += 1
+
+
+def write(
+    shape: Shape, k: Tensor, v: Tensor, gates: Gates, state: Tensor, states: Tensor, z: Tensor, dh: Tensor,
+    dt: Tensor, scale: Tensor,
+) -> None:  # fmt: skip
+    """Chunk after chunk: ``state`` [N, H, size] moves on in place; what a backward needs is filled in."""
+    launch(
+        _write, (shape.N * shape.H,), k, v, gates.tokens, state, states, z, dh, dt, scale,
+        shape.tables.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,
+        BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=1,
+    )  # fmt: skip
