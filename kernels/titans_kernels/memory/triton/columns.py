@@ -45,34 +45,35 @@ def _write(
     W = tl.load(start + mine + cell)
     S = tl.load(start + mine + D * V + cell)
     for t in range(first, end, b):
-        token, valid = t + row, t + row < end
+        valid = t + row < end
         if KEEP:
             to = states + (m * H + h) * 2 * D * V + cell
             tl.store(to, W.to(TYPE))
             tl.store(to + D * V, S.to(TYPE))
-        k_tile = load_rows(k, token, valid, h, H, D, key)
+        k_tile = load_rows(k, t, row, valid, h, H, D, key)
         z = dot(k_tile, W, TYPE, PRECISION)
-        error = 2 * (z - load_rows(v, token, valid, h, H, V, column).to(tl.float32))
+        error = 2 * (z - load_rows(v, t, row, valid, h, H, V, column).to(tl.float32))
         error = tl.where(valid[:, None], error, 0.0)
         if BOUND > 0:
             over = keep_bounded(error, BOUND)
             error = error / over[:, None]
             if KEEP:
-                store_tokens(scale, over, token, valid, h, H)
+                store_tokens(scale, over, t, row, valid, h, H)
         if KEEP:
-            store_rows(d, error, token, valid, h, H, V, column)
+            store_rows(d, error, t, row, valid, h, H, V, column)
         if READ:
-            q_tile = load_rows(q, token, valid, h, H, D, key)
-            beta = load_tokens(gates, token, valid, h, H)
-            mix = load_tokens(gates + stride, token, valid, h, H)
-            C_bb = tl.load(C + (m * H + h) * b * b + tile_at(row, row, b))
+            q_tile = load_rows(q, t, row, valid, h, H, D, key)
+            beta = load_tokens(gates, t, row, valid, h, H)
+            mix = load_tokens(gates + stride, t, row, valid, h, H)
+            at_C = C + (m * H + h) * b * b + tile_at(row, row, b)
+            C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
             scores = dot(q_tile, tl.trans(k_tile), TYPE, PRECISION)
             out = beta[:, None] * dot(q_tile, W, TYPE, PRECISION)
             out += mix[:, None] * dot(q_tile, S, TYPE, PRECISION)
             out -= dot(C_bb * scores, error, TYPE, PRECISION)
-            store_rows(y, out, token, valid, h, H, V, column)
-        c = load_tokens(gates + 3 * stride, token, valid, h, H)
-        share = load_tokens(gates + 4 * stride, token, valid, h, H)
+            store_rows(y, out, t, row, valid, h, H, V, column)
+        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
+        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         keys = k_tile.to(tl.float32)
         W = tl.load(last) * W + tl.load(last + stride) * S
@@ -107,29 +108,29 @@ def _backward(
     for i in range(count):
         m -= 1
         t = first + (count - 1 - i) * b
-        token, valid = t + row, t + row < end
+        valid = t + row < end
         to = dstates + (m * H + h) * 2 * D * V + cell
         tl.store(to, dW.to(TYPE))
         tl.store(to + D * V, dS.to(TYPE))
-        k_tile = load_rows(k, token, valid, h, H, D, key)
-        error = load_rows(d, token, valid, h, H, V, column).to(tl.float32)
+        k_tile = load_rows(k, t, row, valid, h, H, D, key)
+        error = load_rows(d, t, row, valid, h, H, V, column).to(tl.float32)
         to_W = dot(k_tile, dW, TYPE, PRECISION)
         to_S = dot(k_tile, dS, TYPE, PRECISION)
         mine_c = dtokens + (2 + 2 * part) * stride
-        store_tokens(mine_c, -tl.sum(to_W * error, 1), token, valid, h, H)
-        store_tokens(mine_c + stride, -tl.sum(to_S * error, 1), token, valid, h, H)
-        c = load_tokens(gates + 3 * stride, token, valid, h, H)
-        share = load_tokens(gates + 4 * stride, token, valid, h, H)
-        dd = load_rows(dd_reads, token, valid, h, H, V, column).to(tl.float32)
+        store_tokens(mine_c, -tl.sum(to_W * error, 1), t, row, valid, h, H)
+        store_tokens(mine_c + stride, -tl.sum(to_S * error, 1), t, row, valid, h, H)
+        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
+        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
+        dd = load_rows(dd_reads, t, row, valid, h, H, V, column).to(tl.float32)
         dd -= c[:, None] * to_W + share[:, None] * to_S
         if BOUND > 0:
-            over = tl.where(valid, load_tokens(scale, token, valid, h, H), 1.0)
+            over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
             dd = through_bound(dd, error, tl.sum(dd * error, 1), over, BOUND)
-        store_rows(dv, -2 * dd, token, valid, h, H, V, column)
-        dy_tile = load_rows(dy, token, valid, h, H, V, column)
-        queries = load_rows(q, token, valid, h, H, D, key).to(tl.float32)
-        beta = load_tokens(gates, token, valid, h, H)
-        mix = load_tokens(gates + stride, token, valid, h, H)
+        store_rows(dv, -2 * dd, t, row, valid, h, H, V, column)
+        dy_tile = load_rows(dy, t, row, valid, h, H, V, column)
+        queries = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
+        beta = load_tokens(gates, t, row, valid, h, H)
+        mix = load_tokens(gates + stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         dS = tl.load(last + 2 * stride) * dS + tl.load(last + stride) * dW
         dS += dot(tl.trans(queries * mix[:, None]), dy_tile, TYPE, PRECISION)
@@ -150,6 +151,11 @@ def columns_per_program(shape: Shape, processors: int) -> int:
     return min(V, 16 if shape.b <= 64 else 32)
 
 
+def _warps(shape: Shape, BV: int) -> int:
+    """Weights and momentum take at most 64 registers a thread."""
+    return 8 if shape.b == 128 or shape.layers[0].D * BV > 4096 else 4
+
+
 def write(
     shape: Shape, BV: int, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates,
     states: Tensor, d: Tensor, scale: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
@@ -159,7 +165,7 @@ def write(
     launch(
         _write, (shape.N * shape.H, layer.F // BV), q, k, v, start, gates.C, gates.tokens, states, d, scale,
         y, after, shape.tables.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV, b=shape.b,
-        BOUND=shape.bound, READ=read, KEEP=keep, PRECISION=shape.precision, warps=shape.warps, stages=2,
+        BOUND=shape.bound, READ=read, KEEP=keep, PRECISION=shape.precision, warps=_warps(shape, BV), stages=2,
     )  # fmt: skip
 
 
@@ -173,5 +179,5 @@ def backward(
     launch(
         _backward, (shape.N * shape.H, layer.F // BV), q, k, dy, gates.tokens, d, scale, dd, dafter, dstates,
         dv, dtokens, dstart, shape.tables.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV,
-        b=shape.b, BOUND=shape.bound, PRECISION=shape.precision, warps=shape.warps, stages=2,
+        b=shape.b, BOUND=shape.bound, PRECISION=shape.precision, warps=_warps(shape, BV), stages=2,
     )  # fmt: skip

@@ -1,8 +1,13 @@
 """Kernels of the gate coefficients: C, beta, m, h of a chunk, and what its last token sends on.
 
-Products are running products, without logarithm or division, so exact at alpha = 1 and eta = 0:
-``A[t, s] = r_{s+1} ... r_t``, r = 1 - alpha, and E likewise of eta (the method's H); ``N = E diag(theta)``,
-``C = A N``. A program does one chunk of one head, [b, b] at a time, in float32.
+Row after row, as the recurrence itself goes, so exact at alpha = 1 and eta = 0, without logarithm or division:
+
+    N_t = eta_t N_{t-1} + theta_t e_t      C_t = (1 - alpha_t) C_{t-1} + N_t        rows of b, from 0
+    h_t = eta_t h_{t-1}                    beta_t = (1 - alpha_t) beta_{t-1}        from 1
+    m_t = (1 - alpha_t) m_{t-1} + h_t                                               from 0
+
+A program does one chunk of one head with one warp: a row is a number or a few a thread, and many programs
+share a multiprocessor. All in float32.
 """
 
 from __future__ import annotations
@@ -20,146 +25,127 @@ from titans_kernels.memory.triton.tables import Tables
 
 
 class Gates(NamedTuple):
-    """Coefficients of all chunks, float32."""
+    """Coefficients of all chunks, float32. Rows of C past a short chunk's last token hold nothing."""
 
     C: Tensor  # [M, H, b, b]
     tokens: Tensor  # [5, tokens, H]: beta, m, h, and each token's share c and n of what leaves its chunk
 
 
 @triton.jit
-def _products(r, t, s):
-    """[t, s] r_{s+1} ... r_t where t >= s, else 0, of r [b] over t."""
-    P = tl.cumprod(tl.where(t > s, r[:, None], 1.0), 0)
-    return tl.where(t >= s, P, 0.0)
-
-
-@triton.jit
-def _forward(
-    alpha, eta, theta, C, out, chunks, H, tokens, b: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    m, h = tl.program_id(0), tl.program_id(1)
-    first = tl.load(chunks + 2 * m)
-    count = tl.load(chunks + 2 * m + 1)
-    if count == 0:
-        return
-    row = tl.arange(0, b)
-    t, s = row[:, None], row[None, :]
-    token, valid = first + row, row < count
-    r = 1 - load_tokens(alpha, token, valid, h, H)  # 1 where not valid
-    e = tl.where(valid, load_tokens(eta, token, valid, h, H), 1.0)
-    theta_b = load_tokens(theta, token, valid, h, H)
-    A = _products(r, t, s)
-    N = _products(e, t, s) * theta_b[None, :]
-    C_bb = tl.dot(A, N, input_precision=PRECISION)
-    at = (m.to(tl.int64) * H + h) * b * b + t * b + s
-    tl.store(C + at, C_bb)
-    h_b = tl.cumprod(e, 0)
-    mixed = tl.sum(A * h_b[None, :], 1)
-    last = t == count - 1
+def _forward(alpha, eta, theta, C, out, chunks, H, tokens, b: tl.constexpr):
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    first = tl.load(chunks + 2 * chunk)
+    count = tl.load(chunks + 2 * chunk + 1)
+    column = tl.arange(0, b)
+    rows = C + (chunk.to(tl.int64) * H + h) * b * b + column
     stride = tl.cast(tokens, tl.int64) * H
-    store_tokens(out, tl.cumprod(r, 0), token, valid, h, H)
-    store_tokens(out + stride, mixed, token, valid, h, H)
-    store_tokens(out + 2 * stride, h_b, token, valid, h, H)
-    store_tokens(out + 3 * stride, tl.sum(tl.where(last, C_bb, 0.0), 0), token, valid, h, H)
-    store_tokens(out + 4 * stride, tl.sum(tl.where(last, N, 0.0), 0), token, valid, h, H)
+    at = tl.cast(first, tl.int64) * H + h
+    N_row = tl.zeros((b,), tl.float32)
+    C_row = tl.zeros((b,), tl.float32)
+    beta, mix, keep = 1.0, 0.0, 1.0
+    for t in range(count):
+        r = 1 - tl.load(alpha + at)
+        e = tl.load(eta + at)
+        N_row = e * N_row + tl.where(column == t, tl.load(theta + at), 0.0)
+        C_row = r * C_row + N_row
+        beta = r * beta
+        keep = e * keep
+        mix = r * mix + keep
+        tl.store(rows + t * b, C_row)
+        tl.store(out + at, beta)
+        tl.store(out + stride + at, mix)
+        tl.store(out + 2 * stride + at, keep)
+        at += H
+    valid = column < count
+    store_tokens(out + 3 * stride, C_row, first, column, valid, h, H)
+    store_tokens(out + 4 * stride, N_row, first, column, valid, h, H)
 
 
 @triton.jit
-def _through_products(P, dP, dstart, r_before, start_before, t, s):
-    """Gradient of r from those of its products P and of its running product from the chunk's start.
-
-    r_j stands in P[t, s] for s < j <= t as P[t, j] r_j P[j - 1, s], which asks for no division by r_j;
-    ``dP`` here is P^T dP already.
-    """
-    earlier = tl.cumprod(tl.where(t - 1 > s, r_before[:, None], 1.0), 0)
-    earlier = tl.where(t > s, earlier, 0.0)  # P[j - 1, s] at [j, s]
-    return tl.sum(dP * earlier, 1) + tl.sum(P * dstart[:, None], 0) * start_before
+def _at_last(pointer, is_last):
+    """What one number adds at the chunk's last token, and there alone."""
+    return tl.where(is_last, tl.load(pointer), 0.0)
 
 
 @triton.jit
 def _backward(
-    alpha, eta, theta, gates, dC, dtokens, inner, dalpha, deta, dtheta, chunks, H, tokens,
-    b: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    alpha, eta, theta, C, gates, dC, dtokens, inner, dalpha, deta, dtheta, chunks, H, tokens,
+    b: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    m, h = tl.program_id(0), tl.program_id(1)
-    first = tl.load(chunks + 2 * m)
-    count = tl.load(chunks + 2 * m + 1)
-    if count == 0:
-        return
-    row = tl.arange(0, b)
-    t, s = row[:, None], row[None, :]
-    token, valid = first + row, row < count
-    last = row == count - 1
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    first = tl.load(chunks + 2 * chunk)
+    count = tl.load(chunks + 2 * chunk + 1)
+    column = tl.arange(0, b)
+    where = (chunk.to(tl.int64) * H + h) * b * b + column
     stride = tl.cast(tokens, tl.int64) * H
-    h_b = load_tokens(gates + 2 * stride, token, valid, h, H)
-    # what reaches the coefficients of the last token goes on top of what its own read gives
-    dc = tl.zeros((b,), tl.float32)
-    dn = tl.zeros((b,), tl.float32)
+    sums = inner + (chunk.to(tl.int64) * H + h) * 3
+    valid = column < count
+    # what the chunk's last token sends on reaches its own row of C and N
+    dC_row = tl.zeros((b,), tl.float32)
+    dN_row = tl.zeros((b,), tl.float32)
     for part in tl.static_range(PARTS):
-        dc += load_tokens(dtokens + (2 + 2 * part) * stride, token, valid, h, H)
-        dn += load_tokens(dtokens + (3 + 2 * part) * stride, token, valid, h, H)
-    sums = inner + (m.to(tl.int64) * H + h) * 3
-    dbeta = load_tokens(dtokens, token, valid, h, H) + tl.where(last, tl.load(sums), 0.0)
-    dm = load_tokens(dtokens + stride, token, valid, h, H) + tl.where(last, tl.load(sums + 1), 0.0)
-    r = 1 - load_tokens(alpha, token, valid, h, H)
-    e = tl.where(valid, load_tokens(eta, token, valid, h, H), 1.0)
-    theta_b = load_tokens(theta, token, valid, h, H)
-    A = _products(r, t, s)
-    E = _products(e, t, s)
-    at = (m.to(tl.int64) * H + h) * b * b + t * b + s
-    dC_bb = tl.load(dC + at, mask=valid[:, None], other=0.0) + tl.where(last[:, None], dc[None, :], 0.0)
-    dN = tl.dot(tl.trans(A), dC_bb, input_precision=PRECISION) + tl.where(last[:, None], dn[None, :], 0.0)
-    dN = tl.where(t >= s, dN, 0.0)
-    dh = tl.sum(A * dm[:, None], 0) + tl.where(last, tl.load(sums + 2), 0.0)
-    dA = tl.dot(dC_bb, tl.trans(E * theta_b[None, :]), input_precision=PRECISION)
-    dA = tl.where(t >= s, dA + dm[:, None] * h_b[None, :], 0.0)
-    dE = dN * theta_b[None, :]
-    before = (row > 0) & valid
-    r_before = tl.where(before, 1 - load_tokens(alpha, token - 1, before, h, H), 1.0)
-    e_before = tl.where(before, load_tokens(eta, token - 1, before, h, H), 1.0)
-    beta_before = tl.cumprod(r_before, 0)
-    h_before = tl.cumprod(e_before, 0)
-    dA = tl.dot(tl.trans(A), dA, input_precision=PRECISION)
-    dr = _through_products(A, dA, dbeta, r_before, beta_before, t, s)
-    store_tokens(dalpha, -dr, token, valid, h, H)
-    store_tokens(dtheta, tl.sum(dN * E, 0), token, valid, h, H)
-    dE = tl.dot(tl.trans(E), dE, input_precision=PRECISION)
-    de = _through_products(E, dE, dh, e_before, h_before, t, s)
-    store_tokens(deta, de, token, valid, h, H)
+        dC_row += load_tokens(dtokens + (2 + 2 * part) * stride, first, column, valid, h, H)
+        dN_row += load_tokens(dtokens + (3 + 2 * part) * stride, first, column, valid, h, H)
+    dbeta, dmix, dkeep = 0.0, 0.0, 0.0
+    at = (tl.cast(first, tl.int64) + count - 1) * H + h
+    for i in range(count):
+        t = count - 1 - i
+        r = 1 - tl.load(alpha + at)
+        e = tl.load(eta + at)
+        dC_row += tl.load(dC + where + t * b)
+        dN_row += dC_row
+        dbeta += tl.load(dtokens + at) + _at_last(sums, i == 0)
+        dmix += tl.load(dtokens + stride + at) + _at_last(sums + 1, i == 0)
+        dkeep += dmix + _at_last(sums + 2, i == 0)
+        before = t > 0
+        C_before = tl.load(C + where + (t - 1) * b, mask=column < t, other=0.0)
+        beta_before = tl.load(gates + at - H, mask=before, other=1.0)
+        mix_before = tl.load(gates + stride + at - H, mask=before, other=0.0)
+        keep_before = tl.load(gates + 2 * stride + at - H, mask=before, other=1.0)
+        tl.store(dalpha + at, -(tl.sum(dC_row * C_before) + dmix * mix_before + dbeta * beta_before))
+        tl.store(dtheta + at, tl.sum(tl.where(column == t, dN_row, 0.0)))
+        tl.store(deta + at, dkeep * keep_before)
+        tl.store(dC + where + t * b, dN_row)
+        dC_row = r * dC_row
+        dN_row = e * dN_row
+        dbeta = r * dbeta
+        dmix = r * dmix
+        dkeep = e * dkeep
+        at -= H
+    # what eta gets through N: its rows found again from the first, beside their gradients left in dC
+    N_row = tl.zeros((b,), tl.float32)
+    at = tl.cast(first, tl.int64) * H + h
+    tl.debug_barrier()
+    for t in range(count):
+        tl.store(deta + at, tl.load(deta + at) + tl.sum(tl.load(dC + where + t * b) * N_row))
+        N_row = tl.load(eta + at) * N_row + tl.where(column == t, tl.load(theta + at), 0.0)
+        at += H
 
 
-def _warps(b: int) -> int:
-    return {16: 1, 32: 2, 64: 4, 128: 8}[b]
-
-
-def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor, tables: Tables, b: int, precision: str) -> Gates:
+def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor, tables: Tables, b: int) -> Gates:
     """Coefficients from alpha, eta, theta [tokens, H], float32."""
     tokens, H = alpha.shape
     M = tables.chunks.shape[0]
     C = torch.empty(M, H, b, b, dtype=torch.float32, device=alpha.device)
     out = torch.empty(5, tokens, H, dtype=torch.float32, device=alpha.device)
-    launch(
-        _forward, (M, H), alpha, eta, theta, C, out, tables.chunks, H, tokens,
-        b=b, PRECISION=precision, warps=_warps(b),
-    )  # fmt: skip
+    launch(_forward, (M, H), alpha, eta, theta, C, out, tables.chunks, H, tokens, b=b, warps=1)
     return Gates(C, out)
 
 
 def coefficients_backward(
     alpha: Tensor, eta: Tensor, theta: Tensor, gates: Gates,
-    dC: Tensor, dtokens: Tensor, inner: Tensor, tables: Tables, precision: str,
+    dC: Tensor, dtokens: Tensor, inner: Tensor, tables: Tables,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of alpha, eta, theta.
+    """Gradients of alpha, eta, theta. Writes over ``dC`` [M, H, b, b].
 
     ``dtokens`` [2 + 2 P, tokens, H]: of beta, m, then P shares of those of c and n. ``inner`` [M, H, 3]: of
-    beta, m and h of each chunk's last token. ``dC`` [M, H, b, b].
+    beta, m and h of each chunk's last token.
     """
     tokens, H = alpha.shape
     M, b = dC.shape[0], dC.shape[-1]
     dalpha, deta, dtheta = (torch.empty_like(alpha) for _ in range(3))
     launch(
-        _backward, (M, H), alpha, eta, theta, gates.tokens, dC, dtokens, inner, dalpha, deta, dtheta,
-        tables.chunks, H, tokens,
-        b=b, PARTS=dtokens.shape[0] // 2 - 1, PRECISION=precision, warps=2 * _warps(b),
+        _backward, (M, H), alpha, eta, theta, gates.C, gates.tokens, dC, dtokens, inner, dalpha, deta,
+        dtheta, tables.chunks, H, tokens, b=b, PARTS=dtokens.shape[0] // 2 - 1, warps=1,
     )  # fmt: skip
     return dalpha, deta, dtheta

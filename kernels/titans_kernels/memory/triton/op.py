@@ -76,7 +76,7 @@ def _shape(
     B, T, H, _ = q.shape
     layers, size = layers_of(tuple(widths))
     found = tables(B, T, cu_seqlens, b, q.device)
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return Shape(
         start.shape[0], H, B * T, found.chunks.shape[0], b, layers, size, activation, bound, precision, found
     )

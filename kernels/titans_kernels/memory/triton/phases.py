@@ -92,7 +92,7 @@ def processors(device: torch.device) -> int:
 
 def forward(shape: Shape, x: Tokens, start: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Kept]:
     """y [tokens, H, V], the state after the last token [N, H, size] and what to keep."""
-    gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b, shape.precision)
+    gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     along = reads_ride_along(shape, processors(x.q.device))
     kept = Kept.room(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
     y, after = torch.empty_like(x.v), torch.empty_like(start)
@@ -104,7 +104,7 @@ def forward(shape: Shape, x: Tokens, start: Tensor, *, keep: bool) -> tuple[Tens
 
 def recall(shape: Shape, x: Tokens, start: Tensor) -> Kept:
     """What a forward that kept nothing would have kept."""
-    gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b, shape.precision)
+    gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     kept = Kept.room(shape, x.q, True)._replace(C=gates.C, gates=gates.tokens)
     nothing = x.q.new_empty(0)
     _write(shape, x, start, gates, kept, nothing, torch.empty_like(start), read=False, keep=True)
@@ -192,7 +192,7 @@ def backward(
             shape, layer, kept.states, grads.dstates, kept.d(layer), dz, sign, dkeys, gates, dk, grads.inner
         )
     dgates = coefficients_backward(
-        x.alpha, x.eta, x.theta, gates, grads.dC, grads.dtokens, grads.inner, shape.tables, shape.precision
+        x.alpha, x.eta, x.theta, gates, grads.dC, grads.dtokens, grads.inner, shape.tables
     )
     return dq, dk, dv, *dgates, dstart
 

@@ -65,34 +65,37 @@ def bend(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def rows_at(token, h, H, WIDTH: tl.constexpr, column):
-    """Offsets [b, columns] of tokens' rows in a tensor [tokens, H, WIDTH]."""
-    return (token.to(tl.int64)[:, None] * H + h) * WIDTH + column[None, :]
+def rows_at(pointer, t, row, h, H, WIDTH: tl.constexpr, column):
+    """Pointers [b, columns] to the rows of tokens t + row in a tensor [tokens, H, WIDTH]."""
+    first = (tl.cast(t, tl.int64) * H + h) * WIDTH
+    return pointer + first + (row[:, None] * (H * WIDTH) + column[None, :])
 
 
 @triton.jit
-def load_rows(pointer, token, valid, h, H, WIDTH: tl.constexpr, column):
+def load_rows(pointer, t, row, valid, h, H, WIDTH: tl.constexpr, column):
     """Rows [b, columns] of a tensor [tokens, H, WIDTH], zero where a token is not valid."""
-    return tl.load(pointer + rows_at(token, h, H, WIDTH, column), mask=valid[:, None], other=0.0)
+    return tl.load(rows_at(pointer, t, row, h, H, WIDTH, column), mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def store_rows(pointer, x, token, valid, h, H, WIDTH: tl.constexpr, column):
+def store_rows(pointer, x, t, row, valid, h, H, WIDTH: tl.constexpr, column):
     """Inverse of `load_rows`, in the tensor's own type."""
-    at = rows_at(token, h, H, WIDTH, column)
-    tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=valid[:, None])
+    at = rows_at(pointer, t, row, h, H, WIDTH, column)
+    tl.store(at, x.to(pointer.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
-def load_tokens(pointer, token, valid, h, H):
+def load_tokens(pointer, t, row, valid, h, H):
     """A number [b] for each token from [tokens, H], float32, zero where a token is not valid."""
-    return tl.load(pointer + token.to(tl.int64) * H + h, mask=valid, other=0.0).to(tl.float32)
+    first = tl.cast(t, tl.int64) * H + h
+    return tl.load(pointer + first + row * H, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tokens(pointer, x, token, valid, h, H):
+def store_tokens(pointer, x, t, row, valid, h, H):
     """Inverse of `load_tokens`."""
-    tl.store(pointer + token.to(tl.int64) * H + h, x, mask=valid)
+    first = tl.cast(t, tl.int64) * H + h
+    tl.store(pointer + first + row * H, x, mask=valid)
 
 
 @triton.jit

@@ -34,13 +34,13 @@ def _forward(
     HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(chunks + 2 * m)
+    t = tl.load(chunks + 2 * m)
     count = tl.load(chunks + 2 * m + 1)
     if count == 0:
         return
     TYPE: tl.constexpr = d.dtype.element_ty
     row = tl.arange(0, b)
-    token, valid = first + row, row < count
+    valid = row < count
     column = part * BF + tl.arange(0, BF)
     stride = tl.cast(tokens, tl.int64) * H
     state = states + (m.to(tl.int64) * H + h) * SIZE + AT
@@ -49,20 +49,21 @@ def _forward(
     from_S = tl.zeros((b, BF), tl.float32)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
-        x_tile = load_rows(x, token, valid, h, H, D, k)
-        X_tile = load_rows(X, token, valid, h, H, D, k)
+        x_tile = load_rows(x, t, row, valid, h, H, D, k)
+        X_tile = load_rows(X, t, row, valid, h, H, D, k)
         if HIDDEN:
             x_tile = value(x_tile.to(tl.float32), ACTIVATION)
             X_tile = value(X_tile.to(tl.float32), ACTIVATION)
         scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
         from_W += dot(x_tile, tl.load(state + tile_at(k, column, F)), TYPE, PRECISION)
         from_S += dot(x_tile, tl.load(state + D * F + tile_at(k, column, F)), TYPE, PRECISION)
-    C_bb = tl.load(C + (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b))
-    beta = load_tokens(gates, token, valid, h, H)
-    mix = load_tokens(gates + stride, token, valid, h, H)
-    d_tile = load_rows(d, token, valid, h, H, F, column)
+    at_C = C + (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b)
+    C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
+    beta = load_tokens(gates, t, row, valid, h, H)
+    mix = load_tokens(gates + stride, t, row, valid, h, H)
+    d_tile = load_rows(d, t, row, valid, h, H, F, column)
     u = beta[:, None] * from_W + mix[:, None] * from_S - dot(C_bb * scores, d_tile, TYPE, PRECISION)
-    store_rows(out, u, token, valid, h, H, F, column)
+    store_rows(out, u, t, row, valid, h, H, F, column)
 
 
 @triton.jit
@@ -73,24 +74,24 @@ def _backward(
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m, h = tl.program_id(0), tl.program_id(1)
-    first = tl.load(chunks + 2 * m)
+    t = tl.load(chunks + 2 * m)
     count = tl.load(chunks + 2 * m + 1)
     if count == 0:
         return
     TYPE: tl.constexpr = d.dtype.element_ty
     row = tl.arange(0, b)
-    token, valid = first + row, row < count
+    valid = row < count
     stride = tl.cast(tokens, tl.int64) * H
     state = states + (m.to(tl.int64) * H + h) * SIZE + AT
     at_C = (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b)
-    C_bb = tl.load(C + at_C)
-    beta = load_tokens(gates, token, valid, h, H)
-    mix = load_tokens(gates + stride, token, valid, h, H)
+    C_bb = tl.load(C + at_C, mask=valid[:, None], other=0.0)
+    beta = load_tokens(gates, t, row, valid, h, H)
+    mix = load_tokens(gates + stride, t, row, valid, h, H)
     scores = tl.zeros((b, b), tl.float32)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
-        x_tile = load_rows(x, token, valid, h, H, D, k)
-        X_tile = load_rows(X, token, valid, h, H, D, k)
+        x_tile = load_rows(x, t, row, valid, h, H, D, k)
+        X_tile = load_rows(X, t, row, valid, h, H, D, k)
         if HIDDEN:
             x_tile = value(x_tile.to(tl.float32), ACTIVATION)
             X_tile = value(X_tile.to(tl.float32), ACTIVATION)
@@ -98,11 +99,11 @@ def _backward(
     inner = tl.zeros((b, b), tl.float32)  # dz d^T
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        dz_tile = load_rows(dz, token, valid, h, H, F, f)
-        d_tile = load_rows(d, token, valid, h, H, F, f)
+        dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
+        d_tile = load_rows(d, t, row, valid, h, H, F, f)
         inner += dot(dz_tile, tl.trans(d_tile), TYPE, PRECISION)
         dd_tile = -dot(tl.trans(C_bb * scores), dz_tile, TYPE, PRECISION)
-        store_rows(dd, dd_tile, token, valid, h, H, F, f)
+        store_rows(dd, dd_tile, t, row, valid, h, H, F, f)
     dC_bb = -inner * scores
     if ADD:
         dC_bb += tl.load(dC + at_C)
@@ -116,11 +117,11 @@ def _backward(
         to_S = tl.zeros((b, BD), tl.float32)
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
-            dz_tile = load_rows(dz, token, valid, h, H, F, f)
+            dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
             to_W += dot(dz_tile, tl.trans(tl.load(state + tile_at(k, f, F))), TYPE, PRECISION)
             to_S += dot(dz_tile, tl.trans(tl.load(state + D * F + tile_at(k, f, F))), TYPE, PRECISION)
-        u_tile = load_rows(x, token, valid, h, H, D, k).to(tl.float32)
-        X_tile = load_rows(X, token, valid, h, H, D, k)
+        u_tile = load_rows(x, t, row, valid, h, H, D, k).to(tl.float32)
+        X_tile = load_rows(X, t, row, valid, h, H, D, k)
         x_tile = u_tile
         if HIDDEN:
             x_tile = value(u_tile, ACTIVATION)
@@ -130,13 +131,13 @@ def _backward(
         dx_tile = beta[:, None] * to_W + mix[:, None] * to_S + dot(dscores, X_tile, TYPE, PRECISION)
         if HIDDEN:
             dx_tile = dx_tile * slope(u_tile, ACTIVATION)
-        store_rows(dx, dx_tile, token, valid, h, H, D, k)
-        store_rows(dX, dot(tl.trans(dscores), x_tile, TYPE, PRECISION), token, valid, h, H, D, k)
+        store_rows(dx, dx_tile, t, row, valid, h, H, D, k)
+        store_rows(dX, dot(tl.trans(dscores), x_tile, TYPE, PRECISION), t, row, valid, h, H, D, k)
     if ADD:
-        dbeta += load_tokens(dtokens, token, valid, h, H)
-        dmix += load_tokens(dtokens + stride, token, valid, h, H)
-    store_tokens(dtokens, dbeta, token, valid, h, H)
-    store_tokens(dtokens + stride, dmix, token, valid, h, H)
+        dbeta += load_tokens(dtokens, t, row, valid, h, H)
+        dmix += load_tokens(dtokens + stride, t, row, valid, h, H)
+    store_tokens(dtokens, dbeta, t, row, valid, h, H)
+    store_tokens(dtokens + stride, dmix, t, row, valid, h, H)
 
 
 def read_layer(

@@ -51,17 +51,17 @@ def _write(
     W2 = tl.load(mine + cell2)
     S2 = tl.load(mine + F * V + cell2)
     for t in range(first, end, b):
-        token, valid = t + row, t + row < end
+        valid = t + row < end
         if KEEP:
             to = states + (m * H + h) * SIZE
             tl.store(to + cell1, W1.to(TYPE))
             tl.store(to + D * F + cell1, S1.to(TYPE))
             tl.store(to + cell2, W2.to(TYPE))
             tl.store(to + F * V + cell2, S2.to(TYPE))
-        k_tile = load_rows(k, token, valid, h, H, D, key)
+        k_tile = load_rows(k, t, row, valid, h, H, D, key)
         z_tile = dot(k_tile, W1, TYPE, PRECISION)
         X = value(z_tile, ACTIVATION).to(TYPE)
-        values = load_rows(v, token, valid, h, H, V, column).to(tl.float32)
+        values = load_rows(v, t, row, valid, h, H, V, column).to(tl.float32)
         error2 = tl.where(valid[:, None], 2 * (dot(X, W2, TYPE, PRECISION) - values), 0.0)
         if BOUND > 0:
             over2 = keep_bounded(error2, BOUND)
@@ -72,30 +72,31 @@ def _write(
             over1 = keep_bounded(error1, BOUND)
             error1 = error1 / over1[:, None]
             if KEEP:
-                store_tokens(scale, over1, token, valid, h, H)
-                store_tokens(scale + stride, over2, token, valid, h, H)
+                store_tokens(scale, over1, t, row, valid, h, H)
+                store_tokens(scale + stride, over2, t, row, valid, h, H)
         error1 = error1.to(TYPE)
         if KEEP:
-            store_rows(z, z_tile, token, valid, h, H, F, hidden)
-            store_rows(d1, error1, token, valid, h, H, F, hidden)
-            store_rows(d2, error2, token, valid, h, H, V, column)
+            store_rows(z, z_tile, t, row, valid, h, H, F, hidden)
+            store_rows(d1, error1, t, row, valid, h, H, F, hidden)
+            store_rows(d2, error2, t, row, valid, h, H, V, column)
         if READ:
-            beta = load_tokens(gates, token, valid, h, H)[:, None]
-            mix = load_tokens(gates + stride, token, valid, h, H)[:, None]
-            C_bb = tl.load(C + (m * H + h) * b * b + tile_at(row, row, b))
-            x = load_rows(q, token, valid, h, H, D, key)
+            beta = load_tokens(gates, t, row, valid, h, H)[:, None]
+            mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
+            at_C = C + (m * H + h) * b * b + tile_at(row, row, b)
+            C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
+            x = load_rows(q, t, row, valid, h, H, D, key)
             u_tile = beta * dot(x, W1, TYPE, PRECISION) + mix * dot(x, S1, TYPE, PRECISION)
             scores = C_bb * dot(x, tl.trans(k_tile), TYPE, PRECISION)
             u_tile -= dot(scores, error1, TYPE, PRECISION)
             if KEEP:
-                store_rows(u, u_tile, token, valid, h, H, F, hidden)
+                store_rows(u, u_tile, t, row, valid, h, H, F, hidden)
             x = value(u_tile, ACTIVATION).to(TYPE)
             out = beta * dot(x, W2, TYPE, PRECISION) + mix * dot(x, S2, TYPE, PRECISION)
             scores = C_bb * dot(x, tl.trans(X), TYPE, PRECISION)
             out -= dot(scores, error2, TYPE, PRECISION)
-            store_rows(y, out, token, valid, h, H, V, column)
-        c = load_tokens(gates + 3 * stride, token, valid, h, H)[:, None]
-        share = load_tokens(gates + 4 * stride, token, valid, h, H)[:, None]
+            store_rows(y, out, t, row, valid, h, H, V, column)
+        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)[:, None]
+        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
         keys = k_tile.to(tl.float32)
@@ -113,7 +114,7 @@ def _write(
 
 
 @triton.jit
-def _through_update(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     """What the errors get from the state after the chunk, and with it what c and n get."""
     to_W = dot(X, dW, TYPE, PRECISION)
     to_S = dot(X, dS, TYPE, PRECISION)
@@ -147,66 +148,68 @@ def _backward(
     for i in range(count):
         m -= 1
         t = first + (count - 1 - i) * b
-        token, valid = t + row, t + row < end
+        valid = t + row < end
         to = dstates + (m * H + h) * SIZE
         tl.store(to + cell1, dW1.to(TYPE))
         tl.store(to + D * F + cell1, dS1.to(TYPE))
         tl.store(to + cell2, dW2.to(TYPE))
         tl.store(to + F * V + cell2, dS2.to(TYPE))
-        c = load_tokens(gates + 3 * stride, token, valid, h, H)[:, None]
-        share = load_tokens(gates + 4 * stride, token, valid, h, H)[:, None]
-        z_tile = load_rows(z, token, valid, h, H, F, hidden).to(tl.float32)
-        X = value(z_tile, ACTIVATION).to(TYPE)
-        k_tile = load_rows(k, token, valid, h, H, D, key)
-        # through the step to the next state
-        error1 = load_rows(d1, token, valid, h, H, F, hidden).to(tl.float32)
-        dd1 = load_rows(dd1_reads, token, valid, h, H, F, hidden).to(tl.float32)
-        dd1, dc, dn = _through_update(dd1, k_tile, error1, dW1, dS1, c, share, TYPE, PRECISION)
-        error2 = load_rows(d2, token, valid, h, H, V, column)
-        dd2 = load_rows(dd2_reads, token, valid, h, H, V, column).to(tl.float32)
-        dd2, dc2, dn2 = _through_update(
-            dd2, X, error2.to(tl.float32), dW2, dS2, c, share, TYPE, PRECISION
-        )
-        store_tokens(dtokens + 2 * stride, dc + dc2, token, valid, h, H)
-        store_tokens(dtokens + 3 * stride, dn + dn2, token, valid, h, H)
-        # through the errors' way down, from the bottom up
+        # tiles are loaded again where they are needed again: registers hold the carried state
+        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)[:, None]
+        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
+        k_tile = load_rows(k, t, row, valid, h, H, D, key)
+        error1 = load_rows(d1, t, row, valid, h, H, F, hidden).to(tl.float32)
+        dd1 = load_rows(dd1_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
+        dd1, dc, dn = _through_step(dd1, k_tile, error1, dW1, dS1, c, share, TYPE, PRECISION)
         if BOUND > 0:
-            over = tl.where(valid, load_tokens(scale, token, valid, h, H), 1.0)
+            over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
             dd1 = through_bound(dd1, error1, tl.sum(dd1 * error1, 1), over, BOUND)
+        # up through the errors' way down
         W2 = tl.load(states + (m * H + h) * SIZE + cell2)
+        error2 = load_rows(d2, t, row, valid, h, H, V, column)
+        z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
         dE = (dd1 * slope(z_tile, ACTIVATION)).to(TYPE)
-        E = dot(error2, tl.trans(W2), TYPE, PRECISION)
-        dz1 = dd1 * E * bend(z_tile, ACTIVATION)
+        dz1 = dd1 * dot(error2, tl.trans(W2), TYPE, PRECISION) * bend(z_tile, ACTIVATION)
+        X = value(z_tile, ACTIVATION).to(TYPE)
+        dd2 = load_rows(dd2_reads, t, row, valid, h, H, V, column).to(tl.float32)
+        wide2 = error2.to(tl.float32)
+        dd2, dc2, dn2 = _through_step(dd2, X, wide2, dW2, dS2, c, share, TYPE, PRECISION)
         dd2 += dot(dE, W2, TYPE, PRECISION)
         if BOUND > 0:
-            over = tl.where(valid, load_tokens(scale + stride, token, valid, h, H), 1.0)
-            wide2 = error2.to(tl.float32)
+            over = tl.where(valid, load_tokens(scale + stride, t, row, valid, h, H), 1.0)
             dd2 = through_bound(dd2, wide2, tl.sum(dd2 * wide2, 1), over, BOUND)
-        store_rows(dv, -2 * dd2, token, valid, h, H, V, column)
+        store_tokens(dtokens + 2 * stride, dc + dc2, t, row, valid, h, H)
+        store_tokens(dtokens + 3 * stride, dn + dn2, t, row, valid, h, H)
+        store_rows(dv, -2 * dd2, t, row, valid, h, H, V, column)
         dz2 = (2 * dd2).to(TYPE)
-        # through the keys' way up, from the top down
-        dX = load_rows(dX_reads, token, valid, h, H, F, hidden).to(tl.float32)
+        # down through the keys' way up
+        dX = dot(dz2, tl.trans(W2), TYPE, PRECISION)
         dX -= c * dot(error2, tl.trans(dW2), TYPE, PRECISION)
         dX -= share * dot(error2, tl.trans(dS2), TYPE, PRECISION)
-        dX += dot(dz2, tl.trans(W2), TYPE, PRECISION)
+        dX += load_rows(dX_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
+        z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
         dz1 = (dz1 + dX * slope(z_tile, ACTIVATION)).to(TYPE)
-        store_rows(dz, dz1, token, valid, h, H, F, hidden)
+        store_rows(dz, dz1, t, row, valid, h, H, F, hidden)
         # the gradient of the state before
-        beta = load_tokens(gates, token, valid, h, H)[:, None]
-        mix = load_tokens(gates + stride, token, valid, h, H)[:, None]
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
-        u_tile = load_rows(u, token, valid, h, H, F, hidden).to(tl.float32)
-        x = value(u_tile, ACTIVATION)
-        out = load_rows(dy, token, valid, h, H, V, column)
-        dS2 = keep * dS2 + mix_out * dW2 + dot(tl.trans(x * mix), out, TYPE, PRECISION)
-        dW2 = a * dW2 + dot(tl.trans(x * beta), out, TYPE, PRECISION)
-        dW2 += dot(tl.trans(X), dz2, TYPE, PRECISION) + dot(tl.trans(dE), error2, TYPE, PRECISION)
-        x = load_rows(q, token, valid, h, H, D, key).to(tl.float32)
-        out = load_rows(du, token, valid, h, H, F, hidden)
-        dS1 = keep * dS1 + mix_out * dW1 + dot(tl.trans(x * mix), out, TYPE, PRECISION)
-        dW1 = a * dW1 + dot(tl.trans(x * beta), out, TYPE, PRECISION)
+        dS2 = keep * dS2 + mix_out * dW2
+        dW2 = a * dW2 + dot(tl.trans(dE), error2, TYPE, PRECISION)
+        dW2 += dot(tl.trans(value(z_tile, ACTIVATION)), dz2, TYPE, PRECISION)
+        beta = load_tokens(gates, t, row, valid, h, H)[:, None]
+        mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
+        out = load_rows(dy, t, row, valid, h, H, V, column)
+        x = value(load_rows(u, t, row, valid, h, H, F, hidden).to(tl.float32), ACTIVATION)
+        dS2 += dot(tl.trans(x * mix), out, TYPE, PRECISION)
+        dW2 += dot(tl.trans(x * beta), out, TYPE, PRECISION)
+        dS1 = keep * dS1 + mix_out * dW1
+        dW1 = a * dW1
+        k_tile = load_rows(k, t, row, valid, h, H, D, key)
         dW1 += dot(tl.trans(k_tile), dz1, TYPE, PRECISION)
+        out = load_rows(du, t, row, valid, h, H, F, hidden)
+        x = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
+        dS1 += dot(tl.trans(x * mix), out, TYPE, PRECISION)
+        dW1 += dot(tl.trans(x * beta), out, TYPE, PRECISION)
     mine = dstart + nh.to(tl.int64) * SIZE
     tl.store(mine + cell1, dW1)
     tl.store(mine + D * F + cell1, dS1)

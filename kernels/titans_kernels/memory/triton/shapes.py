@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     bound: float
     """0 for none"""
     precision: str
-    """of float32 products: ieee or tf32"""
+    """of float32 products: tf32x3, as exact as float32, or tf32"""
     tables: Tables
 
     @property

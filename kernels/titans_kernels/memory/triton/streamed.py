@@ -39,19 +39,19 @@ def _copy(state, to, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_input(
-    bottom, hidden, token, valid, h, H, D: tl.constexpr, column, LAYER: tl.constexpr, ACT: tl.constexpr
+    bottom, hidden, t, row, valid, h, H, D: tl.constexpr, column, LAYER: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
     """A tile of a layer's input: keys (queries), or f of what the layer below put out, ``hidden``."""
     if LAYER == 0:
-        return load_rows(bottom, token, valid, h, H, D, column)
+        return load_rows(bottom, t, row, valid, h, H, D, column)
     else:
-        z = load_rows(hidden, token, valid, h, H, D, column).to(tl.float32)
+        z = load_rows(hidden, t, row, valid, h, H, D, column).to(tl.float32)
         return value(z, ACT).to(bottom.dtype.element_ty)
 
 
 @triton.jit
 def _times_state(
-    bottom, hidden, state, token, valid, h, H, column, b: tl.constexpr, LAYER: tl.constexpr,
+    bottom, hidden, state, t, row, valid, h, H, column, b: tl.constexpr, LAYER: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Columns of a layer's input times a matrix [D, F] of the state."""
@@ -59,14 +59,14 @@ def _times_state(
     total = tl.zeros((b, column.shape[0]), tl.float32)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
-        x = _load_input(bottom, hidden, token, valid, h, H, D, k, LAYER, ACT)
+        x = _load_input(bottom, hidden, t, row, valid, h, H, D, k, LAYER, ACT)
         total += dot(x, tl.load(state + tile_at(k, column, F)), bottom.dtype.element_ty, PRECISION)
     return total
 
 
 @triton.jit
 def _times_transpose(
-    x, state, token, valid, h, H, column, b: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+    x, state, t, row, valid, h, H, column, b: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows x [tokens, H, F] times some rows, ``column``, of a matrix [D, F] of the state, transposed."""
@@ -74,7 +74,7 @@ def _times_transpose(
     total = tl.zeros((b, column.shape[0]), tl.float32)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        x_tile = load_rows(x, token, valid, h, H, F, f)
+        x_tile = load_rows(x, t, row, valid, h, H, F, f)
         W = tl.load(state + tile_at(column, f, F))
         total += dot(x_tile, tl.trans(W), x.dtype.element_ty, PRECISION)
     return total
@@ -82,22 +82,22 @@ def _times_transpose(
 
 @triton.jit
 def _bound_errors(
-    d, norm, scale, token, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
+    d, norm, scale, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
 ):  # fmt: skip
     """Scale a layer's errors, whose squares sum to ``norm`` [b], in place."""
     BF: tl.constexpr = min(BLOCK, F)
     over = tl.maximum(tl.sqrt(norm) / BOUND, 1.0)
-    store_tokens(scale, over, token, valid, h, H)
+    store_tokens(scale, over, t, row, valid, h, H)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        error = load_rows(d, token, valid, h, H, F, f).to(tl.float32)
-        store_rows(d, error / over[:, None], token, valid, h, H, F, f)
+        error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
+        store_rows(d, error / over[:, None], t, row, valid, h, H, F, f)
     tl.debug_barrier()
 
 
 @triton.jit
 def _keys_up(
-    k, v, z, d, state, scale, token, valid, h, H, hidden_stride, b: tl.constexpr, L: tl.constexpr,
+    k, v, z, d, state, scale, t, row, valid, h, H, hidden_stride, b: tl.constexpr, L: tl.constexpr,
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -108,22 +108,22 @@ def _keys_up(
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
         out = _times_state(
-            k, below, state, token, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION
+            k, below, state, t, row, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION
         )  # fmt: skip
         if LAYER < L - 1:
-            store_rows(z + LAYER * hidden_stride, out, token, valid, h, H, F, f)
+            store_rows(z + LAYER * hidden_stride, out, t, row, valid, h, H, F, f)
         else:
-            out = 2 * (out - load_rows(v, token, valid, h, H, F, f).to(tl.float32))
+            out = 2 * (out - load_rows(v, t, row, valid, h, H, F, f).to(tl.float32))
             norm += tl.sum(tl.where(valid[:, None], out * out, 0.0), 1)
-            store_rows(d, out, token, valid, h, H, F, f)
+            store_rows(d, out, t, row, valid, h, H, F, f)
     tl.debug_barrier()
     if BOUND > 0 and LAYER == L - 1:
-        _bound_errors(d, norm, scale, token, valid, h, H, F, BLOCK, BOUND)
+        _bound_errors(d, norm, scale, t, row, valid, h, H, F, BLOCK, BOUND)
 
 
 @triton.jit
 def _errors_down(
-    above, z, d, state, scale, token, valid, h, H, b: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr,
+    above, z, d, state, scale, t, row, valid, h, H, b: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr,
     BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Errors ``d`` of a hidden layer from those ``above``, through the [F, OUT] weights between them."""
@@ -131,18 +131,18 @@ def _errors_down(
     norm = tl.zeros((b,), tl.float32)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        error = _times_transpose(above, state, token, valid, h, H, f, b, OUT, BLOCK, PRECISION)
-        error *= slope(load_rows(z, token, valid, h, H, F, f).to(tl.float32), ACT)
+        error = _times_transpose(above, state, t, row, valid, h, H, f, b, OUT, BLOCK, PRECISION)
+        error *= slope(load_rows(z, t, row, valid, h, H, F, f).to(tl.float32), ACT)
         norm += tl.sum(error * error, 1)
-        store_rows(d, error, token, valid, h, H, F, f)
+        store_rows(d, error, t, row, valid, h, H, F, f)
     tl.debug_barrier()
     if BOUND > 0:
-        _bound_errors(d, norm, scale, token, valid, h, H, F, BLOCK, BOUND)
+        _bound_errors(d, norm, scale, t, row, valid, h, H, F, BLOCK, BOUND)
 
 
 @triton.jit
 def _step(
-    k, z, d, state, next_copy, more, c, share, a, mix, keep, token, valid, h, H,
+    k, z, d, state, next_copy, more, c, share, a, mix, keep, t, row, valid, h, H,
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,11 +152,11 @@ def _step(
     BF: tl.constexpr = min(BLOCK, F)
     for i in range(0, D, BD):
         key = i + tl.arange(0, BD)
-        X = _load_input(k, z, token, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
+        X = _load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
             at = tile_at(key, f, F)
-            error = load_rows(d, token, valid, h, H, F, f)
+            error = load_rows(d, t, row, valid, h, H, F, f)
             S = tl.load(state + D * F + at)
             W = a * tl.load(state + at) + mix * S
             W -= dot(tl.trans(X * c[:, None]), error, TYPE, PRECISION)
@@ -186,29 +186,29 @@ def _write(
     _copy(state, states + (m * H + h) * SIZE, SIZE)
     tl.debug_barrier()
     for t in range(first, end, b):
-        token, valid = t + row, t + row < end
+        valid = t + row < end
         now = states + (m * H + h) * SIZE
         for l in tl.static_range(L):
             _keys_up(
                 k, v, z, dt, now + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), scale + (L - 1) * stride,
-                token, valid, h, H, hidden_stride, b, L, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK,
+                t, row, valid, h, H, hidden_stride, b, L, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK,
                 BOUND, ACT, PRECISION,
             )  # fmt: skip
         for l in tl.static_range(L - 2, -1, -1):
             _errors_down(
                 dt if l == L - 2 else dh + (l + 1) * hidden_stride, z + l * hidden_stride,
-                dh + l * hidden_stride, now + 2 * (D * F + l * F * F), scale + l * stride, token, valid,
+                dh + l * hidden_stride, now + 2 * (D * F + l * F * F), scale + l * stride, t, row, valid,
                 h, H, b, F, V if l == L - 2 else F, BLOCK, BOUND, ACT, PRECISION,
             )  # fmt: skip
-        c = load_tokens(gates + 3 * stride, token, valid, h, H)
-        share = load_tokens(gates + 4 * stride, token, valid, h, H)
+        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
+        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
         for l in tl.static_range(L):
             at = 0 if l == 0 else 2 * (D * F + (l - 1) * F * F)
             _step(
                 k, z + (l - 1) * hidden_stride, dt if l == L - 1 else dh + l * hidden_stride, state + at,
-                now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a, mix, keep, token, valid, h, H, l,
+                now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a, mix, keep, t, row, valid, h, H, l,
                 D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT, PRECISION,
             )  # fmt: skip
         tl.debug_barrier()

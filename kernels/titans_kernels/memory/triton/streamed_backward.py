@@ -34,7 +34,7 @@ from titans_kernels.memory.triton.streamed import (
 
 @triton.jit
 def _through_step(
-    k, z, d, dd, dstate, c, share, token, valid, h, H, b: tl.constexpr, LAYER: tl.constexpr,
+    k, z, d, dd, dstate, c, share, t, row, valid, h, H, b: tl.constexpr, LAYER: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Errors' gradient ``dd`` of one layer goes on through the step; returns the sums (dc, dn, d dd) [b]."""
@@ -44,14 +44,14 @@ def _through_step(
     along = tl.zeros((b,), tl.float32)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        to_W = _times_state(k, z, dstate, token, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION)
+        to_W = _times_state(k, z, dstate, t, row, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION)
         to_S = _times_state(
-            k, z, dstate + D * F, token, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION
+            k, z, dstate + D * F, t, row, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION
         )  # fmt: skip
-        error = load_rows(d, token, valid, h, H, F, f).to(tl.float32)
-        dd_tile = load_rows(dd, token, valid, h, H, F, f).to(tl.float32)
+        error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
+        dd_tile = load_rows(dd, t, row, valid, h, H, F, f).to(tl.float32)
         dd_tile -= c[:, None] * to_W + share[:, None] * to_S
-        store_rows(dd, dd_tile, token, valid, h, H, F, f)
+        store_rows(dd, dd_tile, t, row, valid, h, H, F, f)
         dc -= tl.sum(to_W * error, 1)
         dn -= tl.sum(to_S * error, 1)
         along += tl.sum(dd_tile * error, 1)
@@ -60,19 +60,19 @@ def _through_step(
 
 @triton.jit
 def _load_unbounded(
-    d, dd, along, over, token, valid, h, H, F: tl.constexpr, f, BOUND: tl.constexpr
+    d, dd, along, over, t, row, valid, h, H, F: tl.constexpr, f, BOUND: tl.constexpr
 ):  # fmt: skip
     """A tile of dd, taken back through the bound."""
-    dd_tile = load_rows(dd, token, valid, h, H, F, f).to(tl.float32)
+    dd_tile = load_rows(dd, t, row, valid, h, H, F, f).to(tl.float32)
     if BOUND > 0:
-        error = load_rows(d, token, valid, h, H, F, f).to(tl.float32)
+        error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
         dd_tile = through_bound(dd_tile, error, along, over, BOUND)
     return dd_tile
 
 
 @triton.jit
 def _errors_up(
-    z, d, dd, above, dd_above, dE, dz, W, along, over, token, valid, h, H, b: tl.constexpr,
+    z, d, dd, above, dd_above, dE, dz, W, along, over, t, row, valid, h, H, b: tl.constexpr,
     F: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -85,64 +85,64 @@ def _errors_up(
     TYPE: tl.constexpr = d.dtype.element_ty
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        E = _times_transpose(above, W, token, valid, h, H, f, b, OUT, BLOCK, PRECISION)
-        dd_tile = _load_unbounded(d, dd, along, over, token, valid, h, H, F, f, BOUND)
-        z_tile = load_rows(z, token, valid, h, H, F, f).to(tl.float32)
-        store_rows(dE, dd_tile * slope(z_tile, ACT), token, valid, h, H, F, f)
-        store_rows(dz, dd_tile * E * bend(z_tile, ACT), token, valid, h, H, F, f)
+        E = _times_transpose(above, W, t, row, valid, h, H, f, b, OUT, BLOCK, PRECISION)
+        dd_tile = _load_unbounded(d, dd, along, over, t, row, valid, h, H, F, f, BOUND)
+        z_tile = load_rows(z, t, row, valid, h, H, F, f).to(tl.float32)
+        store_rows(dE, dd_tile * slope(z_tile, ACT), t, row, valid, h, H, F, f)
+        store_rows(dz, dd_tile * E * bend(z_tile, ACT), t, row, valid, h, H, F, f)
     tl.debug_barrier()
     along_above = tl.zeros((b,), tl.float32)
     for i in range(0, OUT, BO):
         o = i + tl.arange(0, BO)
-        dd_tile = load_rows(dd_above, token, valid, h, H, OUT, o).to(tl.float32)
+        dd_tile = load_rows(dd_above, t, row, valid, h, H, OUT, o).to(tl.float32)
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
-            dE_tile = load_rows(dE, token, valid, h, H, F, f)
+            dE_tile = load_rows(dE, t, row, valid, h, H, F, f)
             dd_tile += dot(dE_tile, tl.load(W + tile_at(f, o, OUT)), TYPE, PRECISION)
-        error = load_rows(above, token, valid, h, H, OUT, o).to(tl.float32)
+        error = load_rows(above, t, row, valid, h, H, OUT, o).to(tl.float32)
         along_above += tl.sum(dd_tile * error, 1)
-        store_rows(dd_above, dd_tile, token, valid, h, H, OUT, o)
+        store_rows(dd_above, dd_tile, t, row, valid, h, H, OUT, o)
     tl.debug_barrier()
     return along_above
 
 
 @triton.jit
 def _top(
-    d, dd, dv, along, over, token, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
+    d, dd, dv, along, over, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
 ):  # fmt: skip
     """dv = -2 dd; the gradient of what the top layer puts out is its negative."""
     BF: tl.constexpr = min(BLOCK, F)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
-        dd_tile = _load_unbounded(d, dd, along, over, token, valid, h, H, F, f, BOUND)
-        store_rows(dv, -2 * dd_tile, token, valid, h, H, F, f)
+        dd_tile = _load_unbounded(d, dd, along, over, t, row, valid, h, H, F, f, BOUND)
+        store_rows(dv, -2 * dd_tile, t, row, valid, h, H, F, f)
     tl.debug_barrier()
 
 
 @triton.jit
 def _keys_down(
-    z, d, dz_out, dX, dz, W, dstate, c, share, token, valid, h, H, b: tl.constexpr, D: tl.constexpr,
+    z, d, dz_out, dX, dz, W, dstate, c, share, t, row, valid, h, H, b: tl.constexpr, D: tl.constexpr,
     F: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of a layer's output, SIGN times ``dz_out``, to ``dz`` of the layer below it."""
     BD: tl.constexpr = min(BLOCK, D)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
-        total = load_rows(dX, token, valid, h, H, D, k).to(tl.float32)
-        total += SIGN * _times_transpose(dz_out, W, token, valid, h, H, k, b, F, BLOCK, PRECISION)
-        back = _times_transpose(d, dstate, token, valid, h, H, k, b, F, BLOCK, PRECISION)
+        total = load_rows(dX, t, row, valid, h, H, D, k).to(tl.float32)
+        total += SIGN * _times_transpose(dz_out, W, t, row, valid, h, H, k, b, F, BLOCK, PRECISION)
+        back = _times_transpose(d, dstate, t, row, valid, h, H, k, b, F, BLOCK, PRECISION)
         total -= c[:, None] * back
-        back = _times_transpose(d, dstate + D * F, token, valid, h, H, k, b, F, BLOCK, PRECISION)
+        back = _times_transpose(d, dstate + D * F, t, row, valid, h, H, k, b, F, BLOCK, PRECISION)
         total -= share[:, None] * back
-        z_tile = load_rows(z, token, valid, h, H, D, k).to(tl.float32)
-        total = total * slope(z_tile, ACT) + load_rows(dz, token, valid, h, H, D, k).to(tl.float32)
-        store_rows(dz, total, token, valid, h, H, D, k)
+        z_tile = load_rows(z, t, row, valid, h, H, D, k).to(tl.float32)
+        total = total * slope(z_tile, ACT) + load_rows(dz, t, row, valid, h, H, D, k).to(tl.float32)
+        store_rows(dz, total, t, row, valid, h, H, D, k)
     tl.debug_barrier()
 
 
 @triton.jit
 def _step_back(
-    q, k, u, z, du, dz, dE, d, dstate, previous_copy, more, beta, beta_S, a, mix, keep, token, valid, h, H,
+    q, k, u, z, du, dz, dE, d, dstate, previous_copy, more, beta, beta_S, a, mix, keep, t, row, valid, h, H,
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,21 +152,21 @@ def _step_back(
     BF: tl.constexpr = min(BLOCK, F)
     for i in range(0, D, BD):
         key = i + tl.arange(0, BD)
-        X = _load_input(k, z, token, valid, h, H, D, key, LAYER, ACT)
-        x = _load_input(q, u, token, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
+        X = _load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT)
+        x = _load_input(q, u, t, row, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
             at = tile_at(key, f, F)
-            read = load_rows(du, token, valid, h, H, F, f)
-            write = load_rows(dz, token, valid, h, H, F, f)
+            read = load_rows(du, t, row, valid, h, H, F, f)
+            write = load_rows(dz, t, row, valid, h, H, F, f)
             dW = tl.load(dstate + at)
             dS = keep * tl.load(dstate + D * F + at) + mix * dW
             dS += dot(tl.trans(x * beta_S[:, None]), read, TYPE, PRECISION)
             dW = a * dW + dot(tl.trans(x * beta[:, None]), read, TYPE, PRECISION)
             dW += SIGN * dot(tl.trans(X), write, TYPE, PRECISION)
             if LAYER > 0:
-                back = load_rows(dE, token, valid, h, H, D, key)
-                error = load_rows(d, token, valid, h, H, F, f)
+                back = load_rows(dE, t, row, valid, h, H, D, key)
+                error = load_rows(d, t, row, valid, h, H, F, f)
                 dW += dot(tl.trans(back), error, TYPE, PRECISION)
             tl.store(dstate + at, dW)
             tl.store(dstate + D * F + at, dS)
@@ -176,12 +176,12 @@ def _step_back(
 
 
 @triton.jit
-def _over(scale, token, valid, h, H, BOUND: tl.constexpr):
+def _over(scale, t, row, valid, h, H, BOUND: tl.constexpr):
     """What the bound divided each error by."""
     if BOUND > 0:
-        return tl.where(valid, load_tokens(scale, token, valid, h, H), 1.0)
+        return tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
     else:
-        return tl.full(token.shape, 1.0, tl.float32)
+        return tl.full(row.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -206,11 +206,11 @@ def _backward(
     for i in range(count):
         m -= 1
         t = first + (count - 1 - i) * b
-        token, valid = t + row, t + row < end
+        valid = t + row < end
         W = states + (m * H + h) * SIZE
         dafter = dstates + (m * H + h) * SIZE
-        c = load_tokens(gates + 3 * stride, token, valid, h, H)
-        share = load_tokens(gates + 4 * stride, token, valid, h, H)
+        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
+        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         dc = tl.zeros((b,), tl.float32)
         dn = tl.zeros((b,), tl.float32)
         along = tl.zeros((b,), tl.float32)
@@ -218,34 +218,34 @@ def _backward(
             more_c, more_n, along = _through_step(
                 k, z + (l - 1) * hidden, dt if l == L - 1 else dh + l * hidden,
                 ddt if l == L - 1 else ddh + l * hidden,
-                dafter + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), c, share, token, valid, h, H, b,
+                dafter + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), c, share, t, row, valid, h, H, b,
                 l, D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT, PRECISION,
             )  # fmt: skip
             dc += more_c
             dn += more_n
-        store_tokens(dtokens + 2 * stride, dc, token, valid, h, H)
-        store_tokens(dtokens + 3 * stride, dn, token, valid, h, H)
+        store_tokens(dtokens + 2 * stride, dc, t, row, valid, h, H)
+        store_tokens(dtokens + 3 * stride, dn, t, row, valid, h, H)
         tl.debug_barrier()
         for l in tl.static_range(L - 1):
             along = _errors_up(
                 z + l * hidden, dh + l * hidden, ddh + l * hidden,
                 dt if l == L - 2 else dh + (l + 1) * hidden, ddt if l == L - 2 else ddh + (l + 1) * hidden,
                 dE + l * hidden, dz + l * hidden, W + 2 * (D * F + l * F * F), along,
-                _over(scale + l * stride, token, valid, h, H, BOUND), token, valid, h, H, b, F,
+                _over(scale + l * stride, t, row, valid, h, H, BOUND), t, row, valid, h, H, b, F,
                 V if l == L - 2 else F, BLOCK, BOUND, ACT, PRECISION,
             )  # fmt: skip
-        over = _over(scale + (L - 1) * stride, token, valid, h, H, BOUND)
-        _top(dt, ddt, dv, along, over, token, valid, h, H, V, BLOCK, BOUND)
+        over = _over(scale + (L - 1) * stride, t, row, valid, h, H, BOUND)
+        _top(dt, ddt, dv, along, over, t, row, valid, h, H, V, BLOCK, BOUND)
         for l in tl.static_range(L - 1, 0, -1):
             at = 2 * (D * F + (l - 1) * F * F)
             _keys_down(
                 z + (l - 1) * hidden, dt if l == L - 1 else dh + l * hidden,
                 dv if l == L - 1 else dz + l * hidden, dX + (l - 1) * hidden, dz + (l - 1) * hidden, W + at,
-                dafter + at, c, share, token, valid, h, H, b, F, V if l == L - 1 else F,
+                dafter + at, c, share, t, row, valid, h, H, b, F, V if l == L - 1 else F,
                 -1 if l == L - 1 else 1, BLOCK, ACT, PRECISION,
             )  # fmt: skip
-        beta = load_tokens(gates, token, valid, h, H)
-        beta_S = load_tokens(gates + stride, token, valid, h, H)
+        beta = load_tokens(gates, t, row, valid, h, H)
+        beta_S = load_tokens(gates + stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
         for l in tl.static_range(L):
@@ -255,7 +255,7 @@ def _backward(
                 dv if l == L - 1 else dz + l * hidden, dE + (l - 1) * hidden,
                 dt if l == L - 1 else dh + l * hidden, dstate + at,
                 dafter - tl.cast(H, tl.int64) * SIZE + at, i + 1 < count, beta, beta_S, a, mix, keep,
-                token, valid, h, H, l, D if l == 0 else F, V if l == L - 1 else F,
+                t, row, valid, h, H, l, D if l == 0 else F, V if l == L - 1 else F,
                 -1 if l == L - 1 else 1, BLOCK, ACT, PRECISION,
             )  # fmt: skip
         tl.debug_barrier()

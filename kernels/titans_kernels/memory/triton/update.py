@@ -25,18 +25,18 @@ def _update_backward(
     KEYS: tl.constexpr, SIGN: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m, h = tl.program_id(0), tl.program_id(1)
-    first = tl.load(chunks + 2 * m)
+    t = tl.load(chunks + 2 * m)
     count = tl.load(chunks + 2 * m + 1)
     if count == 0:
         return
     TYPE: tl.constexpr = d.dtype.element_ty
     row = tl.arange(0, b)
-    token, valid = first + row, row < count
+    valid = row < count
     stride = tl.cast(tokens, tl.int64) * H
     state = states + (m.to(tl.int64) * H + h) * SIZE + AT
     dstate = dstates + (m.to(tl.int64) * H + h) * SIZE + AT
-    c = load_tokens(gates + 3 * stride, token, valid, h, H)
-    share = load_tokens(gates + 4 * stride, token, valid, h, H)
+    c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
+    share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
     WW = tl.zeros((BD,), tl.float32)
     WS = tl.zeros((BD,), tl.float32)
     SS = tl.zeros((BD,), tl.float32)
@@ -53,14 +53,14 @@ def _update_backward(
             WS += tl.sum(dW.to(tl.float32) * S, 1)
             SS += tl.sum(dS.to(tl.float32) * S, 1)
             if KEYS:
-                error = load_rows(d, token, valid, h, H, F, f)
-                dz_tile = load_rows(dz, token, valid, h, H, F, f)
+                error = load_rows(d, t, row, valid, h, H, F, f)
+                dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
                 dk_tile -= c[:, None] * dot(error, tl.trans(dW), TYPE, PRECISION)
                 dk_tile -= share[:, None] * dot(error, tl.trans(dS), TYPE, PRECISION)
                 dk_tile += SIGN * dot(dz_tile, tl.trans(W), TYPE, PRECISION)
         if KEYS:
-            dk_tile += load_rows(dX, token, valid, h, H, D, k).to(tl.float32)
-            store_rows(dk, dk_tile, token, valid, h, H, D, k)
+            dk_tile += load_rows(dX, t, row, valid, h, H, D, k).to(tl.float32)
+            store_rows(dk, dk_tile, t, row, valid, h, H, D, k)
     at = inner + (m.to(tl.int64) * H + h) * 3
     sums = (tl.sum(WW, 0), tl.sum(WS, 0), tl.sum(SS, 0))
     for i in tl.static_range(3):
