@@ -146,7 +146,7 @@ def columns_per_program(shape: Shape, processors: int) -> int:
     if shape.bound:
         return V
     for BV in (64, 32):
-        if V >= BV and shape.N * shape.H * (V // BV) >= processors:
+        if V >= BV and shape.layers[0].D * BV <= 4096 and shape.N * shape.H * (V // BV) >= processors:
             return BV
     return min(V, 16 if shape.b <= 64 else 32)
 

@@ -79,7 +79,7 @@ def reads_ride_along(shape: Shape, processors: int) -> bool:
     parts = 1
     if path(shape) == "columns":
         parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
-    return shape.N * shape.H * parts >= processors and parts <= 2
+    return shape.N * shape.H * parts >= processors and parts <= 4
 
 
 @lru_cache
@@ -124,18 +124,17 @@ def _write(
             read=read, keep=keep,
         )  # fmt: skip
     elif which == "resident":
+        after.copy_(start)
         resident.write(
-            shape, x.q, x.k, x.v, start, gates, kept.states, kept.z, kept.dh, kept.dt, kept.scale, kept.u, y,
-            after, read=read, keep=keep,
+            shape, x.q, x.k, x.v, after, gates, kept.states, kept.z, kept.dh, kept.dt, kept.scale, kept.u, y,
+            read=read, keep=keep,
         )  # fmt: skip
     else:
         after.copy_(start)
         streamed.write(shape, x.k, x.v, gates, after, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
 
 
-def _read(
-    shape: Shape, layers: tuple[Layer, ...], x: Tokens, gates: Gates, kept: Kept, y: Tensor
-) -> None:
+def _read(shape: Shape, layers: tuple[Layer, ...], x: Tokens, gates: Gates, kept: Kept, y: Tensor) -> None:
     for layer in layers:
         below = layer.index - 1
         queries, keys = (kept.u[below], kept.z[below]) if layer.index else (x.q, x.k)
@@ -167,14 +166,17 @@ class _Grads(NamedTuple):
         )  # fmt: skip
 
 
-def backward(
-    shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor
-) -> tuple[Tensor, ...]:
+def backward(shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, alpha, eta, theta and of the starting state."""
     gates = Gates(kept.C, kept.gates)
     BV = columns.columns_per_program(shape, processors(dy.device)) if path(shape) == "columns" else 0
     grads = _Grads.room(shape, kept, shape.layers[0].F // BV if BV else 1)
-    dq, dk, dv, dkeys = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v), torch.empty_like(x.k)
+    dq, dk, dv, dkeys = (
+        torch.empty_like(x.q),
+        torch.empty_like(x.k),
+        torch.empty_like(x.v),
+        torch.empty_like(x.k),
+    )
     for layer in reversed(shape.layers):
         l, top = layer.index, layer.index == shape.depth - 1
         queries, keys, dx, dX = (
@@ -209,9 +211,10 @@ def _write_backward(
             grads.dtokens, dstart,
         )  # fmt: skip
     elif which == "resident":
+        dstart.copy_(dafter)
         resident.backward(
             shape, x.q, x.k, kept.u, kept.z, dy, grads.du, gates, kept.states, kept.dh, kept.dt, kept.scale,
-            grads.ddh, grads.ddt, grads.dX, dafter, grads.dstates, grads.dz, dv, grads.dtokens, dstart,
+            grads.ddh, grads.ddt, grads.dX, dstart, grads.dstates, grads.dz, dv, grads.dtokens,
         )  # fmt: skip
     else:
         dstart.copy_(dafter)

@@ -1,7 +1,8 @@
-"""Kernels of a memory of two layers whose whole state stays in the registers of one program.
+"""Kernels of a memory of two layers of widths up to 64, the whole recurrence in one program a head.
 
-A program carries both layers' weights and momentum, ``[D, F]`` and ``[F, V]`` of widths up to 64, through a
-document in float32: 64 KB at most. Numbered from 1: layer 1 takes keys, layer 2 gives values.
+A program carries both layers' weights, ``[D, F]`` and ``[F, V]``, through a document in registers, in float32.
+Momentum is needed once a chunk: it waits in the L1 and L2 caches, which leaves registers for the tiles.
+Numbered from 1: layer 1 takes keys, layer 2 gives values.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ from titans_kernels.memory.triton.shapes import Shape
 
 
 @triton.jit
+def _step(W, S, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """W' = a W + m S - (c X)^T d and, where ``S`` points, S' = h S - (n X)^T d."""
+    X = X.to(tl.float32)
+    before = tl.load(S)
+    W = a * W + mix * before - dot(tl.trans(X * c), error, TYPE, PRECISION)
+    tl.store(S, keep * before - dot(tl.trans(X * share), error, TYPE, PRECISION))
+    return W
+
+
+@triton.jit
 def _write(
-    q, k, v, start, C, gates, states, z, d1, d2, scale, u, y, after, documents, H, tokens,
+    q, k, v, state, C, gates, states, z, d1, d2, scale, u, y, documents, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
     READ: tl.constexpr, KEEP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,19 +56,17 @@ def _write(
     stride = tl.cast(tokens, tl.int64) * H
     cell1 = tile_at(key, hidden, F)
     cell2 = 2 * D * F + tile_at(hidden, column, V)
-    mine = start + nh.to(tl.int64) * SIZE
+    mine = state + nh.to(tl.int64) * SIZE
     W1 = tl.load(mine + cell1)
-    S1 = tl.load(mine + D * F + cell1)
     W2 = tl.load(mine + cell2)
-    S2 = tl.load(mine + F * V + cell2)
     for t in range(first, end, b):
         valid = t + row < end
         if KEEP:
             to = states + (m * H + h) * SIZE
             tl.store(to + cell1, W1.to(TYPE))
-            tl.store(to + D * F + cell1, S1.to(TYPE))
+            tl.store(to + D * F + cell1, tl.load(mine + D * F + cell1).to(TYPE))
             tl.store(to + cell2, W2.to(TYPE))
-            tl.store(to + F * V + cell2, S2.to(TYPE))
+            tl.store(to + F * V + cell2, tl.load(mine + F * V + cell2).to(TYPE))
         k_tile = load_rows(k, t, row, valid, h, H, D, key)
         z_tile = dot(k_tile, W1, TYPE, PRECISION)
         X = value(z_tile, ACTIVATION).to(TYPE)
@@ -85,13 +94,15 @@ def _write(
             at_C = C + (m * H + h) * b * b + tile_at(row, row, b)
             C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
             x = load_rows(q, t, row, valid, h, H, D, key)
-            u_tile = beta * dot(x, W1, TYPE, PRECISION) + mix * dot(x, S1, TYPE, PRECISION)
+            u_tile = beta * dot(x, W1, TYPE, PRECISION)
+            u_tile += mix * dot(x, tl.load(mine + D * F + cell1), TYPE, PRECISION)
             scores = C_bb * dot(x, tl.trans(k_tile), TYPE, PRECISION)
             u_tile -= dot(scores, error1, TYPE, PRECISION)
             if KEEP:
                 store_rows(u, u_tile, t, row, valid, h, H, F, hidden)
             x = value(u_tile, ACTIVATION).to(TYPE)
-            out = beta * dot(x, W2, TYPE, PRECISION) + mix * dot(x, S2, TYPE, PRECISION)
+            out = beta * dot(x, W2, TYPE, PRECISION)
+            out += mix * dot(x, tl.load(mine + F * V + cell2), TYPE, PRECISION)
             scores = C_bb * dot(x, tl.trans(X), TYPE, PRECISION)
             out -= dot(scores, error2, TYPE, PRECISION)
             store_rows(y, out, t, row, valid, h, H, V, column)
@@ -99,32 +110,36 @@ def _write(
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
-        keys = k_tile.to(tl.float32)
-        W1 = a * W1 + mix_out * S1 - dot(tl.trans(keys * c), error1, TYPE, PRECISION)
-        S1 = keep * S1 - dot(tl.trans(keys * share), error1, TYPE, PRECISION)
-        keys = X.to(tl.float32)
-        W2 = a * W2 + mix_out * S2 - dot(tl.trans(keys * c), error2, TYPE, PRECISION)
-        S2 = keep * S2 - dot(tl.trans(keys * share), error2, TYPE, PRECISION)
+        W1 = _step(W1, mine + D * F + cell1, k_tile, error1, c, share, a, mix_out, keep, TYPE, PRECISION)
+        W2 = _step(W2, mine + F * V + cell2, X, error2, c, share, a, mix_out, keep, TYPE, PRECISION)
+        tl.debug_barrier()
         m += 1
-    mine = after + nh.to(tl.int64) * SIZE
     tl.store(mine + cell1, W1)
-    tl.store(mine + D * F + cell1, S1)
     tl.store(mine + cell2, W2)
-    tl.store(mine + F * V + cell2, S2)
 
 
 @triton.jit
 def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     """What the errors get from the state after the chunk, and with it what c and n get."""
-    to_W = dot(X, dW, TYPE, PRECISION)
-    to_S = dot(X, dS, TYPE, PRECISION)
-    return dd - c * to_W - share * to_S, -tl.sum(to_W * error, 1), -tl.sum(to_S * error, 1)
+    back = dot(X, dW, TYPE, PRECISION)
+    dc = -tl.sum(back * error, 1)
+    dd -= c * back
+    back = dot(X, tl.load(dS), TYPE, PRECISION)
+    return dd - share * back, dc, -tl.sum(back * error, 1)
+
+
+@triton.jit
+def _step_back(dW, dS, x, out, beta, mix, a, m, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """The gradient of a layer's state through `_step` and through the reads."""
+    after = tl.load(dS)
+    tl.store(dS, keep * after + m * dW + dot(tl.trans(x * mix), out, TYPE, PRECISION))
+    return a * dW + dot(tl.trans(x * beta), out, TYPE, PRECISION)
 
 
 @triton.jit
 def _backward(
-    q, k, u, z, dy, du, gates, states, d1, d2, scale, dd1_reads, dd2_reads, dX_reads, dafter, dstates, dz,
-    dv, dtokens, dstart, documents, H, tokens,
+    q, k, u, z, dy, du, gates, states, d1, d2, scale, dd1_reads, dd2_reads, dX_reads, dstate, dstates, dz,
+    dv, dtokens, documents, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -140,44 +155,47 @@ def _backward(
     stride = tl.cast(tokens, tl.int64) * H
     cell1 = tile_at(key, hidden, F)
     cell2 = 2 * D * F + tile_at(hidden, column, V)
-    mine = dafter + nh.to(tl.int64) * SIZE
+    mine = dstate + nh.to(tl.int64) * SIZE
     dW1 = tl.load(mine + cell1)
-    dS1 = tl.load(mine + D * F + cell1)
     dW2 = tl.load(mine + cell2)
-    dS2 = tl.load(mine + F * V + cell2)
     for i in range(count):
         m -= 1
         t = first + (count - 1 - i) * b
         valid = t + row < end
         to = dstates + (m * H + h) * SIZE
         tl.store(to + cell1, dW1.to(TYPE))
-        tl.store(to + D * F + cell1, dS1.to(TYPE))
+        tl.store(to + D * F + cell1, tl.load(mine + D * F + cell1).to(TYPE))
         tl.store(to + cell2, dW2.to(TYPE))
-        tl.store(to + F * V + cell2, dS2.to(TYPE))
-        # tiles are loaded again where they are needed again: registers hold the carried state
+        tl.store(to + F * V + cell2, tl.load(mine + F * V + cell2).to(TYPE))
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)[:, None]
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
+        # the non-linearity, taken once: in the operands' type these tiles are light to hold
+        W2 = tl.load(states + (m * H + h) * SIZE + cell2)
+        error2 = load_rows(d2, t, row, valid, h, H, V, column)
+        z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
+        bent = (dot(error2, tl.trans(W2), TYPE, PRECISION) * bend(z_tile, ACTIVATION)).to(TYPE)
+        steep = slope(z_tile, ACTIVATION).to(TYPE)
+        X = value(z_tile, ACTIVATION).to(TYPE)
         k_tile = load_rows(k, t, row, valid, h, H, D, key)
-        error1 = load_rows(d1, t, row, valid, h, H, F, hidden).to(tl.float32)
+        error1 = load_rows(d1, t, row, valid, h, H, F, hidden)
         dd1 = load_rows(dd1_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
-        dd1, dc, dn = _through_step(dd1, k_tile, error1, dW1, dS1, c, share, TYPE, PRECISION)
+        dd1, dc, dn = _through_step(
+            dd1, k_tile, error1, dW1, mine + D * F + cell1, c, share, TYPE, PRECISION
+        )  # fmt: skip
         if BOUND > 0:
             over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
             dd1 = through_bound(dd1, error1, tl.sum(dd1 * error1, 1), over, BOUND)
         # up through the errors' way down
-        W2 = tl.load(states + (m * H + h) * SIZE + cell2)
-        error2 = load_rows(d2, t, row, valid, h, H, V, column)
-        z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
-        dE = (dd1 * slope(z_tile, ACTIVATION)).to(TYPE)
-        dz1 = dd1 * dot(error2, tl.trans(W2), TYPE, PRECISION) * bend(z_tile, ACTIVATION)
-        X = value(z_tile, ACTIVATION).to(TYPE)
+        dE = (dd1 * steep).to(TYPE)
+        dz1 = (dd1 * bent).to(TYPE)
         dd2 = load_rows(dd2_reads, t, row, valid, h, H, V, column).to(tl.float32)
-        wide2 = error2.to(tl.float32)
-        dd2, dc2, dn2 = _through_step(dd2, X, wide2, dW2, dS2, c, share, TYPE, PRECISION)
+        dd2, dc2, dn2 = _through_step(
+            dd2, X, error2, dW2, mine + F * V + cell2, c, share, TYPE, PRECISION
+        )  # fmt: skip
         dd2 += dot(dE, W2, TYPE, PRECISION)
         if BOUND > 0:
             over = tl.where(valid, load_tokens(scale + stride, t, row, valid, h, H), 1.0)
-            dd2 = through_bound(dd2, wide2, tl.sum(dd2 * wide2, 1), over, BOUND)
+            dd2 = through_bound(dd2, error2, tl.sum(dd2 * error2, 1), over, BOUND)
         store_tokens(dtokens + 2 * stride, dc + dc2, t, row, valid, h, H)
         store_tokens(dtokens + 3 * stride, dn + dn2, t, row, valid, h, H)
         store_rows(dv, -2 * dd2, t, row, valid, h, H, V, column)
@@ -185,63 +203,63 @@ def _backward(
         # down through the keys' way up
         dX = dot(dz2, tl.trans(W2), TYPE, PRECISION)
         dX -= c * dot(error2, tl.trans(dW2), TYPE, PRECISION)
-        dX -= share * dot(error2, tl.trans(dS2), TYPE, PRECISION)
+        dX -= share * dot(error2, tl.trans(tl.load(mine + F * V + cell2)), TYPE, PRECISION)
         dX += load_rows(dX_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
-        z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
-        dz1 = (dz1 + dX * slope(z_tile, ACTIVATION)).to(TYPE)
+        dz1 = (dz1 + dX * steep).to(TYPE)
         store_rows(dz, dz1, t, row, valid, h, H, F, hidden)
         # the gradient of the state before
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
-        dS2 = keep * dS2 + mix_out * dW2
-        dW2 = a * dW2 + dot(tl.trans(dE), error2, TYPE, PRECISION)
-        dW2 += dot(tl.trans(value(z_tile, ACTIVATION)), dz2, TYPE, PRECISION)
         beta = load_tokens(gates, t, row, valid, h, H)[:, None]
         mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
-        out = load_rows(dy, t, row, valid, h, H, V, column)
         x = value(load_rows(u, t, row, valid, h, H, F, hidden).to(tl.float32), ACTIVATION)
-        dS2 += dot(tl.trans(x * mix), out, TYPE, PRECISION)
-        dW2 += dot(tl.trans(x * beta), out, TYPE, PRECISION)
-        dS1 = keep * dS1 + mix_out * dW1
-        dW1 = a * dW1
+        out = load_rows(dy, t, row, valid, h, H, V, column)
+        dW2 = _step_back(
+            dW2, mine + F * V + cell2, x, out, beta, mix, a, mix_out, keep, TYPE, PRECISION
+        )  # fmt: skip
+        dW2 += dot(tl.trans(dE), error2, TYPE, PRECISION)
+        dW2 += dot(tl.trans(X), dz2, TYPE, PRECISION)
+        x = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
+        out = load_rows(du, t, row, valid, h, H, F, hidden)
+        dW1 = _step_back(
+            dW1, mine + D * F + cell1, x, out, beta, mix, a, mix_out, keep, TYPE, PRECISION
+        )  # fmt: skip
         k_tile = load_rows(k, t, row, valid, h, H, D, key)
         dW1 += dot(tl.trans(k_tile), dz1, TYPE, PRECISION)
-        out = load_rows(du, t, row, valid, h, H, F, hidden)
-        x = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
-        dS1 += dot(tl.trans(x * mix), out, TYPE, PRECISION)
-        dW1 += dot(tl.trans(x * beta), out, TYPE, PRECISION)
-    mine = dstart + nh.to(tl.int64) * SIZE
+        tl.debug_barrier()
     tl.store(mine + cell1, dW1)
-    tl.store(mine + D * F + cell1, dS1)
     tl.store(mine + cell2, dW2)
-    tl.store(mine + F * V + cell2, dS2)
 
 
 def write(
-    shape: Shape, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates, states: Tensor, z: Tensor,
-    d1: Tensor, d2: Tensor, scale: Tensor, u: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
+    shape: Shape, q: Tensor, k: Tensor, v: Tensor, state: Tensor, gates: Gates, states: Tensor, z: Tensor,
+    d1: Tensor, d2: Tensor, scale: Tensor, u: Tensor, y: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    """Chunk after chunk: fill ``after`` [N, H, size], with ``read`` y, with ``keep`` what a backward needs."""
+    """Chunk after chunk: ``state`` [N, H, size] moves on in place; with ``read`` y is filled, with ``keep``
+    what a backward needs."""
     lower, upper = shape.layers
     launch(
-        _write, (shape.N * shape.H,), q, k, v, start, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
-        after, shape.tables.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
+        _write, (shape.N * shape.H,), q, k, v, state, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
+        shape.tables.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
         BOUND=shape.bound, READ=read, KEEP=keep, ACTIVATION=shape.activation, PRECISION=shape.precision,
-        warps=8, stages=1,
+        warps=4, stages=1,
     )  # fmt: skip
 
 
 def backward(
     shape: Shape, q: Tensor, k: Tensor, u: Tensor, z: Tensor, dy: Tensor, du: Tensor, gates: Gates,
     states: Tensor, d1: Tensor, d2: Tensor, scale: Tensor, dd1: Tensor, dd2: Tensor, dX: Tensor,
-    dafter: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor, dstart: Tensor,
+    dstate: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor,
 ) -> None:  # fmt: skip
-    """From the last chunk to the first: fill ``dv``, ``dz`` (of layer 1), ``dstart``, ``dstates`` (the
-    gradient of the state each chunk leaves behind) and what c and n get of ``dtokens``."""
+    """``dstate`` [N, H, size] goes, in place, from the gradient of the last state to that of the first.
+
+    Fills ``dv``, ``dz`` (of layer 1), ``dstates`` (the gradient of the state each chunk leaves behind) and
+    what c and n get of ``dtokens``.
+    """
     lower, upper = shape.layers
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dy, du, gates.tokens, states, d1, d2, scale, dd1, dd2,
-        dX, dafter, dstates, dz, dv, dtokens, dstart, shape.tables.documents, shape.H, shape.tokens,
+        dX, dstate, dstates, dz, dv, dtokens, shape.tables.documents, shape.H, shape.tokens,
         D=lower.D, F=lower.F, V=upper.F, b=shape.b, BOUND=shape.bound, ACTIVATION=shape.activation,
-        PRECISION=shape.precision, warps=8, stages=1,
+        PRECISION=shape.precision, warps=4, stages=1,
     )  # fmt: skip
