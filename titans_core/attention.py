@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, P persistent to
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
 from titans_core.layers import rotate
+from titans_kernels.memory.layout import borders
 
 
 class KeyCache(NamedTuple):
@@ -194,7 +196,7 @@ def _packed(
     B, T = documents.index_BT.shape
     if prefix is None and documents.cu_seqlens.numel() - 1 == B:  # each row is one document
         return _dense(q, k, v, prefix)
-    lengths = documents.cu_seqlens.diff().tolist()
+    lengths = [end - start for start, end in pairwise(borders(documents.cu_seqlens, B * T))]
     # split and cat: the gradient of a slice, or of a write to one, would be as large as the whole batch
     parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, k, v))
     y = torch.cat([_dense(q, k, v, prefix) for q, k, v in zip(*parts, strict=True)], 2)

@@ -16,6 +16,7 @@ from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import MemoryState, neural_memory, read_memory
+from titans_kernels.memory.options import state_dtype, without_autocast
 
 Carries = dict[str, Tensor]
 Record = dict[str, tuple[Tensor, int]]
@@ -127,8 +128,8 @@ class NeuralMemory(nn.Module):
         carries = {n: getattr(self, f"conv_{n}").no_carry(1) for n in "qkv"} if self.config.conv else {}
         empty = Writes(*[x.new_zeros(1, 0, H, E)] * 2, *[x.new_zeros(1, 0, H)] * 3)
         state = MemoryState(
-            tuple(W[None].to(_state_dtype(x)) for W in weights),
-            tuple(torch.zeros_like(W, dtype=_state_dtype(x))[None] for W in weights),
+            tuple(W[None].to(state_dtype(x)) for W in weights),
+            tuple(torch.zeros_like(W, dtype=state_dtype(x))[None] for W in weights),
         )
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
@@ -264,15 +265,11 @@ class NeuralMemory(nn.Module):
 
 def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
     """A gate in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = _state_dtype(linear.weight)
+    with without_autocast(x):
+        dtype = state_dtype(linear.weight)
         return torch.sigmoid(F.linear(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
 
 
 def _unit(x: Tensor) -> Tensor:
     """Of norm 1, in the state's precision, as the operator takes it."""
-    return F.normalize(x.to(_state_dtype(x)), dim=-1, eps=1e-6)
-
-
-def _state_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)

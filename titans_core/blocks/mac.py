@@ -82,15 +82,14 @@ class MAC(Block):
 
     def _packed(self, x_BTD: Tensor, documents: Documents) -> Tensor:
         """All documents' first segments, then all second ones; those that have ended drop out."""
-        layout = packed(documents.cu_seqlens, self.segment_size)
+        layout = packed(documents.cu_seqlens, self.segment_size, x_BTD.device)
         flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
         segments_MTD = layout.split(flat)[:, 0]
         state, outputs, first = self._start(layout.documents), [], 0
-        for step, rows in enumerate(layout.rows):
+        for step, (rows, padded) in enumerate(zip(layout.rows, layout.ragged, strict=True)):
             state = _first_rows(state, rows)
             at = torch.arange(self.segment_size, device=x_BTD.device) + step * self.segment_size
             here = slice(first, first + rows)
-            padded = bool((layout.last_M[here] < self.segment_size - 1).any())
             o, state = self._segment(segments_MTD[here], state, at[None], padded)
             outputs.append(o)
             first += rows

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.layout import borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 
 
@@ -20,10 +21,11 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 
     Gradients flow through everything, the inner gradient included.
     """
+    inputs = inputs.wide()
     if options.cu_seqlens is None:
         return _rows(inputs, weights, momentum, options)
     results = []
-    for i, (start, end) in enumerate(pairwise(options.cu_seqlens.tolist())):
+    for i, (start, end) in enumerate(pairwise(borders(options.cu_seqlens, inputs.q.shape[1]))):
         document = Inputs(*(x[:, start:end] for x in inputs))
         W, S = (tuple(x[i : i + 1] for x in part) for part in (weights, momentum))
         results.append(_rows(document, W, S, options))
