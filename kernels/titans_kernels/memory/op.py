@@ -10,8 +10,8 @@ from torch import Tensor
 
 from titans_kernels.memory import chunked, chunked_op, reference
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.layout import borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, state_dtype, without_autocast
+from titans_kernels.memory.validate import check_rule, check_shapes
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 
@@ -89,8 +89,8 @@ def neural_memory(
     Raises:
         ValueError: a shape, name or size that does not fit, named.
     """
-    documents = _check(q, k, v, (alpha, eta, theta), weights, momentum, chunk_size, cu_seqlens)
-    _check_names(activation, backend, surprise_bound)
+    documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
+    check_rule(chunk_size, activation, surprise_bound)
     dtype = state_dtype(q)
     inputs = Inputs(q, k, v, alpha, eta, theta)
     weights = _per_document(weights, documents, dtype)
@@ -107,8 +107,10 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     """The form of the operator that computes a call.
 
     Raises:
-        ValueError: "triton" was asked for by name and does not serve the call.
+        ValueError: there is no such form, or "triton" was asked for by name and does not serve the call.
     """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return reference.forget_and_learn
     kernel = triton_backend if backend in ("auto", "triton") else None
@@ -137,49 +139,3 @@ def _per_document(layers: Layers, documents: int, dtype: torch.dtype) -> Layers:
 
 def _zeros_like(layers: Layers) -> Layers:
     return tuple(torch.zeros_like(x) for x in layers)
-
-
-def _check_names(activation: str, backend: str, bound: float | None) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if bound is not None and bound <= 0:
-        raise ValueError(f"surprise_bound: {bound} must be above 0, or None for no bound")
-
-
-def _check(q, k, v, gates, weights, momentum, chunk_size, cu_seqlens) -> int:
-    """Returns the number of documents; raises ValueError on the first thing that does not fit."""
-    B, T, H, _ = q.shape
-    if T == 0:
-        raise ValueError("q: no tokens (T = 0)")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: {chunk_size} must be at least 1")
-    if not weights:
-        raise ValueError("weights: a memory needs at least one layer")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[:3] != (B, T, H):
-            raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
-    for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
-        if x.shape != (B, T, H):
-            raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
-    documents = B if cu_seqlens is None else _check_borders(B, T, cu_seqlens)
-    widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
-    if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
-        raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
-    for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
-        if len(layers) != len(weights):
-            raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
-        for l, x in enumerate(layers):
-            fits = ((H, widths[l], widths[l + 1]), (documents, H, widths[l], widths[l + 1]))
-            if tuple(x.shape) not in fits:
-                raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
-    return documents
-
-
-def _check_borders(B: int, T: int, cu_seqlens: Tensor) -> int:
-    if B != 1:
-        raise ValueError(f"cu_seqlens: packed documents need B = 1, not {B}")
-    if not (torch.compiler.is_compiling() or cu_seqlens.is_meta):  # values; a form looks at them when it runs
-        borders(cu_seqlens, T)
-    return cu_seqlens.shape[0] - 1
