@@ -53,7 +53,7 @@ def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
     total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
-    grads = [torch.autograd.grad(total(outputs), leaves) for outputs in (expected, found)]
+    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from titans_core.blocks import BLOCKS, Block
 from titans_core.blocks.base import Place
@@ -20,6 +21,11 @@ class ModelState(NamedTuple):
 
     position: int
     blocks: tuple[Any, ...]
+
+    def detach(self) -> ModelState:
+        """The same state, cut from the graph."""
+        cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
+        return ModelState(self.position, tree_map(cut, self.blocks))
 
 
 class ModelOutput(NamedTuple):

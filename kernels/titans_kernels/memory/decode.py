@@ -65,9 +65,10 @@ class DecodeState(NamedTuple):
             return MemoryState(self.weights, self.momentum)
         beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
         W, S = [], []
-        for W0, S0, X, d in zip(self.weights, self.momentum, self.inputs, self.errors, strict=True):
-            W.append(beta * W0 + m * S0 - (X * self.c[..., None]).mT @ d)
-            S.append(h * S0 - (X * self.n[..., None]).mT @ d)
+        with without_autocast(self.n):
+            for W0, S0, X, d in zip(self.weights, self.momentum, self.inputs, self.errors, strict=True):
+                W.append(beta * W0 + m * S0 - (X * self.c[..., None]).mT @ d)
+                S.append(h * S0 - (X * self.n[..., None]).mT @ d)
         return MemoryState(tuple(W), tuple(S))
 
 
