@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from titans_core import (
 )
 from titans_core.attention import Attention
 from titans_core.blocks.base import Block, Place
+from titans_core.layers import Turn, rotate
 from titans_kernels import DecodeState, neural_memory, read_memory
 
 VARIANTS = sorted(BLOCKS)
@@ -49,7 +52,8 @@ def config(variant: str = "lmm", persistent: int = 3, window: int | None = 12, *
         persistent_tokens=persistent,
         mlp_expansion=1.0,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory}),
-        attention=AttentionConfig(heads=2, window=window, segment_size=16),
+        # MAC attends to whole segments
+        attention=AttentionConfig(heads=2, window=None if variant == "mac" else window, segment_size=16),
     )
 
 
@@ -130,7 +134,7 @@ def mac_equations(b: Block, x: Tensor, at: Tensor, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("variant", MEMORY_VARIANTS)
 def test_a_block_is_the_equations_of_the_paper(variant):
-    b = model(variant, window=16 if variant == "mac" else 12).blocks[0]
+    b = model(variant).blocks[0]
     x, at, p = torch.randn(37, 16, dtype=torch.float64), torch.arange(37).double(), b.persistent_PD
     if variant == "mac":
         expected = mac_equations(b, x, at, p)
@@ -243,6 +247,22 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
     m, x = model(variant, window=window), tokens(3, 41)
     packed = m(x, document_starts=torch.zeros(3, 41, dtype=torch.bool)).logits
     torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
+
+
+def test_rotary_angles_are_exact_two_million_tokens_in():
+    at = torch.tensor([[0, 1, 999_983, 2_097_151]])
+    x = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0))
+    found = rotate(x, Turn.at(at, 64, 10_000.0, x.dtype))
+    pairs = torch.complex(x[..., :32].double(), x[..., 32:].double())
+    for t, position in enumerate(at[0].tolist()):
+        for i in range(32):
+            turned = complex(pairs[0, 0, t, i]) * cmath.exp(1j * (position * 10_000.0 ** (-i / 32)))
+            assert abs(turned - complex(found[0, 0, t, i], found[0, 0, t, 32 + i])) < 1e-6
+
+
+def test_a_window_that_mac_would_not_heed_is_named():
+    with pytest.raises(ValueError, match=r"attention\.window: variant mac attends to whole segments"):
+        ModelConfig(variant="mac", attention=AttentionConfig(window=32, segment_size=64))
 
 
 def test_a_full_window_equals_full_attention_and_a_smaller_one_does_not():
@@ -441,3 +461,19 @@ def test_packed_documents_start_from_one_state_on_a_chunk_border():
     ):
         with pytest.raises(ValueError, match=message):
             layer(x[:1, 16:], given, documents)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", ["transformer", "mal"])
+def test_documents_in_one_kernel_are_documents_alone(variant):
+    m = LanguageModel(config(variant, window=None)).cuda()
+    x, starts = tokens(2, 53).cuda(), torch.zeros(2, 53, dtype=torch.bool, device="cuda")
+    starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
+    expected = m(x, document_starts=starts).logits
+    with torch.autocast("cuda", torch.bfloat16):
+        found = m(x, document_starts=starts).logits.float()
+    assert (found - expected).norm() < 0.04 * expected.norm()
+    for logits in (expected, found):
+        grads = torch.autograd.grad(logits.square().sum(), list(m.parameters()))
+        assert all(torch.isfinite(grad).all() for grad in grads)
