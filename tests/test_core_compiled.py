@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from titans_core import BLOCKS, AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, record
+from titans_core import BLOCKS, AttentionConfig, Documents, LanguageModel, MemoryConfig, ModelConfig, record
 from titans_kernels.memory import layout
 
 
-def model(variant: str, layers: int = 1) -> LanguageModel:
+def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(
         ModelConfig(
             variant=variant, vocab_size=40, d_model=16, n_layers=layers, mlp_expansion=1.0,
             memory=MemoryConfig(heads=2, chunk_size=8),
-            attention=AttentionConfig(heads=2, window=None if variant == "mac" else 12, segment_size=16),
+            attention=AttentionConfig(heads=2, window=None if variant == "mac" else window, segment_size=16),
         )
     )  # fmt: skip
 
@@ -36,6 +36,37 @@ def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
         grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()), materialize_grads=True)
         results.append([logits.detach(), *grads])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("variant", "window"), [("lmm", 12), ("mag", None), ("mal", 12), ("transformer", None)]
+)
+def test_packed_documents_compile_too(variant, window):
+    m, x = model(variant, window=window), tokens(2, 37)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    starts = torch.zeros(2, 37, dtype=torch.bool)
+    for document in ((0, 9), (1, 20), (1, 21)):  # one more each time
+        starts[document] = True
+        documents, results = Documents.from_starts(starts), []
+        for form, given in ((m, starts), (compiled, documents)):
+            logits = form(x, document_starts=given).logits
+            grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()))
+            results.append([logits.detach(), *grads])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_generation_compiles_too():
+    m, x = model("lmm"), tokens(1, 19)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected, out = m(x).logits, compiled(x[:, :13])
+        logits = [out.logits]
+        for part in x[:, 13:].split(1, 1):
+            out = compiled(part, out.state)
+            logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_recorded_pass_compiles_too():

@@ -201,10 +201,11 @@ def _packed(
     B, T = documents.index_BT.shape
     if prefix is None and documents.cu_seqlens.numel() - 1 == B:  # each row is one document
         return _dense(q, k, v, prefix)
-    bounds = borders(documents.cu_seqlens, B * T)
-    lengths = [end - start for start, end in pairwise(bounds)]
     if prefix is None and _flash_takes(q):
-        return _varlen(q, k, v, documents.cu_seqlens, max(lengths))
+        return _varlen(q, k, v, documents.cu_seqlens)
+    if torch.compiler.is_compiling():  # which knows no lengths
+        return _masked(q, k, v, prefix, documents.index_BT)
+    lengths = [end - start for start, end in pairwise(borders(documents.cu_seqlens, B * T))]
     # split and cat: the gradient of a slice, or of a write to one, would be as large as the whole batch
     parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, k, v))
     y = torch.cat([_dense(q, k, v, prefix) for q, k, v in zip(*parts, strict=True)], 2)
@@ -217,11 +218,22 @@ def _flash_takes(q: Tensor) -> bool:
     return q.is_cuda and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """All documents in one kernel, [B, H, T, E]."""
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """All documents in one kernel, [B, H, T, E]; none of them is longer than a row."""
     from torch.nn.attention.varlen import varlen_attn  # which imports the compiler, seconds of it
 
+    B, _, T, _ = q.shape
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    y = varlen_attn(flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    y = varlen_attn(flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, T, T, window_size=(-1, 0))
     assert isinstance(y, Tensor)
-    return y.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, index_BT: Tensor) -> Tensor:
+    """Row by row with a mask of T x T: the same for any documents."""
+    mask = (index_BT[:, None, :, None] == index_BT[:, None, None]).tril()
+    if prefix is not None:
+        B, P = index_BT.shape[0], prefix.k.shape[2]
+        k, v = (torch.cat([p.expand(B, -1, -1, -1), x], 2) for p, x in zip(prefix, (k, v), strict=True))
+        mask = F.pad(mask, (P, 0), value=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
