@@ -84,7 +84,8 @@ def neural_memory(
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
-        float64 input). Passing a returned state continues exactly where the cut is on a chunk border.
+        float64 input). Passing a returned state continues exactly where the cut is on a chunk border;
+        `extend_memory` continues from anywhere.
 
     Raises:
         ValueError: a shape, name or size that does not fit, named.
