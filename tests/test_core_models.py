@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from titans_core import (
     BLOCKS,
     AttentionConfig,
+    Documents,
     LanguageModel,
     MemoryConfig,
     ModelConfig,
@@ -19,7 +22,8 @@ from titans_core import (
 )
 from titans_core.attention import Attention
 from titans_core.blocks.base import Block, Place
-from titans_kernels import MemoryState, neural_memory, read_memory
+from titans_core.layers import Turn, rotate
+from titans_kernels import DecodeState, neural_memory, read_memory
 
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = [v for v in VARIANTS if v != "transformer"]
@@ -48,7 +52,8 @@ def config(variant: str = "lmm", persistent: int = 3, window: int | None = 12, *
         persistent_tokens=persistent,
         mlp_expansion=1.0,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory}),
-        attention=AttentionConfig(heads=2, window=window, segment_size=16),
+        # MAC attends to whole segments
+        attention=AttentionConfig(heads=2, window=None if variant == "mac" else window, segment_size=16),
     )
 
 
@@ -129,7 +134,7 @@ def mac_equations(b: Block, x: Tensor, at: Tensor, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("variant", MEMORY_VARIANTS)
 def test_a_block_is_the_equations_of_the_paper(variant):
-    b = model(variant, window=16 if variant == "mac" else 12).blocks[0]
+    b = model(variant).blocks[0]
     x, at, p = torch.randn(37, 16, dtype=torch.float64), torch.arange(37).double(), b.persistent_PD
     if variant == "mac":
         expected = mac_equations(b, x, at, p)
@@ -244,6 +249,22 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
     torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
 
 
+def test_rotary_angles_are_exact_two_million_tokens_in():
+    at = torch.tensor([[0, 1, 999_983, 2_097_151]])
+    x = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0))
+    found = rotate(x, Turn.at(at, 64, 10_000.0, x.dtype))
+    pairs = torch.complex(x[..., :32].double(), x[..., 32:].double())
+    for t, position in enumerate(at[0].tolist()):
+        for i in range(32):
+            turned = complex(pairs[0, 0, t, i]) * cmath.exp(1j * (position * 10_000.0 ** (-i / 32)))
+            assert abs(turned - complex(found[0, 0, t, i], found[0, 0, t, 32 + i])) < 1e-6
+
+
+def test_a_window_that_mac_would_not_heed_is_named():
+    with pytest.raises(ValueError, match=r"attention\.window: variant mac attends to whole segments"):
+        ModelConfig(variant="mac", attention=AttentionConfig(window=32, segment_size=64))
+
+
 def test_a_full_window_equals_full_attention_and_a_smaller_one_does_not():
     full, windowed = model("transformer", window=None), model("transformer", window=12)
     wide = model("transformer", window=60)
@@ -326,8 +347,9 @@ def test_bf16_autocast_keeps_the_memory_in_float32(variant, conv):
         out = m(tokens(2, 40))
     assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
     out.logits.float().square().sum().backward()
-    leaves = torch.utils._pytree.tree_leaves(out.state, is_leaf=lambda x: isinstance(x, MemoryState))
-    memories = [t for x in leaves if isinstance(x, MemoryState) for layers in x for t in layers]
+    leaves = torch.utils._pytree.tree_leaves(out.state, is_leaf=lambda x: isinstance(x, DecodeState))
+    states = [x for x in leaves if isinstance(x, DecodeState)]
+    memories = torch.utils._pytree.tree_leaves([*states, *(x.memory() for x in states)])
     assert memories
     assert {s.dtype for s in memories} == {torch.float32}
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in m.parameters())
@@ -341,12 +363,33 @@ def test_presets_have_the_parameters_of_their_name(size, variant):
     assert count == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
 
 
-def test_state_bytes_are_those_of_the_state():
-    """Memory weights and momentum in float32, convolution inputs, keys and values of the window."""
-    m = LanguageModel(config("mag"))
-    state = m(tokens(1, 64)).state  # a chunk border: no token is open
+def storages(state) -> int:
+    """Bytes alive because of a state: a view counts with all of what it is a view of."""
     tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
-    assert m.state_bytes(64) == sum(t.nbytes for t in tensors)
+    kept = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
+
+
+@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "smallest"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_state_bytes_are_those_of_the_state(variant, switch):
+    for dtype in (torch.float32, torch.float64):
+        m = LanguageModel(config(variant, **SWITCHES[switch])).to(dtype)
+        x, state = tokens(1, 64), None
+        for part in x.split([3, 5, 8, 1, 1, 9, 5, 12, 20], 1):
+            with torch.no_grad():
+                state = m(part, state).state
+            assert m.state_bytes(state.position) == storages(state), f"after {state.position} tokens"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_detached_state_goes_on_without_the_graph(variant):
+    m, x = model(variant), tokens(1, 30)
+    state = m(x[:, :21]).state
+    found, expected = m(x[:, 21:], state.detach()).logits, m(x[:, 21:], state).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    leaves = torch.utils._pytree.tree_leaves(state.detach())
+    assert not any(t.requires_grad for t in leaves if isinstance(t, Tensor))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -355,10 +398,7 @@ def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
     for length in (67, 643):  # both three tokens into a chunk and a segment
         with torch.no_grad():
             state = m(tokens(2, length)).state
-        tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
-        # a view counts with all of what it is a view of
-        storages = [t.untyped_storage() for t in tensors]
-        kept.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+        kept.append(storages(state))
     assert kept[0] == kept[1]
 
 
@@ -407,3 +447,33 @@ def test_the_memory_is_a_layer_of_its_own():
     first, cache = layer(x[:, :13])
     second, _ = layer(x[:, 13:], cache)
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_documents_start_from_one_state_on_a_chunk_border():
+    layer, documents = model().blocks[0].memory, Documents.from_starts(torch.eye(1, 20).bool())
+    x = torch.randn(2, 36, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, cache = layer(x[:1, :16])
+    expected, _ = layer(x[:1, 16:], cache)
+    torch.testing.assert_close(layer(x[:1, 16:], cache, documents)[0], expected, rtol=1e-10, atol=1e-10)
+    for given, message in (
+        (layer(x[:1, :13])[1], "cache: 5 tokens into a chunk"),
+        (layer(x[:, :16])[1], "cache: it holds 2 sequences"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x[:1, 16:], given, documents)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", ["transformer", "mal"])
+def test_documents_in_one_kernel_are_documents_alone(variant):
+    m = LanguageModel(config(variant, window=None)).cuda()
+    x, starts = tokens(2, 53).cuda(), torch.zeros(2, 53, dtype=torch.bool, device="cuda")
+    starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
+    expected = m(x, document_starts=starts).logits
+    with torch.autocast("cuda", torch.bfloat16):
+        found = m(x, document_starts=starts).logits.float()
+    assert (found - expected).norm() < 0.04 * expected.norm()
+    for logits in (expected, found):
+        grads = torch.autograd.grad(logits.square().sum(), list(m.parameters()))
+        assert all(torch.isfinite(grad).all() for grad in grads)

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, P persistent to
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
-from titans_core.layers import rotate
+from titans_core.layers import Turn, rotate
+from titans_kernels.memory.layout import borders
 
 
 class KeyCache(NamedTuple):
@@ -46,7 +48,7 @@ class Attention(nn.Module):
 
         ``position_BT`` is [B, T] or [1, T]. Returns [B, T, D] and the cache after it, None when packed.
         """
-        q, k, v = self.project(x_BTD, position_BT)
+        q, k, v = self.project(x_BTD, self._turn(position_BT))
         prefix = None if prefix_PD is None or not len(prefix_PD) else self.prefix_keys(prefix_PD)
         window = self.config.window
         if documents is not None:
@@ -74,8 +76,9 @@ class Attention(nn.Module):
         plain causal mask over the concatenation would show it the future. ``open_keys`` are those of the
         segment's earlier part. Returns [B, T, D] and the keys of r and Z so far.
         """
-        q, k, v = self.project(x_BTD, position_BT)
-        _, k_read, v_read = self.project(read_BTD, position_BT)
+        turn = self._turn(position_BT)
+        q, k, v = self.project(x_BTD, turn)
+        k_read, v_read = rotate(self._heads(self.w_k(read_BTD)), turn), self._heads(self.w_v(read_BTD))
         reads, tokens = KeyCache(k_read, v_read), KeyCache(k, v)
         if open_keys is not None:
             reads, tokens = (_extend(old, new) for old, new in zip(open_keys, (reads, tokens), strict=True))
@@ -98,11 +101,10 @@ class Attention(nn.Module):
         kept = length if window is None else min(length, window - 1)
         return 2 * kept * self.w_k.weight.shape[0] * self.w_k.weight.element_size()
 
-    def project(self, x_BTD: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, [B, H, T, E] each."""
         q, k, v = (self._heads(w(x_BTD)) for w in (self.w_q, self.w_k, self.w_v))
-        base = self.config.rope_base
-        return rotate(q, position_BT, base), rotate(k, position_BT, base), v
+        return rotate(q, turn), rotate(k, turn), v
 
     def prefix_keys(self, prefix_PD: Tensor) -> KeyCache:
         """Keys and values of the persistent tokens, which have no position; [1, H, P, E]."""
@@ -111,6 +113,11 @@ class Attention(nn.Module):
     def output(self, y_BHTE: Tensor) -> Tensor:
         """Heads merged and projected, [B, T, D]."""
         return self.w_o(y_BHTE.transpose(1, 2).flatten(2))
+
+    def _turn(self, position_BT: Tensor) -> Turn:
+        weight = self.w_q.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return Turn.at(position_BT, weight.shape[0] // self.config.heads, self.config.rope_base, dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
@@ -194,8 +201,39 @@ def _packed(
     B, T = documents.index_BT.shape
     if prefix is None and documents.cu_seqlens.numel() - 1 == B:  # each row is one document
         return _dense(q, k, v, prefix)
-    lengths = documents.cu_seqlens.diff().tolist()
+    if prefix is None and _flash_takes(q):
+        return _varlen(q, k, v, documents.cu_seqlens)
+    if torch.compiler.is_compiling():  # which knows no lengths
+        return _masked(q, k, v, prefix, documents.index_BT)
+    lengths = [end - start for start, end in pairwise(borders(documents.cu_seqlens, B * T))]
     # split and cat: the gradient of a slice, or of a write to one, would be as large as the whole batch
     parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, k, v))
     y = torch.cat([_dense(q, k, v, prefix) for q, k, v in zip(*parts, strict=True)], 2)
     return y[0].unflatten(1, (B, T)).transpose(0, 1)
+
+
+def _flash_takes(q: Tensor) -> bool:
+    """Whether the kernel for documents of any lengths does: it knows half precision on a GPU alone."""
+    low = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """All documents in one kernel, [B, H, T, E]; none of them is longer than a row."""
+    from torch.nn.attention.varlen import varlen_attn  # which imports the compiler, seconds of it
+
+    B, _, T, _ = q.shape
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y = varlen_attn(flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, T, T, window_size=(-1, 0))
+    assert isinstance(y, Tensor)
+    return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, index_BT: Tensor) -> Tensor:
+    """Row by row with a mask of T x T: the same for any documents."""
+    mask = (index_BT[:, None, :, None] == index_BT[:, None, None]).tril()
+    if prefix is not None:
+        B, P = index_BT.shape[0], prefix.k.shape[2]
+        k, v = (torch.cat([p.expand(B, -1, -1, -1), x], 2) for p, x in zip(prefix, (k, v), strict=True))
+        mask = F.pad(mask, (P, 0), value=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

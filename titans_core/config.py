@@ -61,7 +61,7 @@ class AttentionConfig(Frozen):
 
     heads: PositiveInt = 4
     window: PositiveInt | None = None
-    """Tokens a query sees, itself included; None: all before it."""
+    """Tokens a query sees, itself included; None: all before it. MAC's is its segment."""
     segment_size: PositiveInt | None = None
     """Segment of MAC, in tokens; a multiple of the memory's chunk_size."""
     rope_base: Annotated[float, Field(gt=0)] = 10_000.0
@@ -101,6 +101,11 @@ class ModelConfig(Frozen):
                 raise ValueError(
                     f"attention.segment_size: {segment} is not a multiple of memory.chunk_size "
                     f"{self.memory.chunk_size}"
+                )
+            if self.attention.window is not None and self.attention.window < segment:
+                raise ValueError(
+                    f"attention.window: variant mac attends to whole segments; leave out "
+                    f"{self.attention.window}, or set attention.segment_size"
                 )
         return self
 

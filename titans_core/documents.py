@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Documents(NamedTuple):
@@ -27,5 +28,6 @@ class Documents(NamedTuple):
         first = torch.nonzero(flat).flatten()
         index = flat.cumsum(0) - 1
         position = torch.arange(flat.numel(), device=flat.device) - first[index]
-        borders = torch.cat([first, first.new_tensor([flat.numel()])]).to(torch.int32)
+        with torch.inference_mode(False):  # a tensor that tells of changes: its layout is found once
+            borders = F.pad(first, (0, 1), value=flat.numel()).to(torch.int32)
         return Documents(borders, position.view_as(starts_BT), index.view_as(starts_BT))

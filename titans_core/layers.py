@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, D model width, H heads, C channels, K convolution wid
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -92,11 +94,23 @@ class Gate(nn.Module):
         return self.attention_norm(attention_BTD) * F.silu(self.memory_norm(memory_BTD))
 
 
-def rotate(x_BHTD: Tensor, position_BT: Tensor, base: float) -> Tensor:
-    """Rotary position embedding; ``position_BT`` is [B, T] or [1, T], angles in float32."""
-    half = x_BHTD.shape[-1] // 2
-    exponent = torch.arange(half, device=x_BHTD.device, dtype=torch.float32) / half
-    angle = position_BT[:, None, :, None].float() * base**-exponent
-    cos, sin = angle.cos().to(x_BHTD.dtype), angle.sin().to(x_BHTD.dtype)
-    left, right = x_BHTD[..., :half], x_BHTD[..., half:]
+class Turn(NamedTuple):
+    """Rotary embedding of some positions: cosine and sine of each pair's angle, [B or 1, 1, T, E / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def at(position_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> Turn:
+        """Angles in float64: in float32 those two million tokens in would be a hundredth off."""
+        half = width // 2
+        exponent = torch.arange(half, device=position_BT.device, dtype=torch.float64) / half
+        angle = position_BT[:, None, :, None].double() * base**-exponent
+        return Turn(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def rotate(x_BHTE: Tensor, turn: Turn) -> Tensor:
+    """Rotary position embedding of queries or keys."""
+    left, right = x_BHTE.chunk(2, -1)
+    cos, sin = (part.to(x_BHTE.dtype) for part in turn)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv, RMSNorm
-from titans_kernels import MemoryState, neural_memory, read_memory
+from titans_kernels import DecodeState, MemoryState, extend_memory, neural_memory, read_memory
+from titans_kernels.memory.options import state_dtype, without_autocast
 
 Carries = dict[str, Tensor]
 Record = dict[str, tuple[Tensor, int]]
@@ -33,15 +34,17 @@ class Writes(NamedTuple):
 
 
 class MemoryCache(NamedTuple):
-    """All that a sequence leaves behind, wherever it is cut.
+    """All that a sequence leaves behind, wherever it is cut; a `neural_memory` in the midst of a chunk."""
 
-    ``start`` is the memory where the open chunk began; ``open`` are that chunk's tokens, whose gradients
-    are taken at ``start`` and which are therefore written anew with the tokens that complete the chunk.
-    """
-
-    start: MemoryState
-    open: Writes
+    memory: DecodeState
     carries: Carries
+    gates: tuple[Tensor, ...] = ()
+    """With gates per chunk, those of the open chunk, [B, 1, H] each."""
+
+    @property
+    def start(self) -> MemoryState:
+        """The memory where the open chunk began."""
+        return MemoryState(self.memory.weights, self.memory.momentum)
 
 
 class NeuralMemory(nn.Module):
@@ -92,28 +95,32 @@ class NeuralMemory(nn.Module):
         Args:
             x_BTD: [B, T, D].
             cache: from `start` or an earlier call, cut anywhere; None starts from the initial weights.
-            documents: borders of packed documents; each starts from ``cache``, which must then be fresh.
+            documents: borders of packed documents; each starts from ``cache``, which must then be one state
+                for all of them and on a chunk border, as `start` gives it.
             padded: some rows end in padding, which telemetry must not count.
 
         Returns:
             [B, T, D] and the cache after the last token, None when packed.
+
+        Raises:
+            ValueError: packed documents cannot start from ``cache``.
         """
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
         q, carries = self._queries(x_BTD, cache.carries)
-        new, carries = self._writes(x_BTD, carries)
-        writes = Writes(*(torch.cat(pair, 1) for pair in zip(cache.open, new, strict=True)))
-        writes = self._per_chunk(writes)
-        opened = cache.open.k.shape[1]
-        q_all = torch.cat([torch.zeros_like(cache.open.k), q], 1) if opened else q
-        y, cache = self._advance(q_all, writes, cache.start, carries, record=not padded)
-        return self._output(y[:, opened:], x_BTD), cache
+        writes, carries = self._writes(x_BTD, carries)
+        writes = self._per_chunk(writes, cache=cache)
+        y, memory = self._extend(q, writes, cache.memory, record=not padded)
+        # copies: the cache outlives the call, views would keep all its tokens alive
+        held = self.config.gates_per == "chunk" and memory.position
+        gates = tuple(gate[:, -1:].clone() for gate in writes[2:]) if held else ()
+        return self._output(y, x_BTD), MemoryCache(memory, carries, gates)
 
-    def read(self, x_BTD: Tensor, cache: MemoryCache, carries: Carries) -> tuple[Tensor, Carries]:
-        """M(q) at the weights ``cache`` starts from, without a write (eq. 21); own convolution carries."""
+    def read(self, x_BTD: Tensor, weights: tuple[Tensor, ...], carries: Carries) -> tuple[Tensor, Carries]:
+        """M(q) at given weights, without a write (eq. 21); own convolution carry, of q alone."""
         q, carries = self._queries(x_BTD, carries)
-        y = read_memory(q, cache.start.weights, activation=self.config.activation)
+        y = read_memory(q, weights, activation=self.config.activation)
         return self._output(y, x_BTD), carries
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
@@ -122,13 +129,11 @@ class NeuralMemory(nn.Module):
         The prefix is written as chunks of its own, so the sequence starts on a chunk border. It is the
         same for every row and document, so it is written once.
         """
-        H, E, x = self.config.heads, self.head_dim, self.w_k.weight
-        weights = tuple(self.initial_weights)
+        x, weights = self.w_k.weight, tuple(self.initial_weights)
         carries = {n: getattr(self, f"conv_{n}").no_carry(1) for n in "qkv"} if self.config.conv else {}
-        empty = Writes(*[x.new_zeros(1, 0, H, E)] * 2, *[x.new_zeros(1, 0, H)] * 3)
         state = MemoryState(
-            tuple(W[None].to(_state_dtype(x)) for W in weights),
-            tuple(torch.zeros_like(W, dtype=_state_dtype(x))[None] for W in weights),
+            tuple(W[None].to(state_dtype(x)) for W in weights),
+            tuple(torch.zeros_like(W, dtype=state_dtype(x))[None] for W in weights),
         )
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
@@ -137,15 +142,25 @@ class NeuralMemory(nn.Module):
             _, state = self._operate(q, self._per_chunk(writes), state, record=False)
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
-        return MemoryCache(state, Writes(*map(grow, empty)), {n: grow(c) for n, c in carries.items()})
+        return MemoryCache(DecodeState.of(state), {n: grow(c) for n, c in carries.items()})
 
-    def state_bytes(self) -> int:
-        """Bytes one sequence carries from token to token: weights, momentum, convolution inputs."""
-        memory = sum(W.numel() for W in self.initial_weights) * (2 if self.config.momentum else 1)
-        carried = (
-            sum(getattr(self, f"conv_{n}").no_carry(1).numel() for n in "qkv") if self.config.conv else 0
-        )
-        return 4 * memory + self.w_k.weight.element_size() * carried
+    def state_bytes(self, length: int) -> int:
+        """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
+        c, opened = self.config, length % self.config.chunk_size
+        shapes = [W.shape[1:] for W in self.initial_weights]
+        per_head = sum(2 * D * F + opened * (D + F) for D, F in shapes) + 2 * opened + 3
+        per_head += 3 if c.gates_per == "chunk" and opened else 0
+        state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
+        return state + sum(self._carry_bytes(n) for n in "qkv")
+
+    def read_bytes(self, length: int, segment: int) -> int:
+        """Bytes that `read` adds where it is at the weights of each segment's start: those, and a carry."""
+        moved = length % segment >= self.config.chunk_size
+        weights = sum(W.numel() for W in self.initial_weights) if moved else 0
+        return state_dtype(self.w_k.weight).itemsize * weights + self._carry_bytes("q")
+
+    def _carry_bytes(self, name: str) -> int:
+        return getattr(self, f"conv_{name}").no_carry(1).nbytes if self.config.conv else 0
 
     def _queries(
         self, x: Tensor, carries: Carries, documents: Documents | None = None
@@ -175,33 +190,25 @@ class NeuralMemory(nn.Module):
             carries = {**carries, name: carry}
         return y.unflatten(-1, (self.config.heads, self.head_dim)), carries
 
-    def _per_chunk(self, writes: Writes, documents: Documents | None = None) -> Writes:
+    def _per_chunk(
+        self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
+    ) -> Writes:
         """One value of each gate a chunk, that of its first token, which keeps the layer causal."""
         if self.config.gates_per == "token":
             return writes
         T, b = writes.k.shape[1], self.config.chunk_size
         token = torch.arange(T, device=writes.k.device)
         within = token if documents is None else documents.position_BT.flatten()
-        first = token - within % b
-        return Writes(writes.k, writes.v, *(gate[:, first] for gate in writes[2:]))
-
-    def _advance(
-        self, q: Tensor, writes: Writes, state: MemoryState, carries: Carries, record: bool
-    ) -> tuple[Tensor, MemoryCache]:
-        """Write whole chunks into the state for good; the open chunk's tokens are kept beside it."""
-        whole = q.shape[1] // self.config.chunk_size * self.config.chunk_size
-        done = Writes(*(w[:, :whole] for w in writes))
-        # copies: the cache outlives the call, views would keep all its tokens alive
-        rest = Writes(*(w[:, whole:].clone() for w in writes))
-        outputs = []
-        if whole:
-            y, state = self._operate(q[:, :whole], done, state, record=record)
-            outputs.append(y)
-        if whole < q.shape[1]:
-            outputs.append(self._operate(q[:, whole:], rest, state, record=record)[0])
-        return torch.cat(outputs, 1), MemoryCache(state, rest, carries)
+        opened = 0 if cache is None else cache.memory.position
+        first = token - (within + opened) % b
+        gates = writes[2:]
+        if cache is not None and cache.gates:  # the open chunk's stand in place 0
+            first = (first + 1).clamp(min=0)
+            gates = [torch.cat(pair, 1) for pair in zip(cache.gates, gates, strict=True)]
+        return Writes(writes.k, writes.v, *(gate[:, first] for gate in gates))
 
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
+        _check_start(cache)
         carries = {name: carry[:1] for name, carry in cache.carries.items()}
         q, _ = self._queries(x_BTD, carries, documents)
         writes, _ = self._writes(x_BTD, carries, documents)
@@ -212,6 +219,19 @@ class NeuralMemory(nn.Module):
             q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
         )
         return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
+
+    def _extend(
+        self, q: Tensor, writes: Writes, state: DecodeState, record: bool
+    ) -> tuple[Tensor, DecodeState]:
+        c = self.config
+        call = lambda q: extend_memory(  # noqa: E731
+            q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
+            surprise_bound=c.surprise_bound, backend=c.backend,
+        )  # fmt: skip
+        y, after = call(q)
+        if self.recorder is not None and record:
+            self._record(call, writes, after.memory(), None)
+        return y, after
 
     def _operate(
         self,
@@ -264,15 +284,24 @@ class NeuralMemory(nn.Module):
 
 def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
     """A gate in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = _state_dtype(linear.weight)
+    with without_autocast(x):
+        dtype = state_dtype(linear.weight)
         return torch.sigmoid(F.linear(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
 
 
 def _unit(x: Tensor) -> Tensor:
     """Of norm 1, in the state's precision, as the operator takes it."""
-    return F.normalize(x.to(_state_dtype(x)), dim=-1, eps=1e-6)
+    return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)
 
 
-def _state_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _check_start(cache: MemoryCache) -> None:
+    """Packed documents begin chunks, all from one state."""
+    if cache.memory.position:
+        raise ValueError(
+            f"cache: {cache.memory.position} tokens into a chunk; packed documents start on a chunk border"
+        )
+    rows = [W for W in cache.start.weights if W.shape[0] > 1 and W.stride(0)]
+    if rows:
+        raise ValueError(
+            f"cache: it holds {rows[0].shape[0]} sequences; packed documents all start from one, as start(1)"
+        )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from titans_core.blocks import BLOCKS, Block
 from titans_core.blocks.base import Place
@@ -20,6 +21,11 @@ class ModelState(NamedTuple):
 
     position: int
     blocks: tuple[Any, ...]
+
+    def detach(self) -> ModelState:
+        """The same state, cut from the graph."""
+        cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
+        return ModelState(self.position, tree_map(cut, self.blocks))
 
 
 class ModelOutput(NamedTuple):
@@ -50,7 +56,11 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(
-        self, tokens_BT: Tensor, state: ModelState | None = None, *, document_starts: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        state: ModelState | None = None,
+        *,
+        document_starts: Tensor | Documents | None = None,
     ) -> ModelOutput:
         """Logits of the token after each.
 
@@ -58,7 +68,8 @@ class LanguageModel(nn.Module):
             tokens_BT: [B, T] int64.
             state: from an earlier call: the sequence goes on, cut anywhere.
             document_starts: [B, T] bool, True where a packed document begins; memory, convolutions,
-                attention and positions start afresh there. Cannot be combined with ``state``.
+                attention and positions start afresh there. Cannot be combined with ``state``. A compiled
+                model takes `Documents.from_starts` of it, made outside: how many there are is data.
         """
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
@@ -94,9 +105,11 @@ class LanguageModel(nn.Module):
             split[id(p) not in decayed].append(p)
         return [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
 
-    def _place(self, tokens: Tensor, state: ModelState | None, starts: Tensor | None) -> tuple[Place, int]:
+    def _place(
+        self, tokens: Tensor, state: ModelState | None, starts: Tensor | Documents | None
+    ) -> tuple[Place, int]:
         if starts is not None:
-            documents = Documents.from_starts(starts)
+            documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
             return Place(documents.position_BT, documents), 0
         start = 0 if state is None else state.position
         return Place(torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]), start

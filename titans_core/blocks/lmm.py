@@ -23,4 +23,4 @@ class LMM(Block):
         return self.memory(x_BTD, state, place.documents)
 
     def state_bytes(self, length: int) -> int:
-        return self.memory.state_bytes()
+        return self.memory.state_bytes(length)

@@ -18,13 +18,13 @@ from titans_kernels.memory.layout import packed
 
 
 class MACState(NamedTuple):
-    """``written`` follows the stream of attention outputs; ``segment`` is the memory the open segment reads.
+    """``written`` follows the stream of attention outputs; ``segment``: weights the open segment reads.
 
     ``open_keys`` are the keys of the open segment, of its reads and of its tokens; ``seen`` its tokens.
     """
 
     written: MemoryCache
-    segment: MemoryCache
+    segment: tuple[Tensor, ...]
     read_carries: Carries
     open_keys: tuple[KeyCache, KeyCache] | None
     seen: int
@@ -61,12 +61,13 @@ class MAC(Block):
         return torch.cat(outputs, 1), state
 
     def state_bytes(self, length: int) -> int:
-        keys = 4 * min(length, self.segment_size) * self.gate.memory_norm.weight.numel()
-        return self.memory.state_bytes() + keys * self.memory.w_k.weight.element_size()
+        keys = 4 * (length % self.segment_size) * self.gate.memory_norm.weight.nbytes
+        return self.memory.state_bytes(length) + self.memory.read_bytes(length, self.segment_size) + keys
 
     def _start(self, batch: int) -> MACState:
         cache = self.memory.start(batch)
-        return MACState(cache, cache, cache.carries, None, 0)
+        reads = {name: carry for name, carry in cache.carries.items() if name == "q"}
+        return MACState(cache, cache.start.weights, reads, None, 0)
 
     def _segment(
         self, z_BTD: Tensor, state: MACState, position_BT: Tensor, padded: bool = False
@@ -77,20 +78,19 @@ class MAC(Block):
         m, written = self.memory(y, state.written, padded=padded)
         o, seen = self.gate(y, m), state.seen + z_BTD.shape[1]
         if seen == self.segment_size:  # a multiple of the chunk: nothing of it is still open
-            return o, MACState(written, written, carries, None, 0)
+            return o, MACState(written, written.start.weights, carries, None, 0)
         return o, MACState(written, state.segment, carries, keys, seen)
 
     def _packed(self, x_BTD: Tensor, documents: Documents) -> Tensor:
         """All documents' first segments, then all second ones; those that have ended drop out."""
-        layout = packed(documents.cu_seqlens, self.segment_size)
+        layout = packed(documents.cu_seqlens, self.segment_size, x_BTD.device)
         flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
         segments_MTD = layout.split(flat)[:, 0]
         state, outputs, first = self._start(layout.documents), [], 0
-        for step, rows in enumerate(layout.rows):
+        for step, (rows, padded) in enumerate(zip(layout.rows, layout.ragged, strict=True)):
             state = _first_rows(state, rows)
             at = torch.arange(self.segment_size, device=x_BTD.device) + step * self.segment_size
             here = slice(first, first + rows)
-            padded = bool((layout.last_M[here] < self.segment_size - 1).any())
             o, state = self._segment(segments_MTD[here], state, at[None], padded)
             outputs.append(o)
             first += rows
@@ -101,4 +101,4 @@ def _first_rows(state: MACState, rows: int) -> MACState:
     """Cut to the documents that are still running; all have just ended a segment."""
     cut = lambda tree: tree_map(lambda t: t[:rows], tree)  # noqa: E731
     written = cut(state.written)
-    return MACState(written, written, cut(state.read_carries), None, 0)
+    return MACState(written, written.start.weights, cut(state.read_carries), None, 0)

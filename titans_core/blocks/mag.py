@@ -37,4 +37,4 @@ class MAG(Block):
         return self.gate(y, m), MAGState(keys, memory)
 
     def state_bytes(self, length: int) -> int:
-        return self.memory.state_bytes() + self.attention.state_bytes(length)
+        return self.memory.state_bytes(length) + self.attention.state_bytes(length)

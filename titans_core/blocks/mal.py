@@ -27,4 +27,4 @@ class MAL(Block):
         return o, MAGState(keys, memory)
 
     def state_bytes(self, length: int) -> int:
-        return self.memory.state_bytes() + self.attention.state_bytes(length)
+        return self.memory.state_bytes(length) + self.attention.state_bytes(length)

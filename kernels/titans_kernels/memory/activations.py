@@ -29,7 +29,11 @@ def _silu(z: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _through_silu(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
-    return aten.silu_backward(g, z) if out is None else aten.silu_backward.grad_input(g, z, grad_input=out)
+    if out is not None:
+        return aten.silu_backward.grad_input(g, z, grad_input=out)
+    if torch.is_grad_enabled() and (g.requires_grad or z.requires_grad):  # aten's has no gradient of its own
+        return g * _silu_slopes(z, F.silu(z))[0]
+    return aten.silu_backward(g, z)
 
 
 def _silu_slopes(z: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

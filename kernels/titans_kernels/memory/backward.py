@@ -129,7 +129,7 @@ def leaving(keys: Keys, last: Last) -> list[Tensor]:
 
 def held(keys: Keys, bound: float | None) -> list[Tensor]:
     """1 / c^2 where the bound c held, else 0 [R, b, 1]: d (d . dd) times this is what it lets not pass."""
-    return [(scale > 1) / bound**2 for scale in keys.scale] if bound is not None else []
+    return [(scale > 1).to(scale.dtype) / bound**2 for scale in keys.scale] if bound is not None else []
 
 
 def _bound_backward(step: Step, l: int) -> None:

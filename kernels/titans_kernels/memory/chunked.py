@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.backward import Step, curves, held, leaving, read_backward, step_backward
 from titans_kernels.memory.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.layout import EqualRows, Layout, Packed, Span
+from titans_kernels.memory.layout import Layout, Span, layout_of
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.passes import (
     Keys,
@@ -48,22 +48,33 @@ BLOCK_BYTES = 2 * 2**20
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """The same function as `reference.forget_and_learn`."""
-    batch, length = inputs.q.shape[:2]
-    if options.cu_seqlens is None:
-        layout = EqualRows(options.chunk_size, batch, length)
+    call = Call.of(inputs, options)
+    arguments = (*_tokens(inputs), *weights, *momentum)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
+        y, *state = _Memory.apply(call, *arguments)
     else:
-        layout = Packed.of(options.cu_seqlens, options.chunk_size)
-    state = [*weights, *momentum]
-    if layout.order is not None:
-        state = [x[layout.order] for x in state]
-    q, k, v, *gates = inputs
-    f = ACTIVATIONS[options.activation]
-    y, *state = _Memory.apply(layout, f, options.surprise_bound, q, k, v, torch.stack(gates, -1), *state)
-    if layout.order is not None:
-        back = layout.order.argsort()
-        state = [x[back] for x in state]
+        (y, *state), _ = call.forward(arguments[:4], arguments[4:], keep=False)
     depth = len(weights)
     return y, tuple(state[:depth]), tuple(state[depth:])
+
+
+def gradients(
+    inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of all inputs, weights and momenta from those of y, weights and momenta after.
+
+    For a caller that kept nothing: the forward pass is done anew.
+    """
+    call, tokens = Call.of(inputs, options), _tokens(inputs)
+    _, kept = call.forward(tokens, (*weights, *momentum), keep=True)
+    dq, dk, dv, dgates, *before = call.backward(tokens, kept, doutputs)
+    return [dq, dk, dv, *dgates.unbind(-1), *before]
+
+
+def _tokens(inputs: Inputs) -> tuple[Tensor, ...]:
+    """q, k, v and the gates [B, T, H, 3], in the state's precision."""
+    q, k, v, *gates = inputs.wide()
+    return q, k, v, torch.stack(gates, -1)
 
 
 class Saved(NamedTuple):
@@ -115,50 +126,89 @@ class Plan(NamedTuple):
         return Saved(states, errors, outputs, rest if fits else ())
 
 
-class _Memory(torch.autograd.Function):
-    """q, k, v [B, T, H, D], the gates [B, T, H, 3] and states [N, H, D, F] to y and the states after."""
+class Kept(NamedTuple):
+    """What a call leaves for its backward."""
+
+    plan: Plan
+    blocks: list[Saved]
+
+
+class Call(NamedTuple):
+    """The rule of one call and the layout of its tokens.
+
+    Tokens are q, k, v [B, T, H, D] and the gates [B, T, H, 3]; a state is L weights and L momenta
+    [N, H, D, F].
+    """
+
+    layout: Layout
+    f: Activation
+    bound: float | None
 
     @staticmethod
-    def forward(ctx, layout, f, bound, q, k, v, gates, *state):
-        inputs, after = [layout.split(x) for x in (q, k, v, gates)], [torch.empty_like(x) for x in state]
-        plan = Plan.of(layout, state)
-        y, saved = layout.room(v), []
+    def of(inputs: Inputs, options: Options) -> Call:
+        """With the layout of documents found once for each cu_seqlens."""
+        layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
+        return Call(layout, ACTIVATIONS[options.activation], options.surprise_bound)
+
+    def forward(
+        self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
+    ) -> tuple[list[Tensor], Kept]:
+        """y and the state after the last token; what the backward needs where it is to be kept."""
+        layout, inputs = self.layout, [self.layout.split(x) for x in tokens]
+        state = _ordered(state, layout.order)
+        plan, after = Plan.of(layout, state), [torch.empty_like(x) for x in state]
+        y, saved = layout.room(tokens[2]), []
         for heads in plan.heads:
             current = State.of(_stack(state, heads))
             for steps in plan.steps:
-                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound)
+                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound)
                 states, keys = block.run(current)
-                reads_y, reads = read_pass(block.q, keys, states.WS, block.gates, f)
+                reads_y, reads = read_pass(block.q, keys, states.WS, block.gates, self.f)
                 _put(y, block.index, reads_y)
-                if any(ctx.needs_input_grad):
+                if keep:
                     saved.append(plan.save(states.WS, keys, block.gates, reads, block.sizes[0]))
             _unstack(current.WS, heads, after)
+        return [layout.join(y), *_ordered(after, layout.back)], Kept(plan, saved)
+
+    def backward(self, tokens: Sequence[Tensor], kept: Kept, doutputs: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the tokens and of the state before them."""
+        layout, plan = self.layout, kept.plan
+        inputs, dy = [layout.split(x) for x in tokens], layout.split(doutputs[0])
+        dstate = _ordered(doutputs[1:], layout.order)
+        grads, before = [layout.room(x) for x in tokens], [torch.empty_like(x) for x in dstate]
+        saved = reversed(kept.blocks)
+        for heads in reversed(plan.heads):
+            carry = State.of(_stack(dstate, heads))
+            for steps in reversed(plan.steps):
+                own = next(saved)
+                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, own.rest)
+                recalled = block.recall(own, plan.keep_states)
+                results = block.backward(_take(dy, block.index), *recalled, carry)
+                for whole, rows in zip(grads, results, strict=True):
+                    _put(whole, block.index, rows)
+            _unstack(carry.WS, heads, before)
+        return [*(layout.join(x) for x in grads), *_ordered(before, layout.back)]
+
+
+class _Memory(torch.autograd.Function):
+    """`Call` with a gradient; what the forward found is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx, call, *arguments):
+        outputs, kept = call.forward(arguments[:4], arguments[4:], keep=True)
         # all through save_for_backward, which lets go of it as soon as the backward is done
-        kept, ctx.kept_as = tree_flatten(saved)
-        ctx.save_for_backward(q, k, v, gates, *kept)
-        ctx.plan, ctx.layout, ctx.f, ctx.bound = plan, layout, f, bound
-        return layout.join(y), *after
+        leaves, ctx.kept_as = tree_flatten(kept.blocks)
+        ctx.save_for_backward(*arguments[:4], *leaves)
+        ctx.call, ctx.plan = call, kept.plan
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, *dstate):  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.autocast(dy.device.type, enabled=False):
-            layout, f, bound = ctx.layout, ctx.f, ctx.bound
-            q, k, v, gates, *kept = ctx.saved_tensors
-            inputs, dy = [layout.split(x) for x in (q, k, v, gates)], layout.split(dy)
-            grads, before = [layout.room(x) for x in (q, k, v, gates)], [torch.empty_like(x) for x in dstate]
-            saved = iter(reversed(tree_unflatten(kept, ctx.kept_as)))
-            for heads in reversed(ctx.plan.heads):
-                carry = State.of(_stack(dstate, heads))
-                for steps in reversed(ctx.plan.steps):
-                    own = next(saved)
-                    block = _Block(Span(steps[0], steps[1], heads), layout, inputs, f, bound, own.rest)
-                    recalled = block.recall(own, ctx.plan.keep_states)
-                    results = block.backward(_take(dy, block.index), *recalled, carry)
-                    for whole, rows in zip(grads, results, strict=True):
-                        _put(whole, block.index, rows)
-                _unstack(carry.WS, heads, before)
-        return None, None, None, *(layout.join(x) for x in grads), *before
+    def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.autocast(doutputs[0].device.type, enabled=False):
+            tokens, leaves = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+            kept = Kept(ctx.plan, tree_unflatten(leaves, ctx.kept_as))
+            return None, *ctx.call.backward(tokens, kept, doutputs)
 
 
 class _Block:
@@ -256,6 +306,11 @@ def _put(x: Tensor, index: tuple[slice, ...], rows: Tensor) -> None:
     """Inverse of `_take`, into ``x``."""
     place = x[index]
     place.copy_(rows.view(place.shape))
+
+
+def _ordered(state: Sequence[Tensor], order: Tensor | None) -> Sequence[Tensor]:
+    """Documents in another order; all as they are where there is none."""
+    return state if order is None else [x[order] for x in state]
 
 
 def _stack(state: Sequence[Tensor], heads: slice) -> list[Tensor]:

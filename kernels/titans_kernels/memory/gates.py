@@ -40,15 +40,21 @@ class Gates(NamedTuple):
 def decay_products(r: Tensor) -> Tensor:
     """P[t, s] = r_{s+1} ... r_t for t >= s, else 0; r [..., b] gives [..., b, b]."""
     b = r.shape[-1]
+    # the compiler sees through a cache, with a warning
+    not_later = (_not_later if torch.compiler.is_compiling() else _kept_not_later)(b, r.device)
     # transposed, [s, t]: the running product is then over contiguous memory
-    P = r[..., None, :].expand(*r.shape, b).masked_fill(_not_later(b, r.device), 1)
+    P = r[..., None, :].expand(*r.shape, b).masked_fill(not_later, 1)
+    if P.requires_grad:
+        return P.cumprod(-1).triu().mT
     return P.cumprod_(-1).triu_().mT
 
 
-@lru_cache(maxsize=32)
 def _not_later(b: int, device: torch.device) -> Tensor:
     """t <= s, at [s, t]."""
     return torch.ones(b, b, dtype=torch.bool, device=device).tril_()
+
+
+_kept_not_later = lru_cache(maxsize=32)(_not_later)
 
 
 def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:

@@ -8,12 +8,14 @@ Shapes: M chunks (steps x documents), H heads, b tokens of a chunk; R rows, the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Span(NamedTuple):
@@ -35,7 +37,9 @@ class EqualRows:
     chunk_size: int
     batch: int
     length: int
+    device: torch.device
     order = None
+    back = None
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -66,30 +70,34 @@ class EqualRows:
         """Index of each of the ``rows`` rows' last valid token."""
         if span.stop * self.chunk_size <= self.length:
             return slice(None), self.chunk_size - 1
-        last = torch.full((rows,), self.chunk_size - 1)
+        last = torch.full((rows,), self.chunk_size - 1, device=self.device)
         last[-(rows // (span.stop - span.first)) :] = (self.length - 1) % self.chunk_size
-        return torch.arange(rows), last
+        return torch.arange(rows, device=self.device), last
 
 
 @dataclass(frozen=True)
 class Packed:
     """Documents of any lengths in one row.
 
-    ``rows``: documents running at each step, never increasing. ``order``: documents by falling length.
-    ``source``: for each place of [M, b], M chunks, the token it holds, -1 for padding. ``last_M``: index of
-    the last valid token in each chunk.
+    ``rows``: documents running at each step, never increasing. ``ragged``: whether one of them ends within
+    the step's chunk. ``order``: documents by falling length, ``back`` its inverse. ``source``: for each place
+    of [M, b], M chunks, the token it holds, -1 for padding; ``place`` its inverse, the place of each token.
+    ``last_M``: index of the last valid token in each chunk.
     """
 
     chunk_size: int
     rows: tuple[int, ...]
+    ragged: tuple[bool, ...]
     order: Tensor
+    back: Tensor
     source: Tensor
+    place: Tensor
     last_M: Tensor
 
     @staticmethod
-    def of(cu_seqlens: Tensor, chunk_size: int) -> Packed:
-        """Document i is tokens cu_seqlens[i] to cu_seqlens[i + 1]."""
-        bounds = cu_seqlens.long().cpu()
+    def of(borders: tuple[int, ...], chunk_size: int, device: torch.device) -> Packed:
+        """Document i is tokens borders[i] to borders[i + 1]; worked out on the host, then moved at once."""
+        bounds = torch.tensor(borders)
         lengths, order = torch.sort(bounds.diff(), descending=True, stable=True)
         chunks = (lengths + chunk_size - 1) // chunk_size
         steps = torch.arange(int(chunks[0]))
@@ -100,8 +108,9 @@ class Packed:
         token = torch.arange(chunk_size)
         first_M = bounds[:-1][order][document_M] + step_M * chunk_size
         source = torch.where(token < valid_M[:, None], first_M[:, None] + token, -1)
-        order, source, last = (x.to(cu_seqlens.device) for x in (order, source, valid_M - 1))
-        return Packed(chunk_size, tuple(rows.tolist()), order, source, last)
+        ragged = [bool((part < chunk_size).any()) for part in valid_M.split(rows.tolist())]
+        parts = (order, order.argsort(), source, _places(source), valid_M - 1)
+        return Packed(chunk_size, tuple(rows.tolist()), tuple(ragged), *(x.to(device) for x in parts))
 
     @property
     def documents(self) -> int:
@@ -115,11 +124,7 @@ class Packed:
 
     def join(self, x: Tensor) -> Tensor:
         """Inverse of `split`."""
-        source = self.source.flatten()
-        valid = torch.nonzero(source >= 0).flatten()
-        place = torch.empty_like(valid)
-        place[source[valid]] = valid
-        return x.transpose(1, 2).flatten(0, 1)[place][None]
+        return x.transpose(1, 2).flatten(0, 1)[self.place][None]
 
     def room(self, x: Tensor) -> Tensor:
         """Chunks yet to be filled, as `split` gives of x."""
@@ -142,4 +147,62 @@ class Packed:
 
 
 Layout = EqualRows | Packed
-packed = Packed.of
+
+
+def _places(source: Tensor) -> Tensor:
+    """Where each token stands in the flattened [M, b]."""
+    flat = source.flatten()
+    valid = torch.nonzero(flat >= 0).flatten()
+    place = torch.empty_like(valid)
+    place[flat[valid]] = valid
+    return place
+
+
+@dataclass
+class _Known:
+    """What was worked out of one cu_seqlens: every layer asks for it anew, a GPU is made to wait once."""
+
+    version: int
+    borders: tuple[int, ...]
+    layouts: dict[tuple[int, torch.device], Packed] = field(default_factory=dict)
+
+
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _known(cu_seqlens: Tensor) -> _Known:
+    if cu_seqlens.is_inference():  # which does not tell of changes
+        return _Known(0, tuple(cu_seqlens.tolist()))
+    known = _KNOWN.get(cu_seqlens)
+    if known is None or known.version != cu_seqlens._version:
+        known = _KNOWN[cu_seqlens] = _Known(cu_seqlens._version, tuple(cu_seqlens.tolist()))
+    return known
+
+
+def borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+    """The borders of documents packed into ``length`` tokens, read from the device once for each tensor.
+
+    Raises:
+        ValueError: they do not rise from 0 to ``length``.
+    """
+    found = _known(cu_seqlens).borders
+    rising = all(a < b for a, b in pairwise(found))
+    if len(found) < 2 or found[0] != 0 or found[-1] != length or not rising:
+        raise ValueError(f"cu_seqlens: must rise from 0 to T = {length} without empty documents")
+    return found
+
+
+def packed(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
+    """The layout of packed documents for tokens on ``device``, made once for each tensor."""
+    known, key = _known(cu_seqlens), (chunk_size, device)
+    if key not in known.layouts:
+        with torch.inference_mode(False):  # or no later training step could use it
+            known.layouts[key] = Packed.of(known.borders, chunk_size, device)
+    return known.layouts[key]
+
+
+def layout_of(tokens: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Layout:
+    """The layout of ``tokens`` [B, T, ...], or of the documents packed into them."""
+    if cu_seqlens is None:
+        return EqualRows(chunk_size, tokens.shape[0], tokens.shape[1], tokens.device)
+    return packed(cu_seqlens, chunk_size, tokens.device)

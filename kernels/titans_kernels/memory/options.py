@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Layers = tuple[Tensor, ...]
@@ -14,7 +16,7 @@ Result = tuple[Tensor, Layers, Layers]
 
 
 class Inputs(NamedTuple):
-    """What the tokens bring, all of one dtype."""
+    """What the tokens bring."""
 
     q: Tensor  # [B, T, H, D]
     k: Tensor
@@ -22,6 +24,15 @@ class Inputs(NamedTuple):
     alpha: Tensor  # [B, T, H]
     eta: Tensor
     theta: Tensor
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of the weights and the momentum: float32, or float64 where the input is."""
+        return state_dtype(self.q)
+
+    def wide(self) -> Inputs:
+        """In the state's precision."""
+        return Inputs(*(x.to(self.state_dtype) for x in self))
 
 
 class Options(NamedTuple):
@@ -31,3 +42,13 @@ class Options(NamedTuple):
     activation: str
     surprise_bound: float | None
     cu_seqlens: Tensor | None
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Products in the precision of what is multiplied; meta tensors know no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.layout import borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 
 
@@ -20,10 +21,11 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 
     Gradients flow through everything, the inner gradient included.
     """
+    inputs = inputs.wide()
     if options.cu_seqlens is None:
         return _rows(inputs, weights, momentum, options)
     results = []
-    for i, (start, end) in enumerate(pairwise(options.cu_seqlens.tolist())):
+    for i, (start, end) in enumerate(pairwise(borders(options.cu_seqlens, inputs.q.shape[1]))):
         document = Inputs(*(x[:, start:end] for x in inputs))
         W, S = (tuple(x[i : i + 1] for x in part) for part in (weights, momentum))
         results.append(_rows(document, W, S, options))
@@ -61,17 +63,22 @@ def inner_gradient(
     weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None
 ) -> Layers:
     """grad_W ||M(k) - v||^2 (eq. 12) for one token, each [B, H, D_in, D_out]."""
-    inputs, z = [k_BHD[:, :, None]], []
-    for W in weights:
+    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound)
+    return tuple(x.mT @ d for x, d in zip(inputs, errors, strict=True))
+
+
+def surprise(
+    weights: Layers, k_BHTD: Tensor, v_BHTD: Tensor, f: Activation, bound: float | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each layer its input X and error d [B, H, T, D]: the gradient a token brings is ``X_t^T d_t``."""
+    inputs, z = [k_BHTD], []
+    for W in weights[:-1]:
         z.append(inputs[-1] @ W)
         inputs.append(f.value(z[-1]))
-    d = bounded(2 * (z[-1] - v_BHD[:, :, None]), bound)
-    gradient = [inputs[-2].mT @ d]
-    for l in range(len(weights) - 1, 0, -1):
-        slope, _ = f.slopes(z[l - 1], inputs[l])
-        d = bounded((d @ weights[l].mT) * slope, bound)
-        gradient.insert(0, inputs[l - 1].mT @ d)
-    return tuple(gradient)
+    errors = [bounded(2 * (inputs[-1] @ weights[-1] - v_BHTD), bound)]
+    for W, out in zip(reversed(weights), reversed(z), strict=False):
+        errors.insert(0, bounded(f.through(errors[0] @ W.mT, out), bound))
+    return inputs, errors
 
 
 def bounded(d: Tensor, bound: float | None) -> Tensor:

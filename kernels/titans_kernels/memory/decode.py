@@ -1,0 +1,223 @@
+"""A sequence continued from wherever it was left: the decode step, and any number of tokens.
+
+The gradients of a chunk's tokens are taken at the weights it began with, so a cut inside a chunk leaves
+those, and of the open chunk's tokens the factors of their gradients and what momentum and forgetting have
+made of them since. A token then costs one pass through the memory and one row of products with the tokens
+of its chunk; nothing written before is written anew.
+
+Shapes: B batch, T new tokens, H heads, D/F widths of a layer's input and output, p tokens of the open chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.gates import decay_products
+from titans_kernels.memory.op import MemoryState, neural_memory
+from titans_kernels.memory.options import Inputs, Layers, without_autocast
+from titans_kernels.memory.reference import surprise
+from titans_kernels.memory.validate import check_rule, check_shapes
+
+
+class DecodeState(NamedTuple):
+    """The memory at any place of a sequence; float32 (float64 for float64 input).
+
+    With W, S the state where the open chunk began and g_i = X_i^T d_i the gradients of its tokens, the
+    weights now are ``beta W + m S - sum_i c_i g_i`` and the momentum ``h S - sum_i n_i g_i``.
+    """
+
+    weights: Layers  # where the open chunk began [B, H, D, F]
+    momentum: Layers
+    inputs: Layers  # X of each layer [B, H, p, D]
+    errors: Layers  # d of each layer [B, H, p, F]
+    c: Tensor  # [B, H, p]
+    n: Tensor
+    beta: Tensor  # [B, H]
+    m: Tensor
+    h: Tensor
+
+    @staticmethod
+    def of(state: MemoryState) -> DecodeState:
+        """On a chunk border; ``state`` with a batch dimension."""
+        first = state.weights[0]
+        B, H = first.shape[:2]
+        no_rows = first.new_zeros(B, H, 0)
+        return DecodeState(
+            tuple(state.weights),
+            tuple(state.momentum),
+            tuple(W.new_zeros(B, H, 0, W.shape[-2]) for W in state.weights),
+            tuple(W.new_zeros(B, H, 0, W.shape[-1]) for W in state.weights),
+            no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H),
+        )  # fmt: skip
+
+    @property
+    def position(self) -> int:
+        """Tokens of the open chunk so far; 0 on a chunk border."""
+        return self.n.shape[-1]
+
+    def memory(self) -> MemoryState:
+        """Weights and momentum after the last token."""
+        if not self.position:
+            return MemoryState(self.weights, self.momentum)
+        beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
+        W, S = [], []
+        with without_autocast(self.n):
+            for W0, S0, X, d in zip(self.weights, self.momentum, self.inputs, self.errors, strict=True):
+                W.append(beta * W0 + m * S0 - (X * self.c[..., None]).mT @ d)
+                S.append(h * S0 - (X * self.n[..., None]).mT @ d)
+        return MemoryState(tuple(W), tuple(S))
+
+
+class Rows(NamedTuple):
+    """The coefficients of new tokens, one row each, over the open chunk's tokens and the new ones."""
+
+    C: Tensor  # [B, H, T, p + T]
+    n: Tensor  # [B, H, p + T], of the last token
+    beta: Tensor  # [B, H, T]
+    m: Tensor
+    h: Tensor
+
+    @staticmethod
+    def of(alpha: Tensor, eta: Tensor, theta: Tensor, state: DecodeState) -> Rows:
+        """Gates [B, H, T].
+
+        What stood before is one more weight and one more momentum to the new tokens: it goes on as
+        W and S do, by products ``kept`` and ``moved`` from the first new token on.
+        """
+        keep = 1 - alpha
+        kept, h = keep.cumprod(-1), eta.cumprod(-1)
+        A, E = _products(keep), _products(eta)
+        N = E * theta[..., None, :]
+        moved = (A @ h[..., None])[..., 0]
+        old = kept[..., None] * state.c[..., None, :] + moved[..., None] * state.n[..., None, :]
+        return Rows(
+            torch.cat([old, A @ N], -1),
+            torch.cat([h[..., -1:] * state.n, N[..., -1, :]], -1),
+            kept * state.beta[..., None],
+            kept * state.m[..., None] + moved * state.h[..., None],
+            h * state.h[..., None],
+        )
+
+
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    state: DecodeState,
+    *,
+    chunk_size: int = 64,
+    activation: str = "silu",
+    surprise_bound: float | None = None,
+) -> tuple[Tensor, DecodeState]:
+    """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
+
+    Args:
+        q, k, v: [B, T, H, D] of T new tokens that do not reach beyond the open chunk; T = 1 always fits.
+        alpha, eta, theta: [B, T, H].
+        state: after the tokens before; it stays as it is.
+        chunk_size, activation, surprise_bound: as in `neural_memory`, the same for the whole sequence.
+
+    Returns:
+        y [B, T, H, D] in q's dtype and the state after the last token. Gradients flow through both.
+
+    Raises:
+        ValueError: a shape, name or size that does not fit, named.
+    """
+    _check(q, k, v, (alpha, eta, theta), state)
+    check_rule(chunk_size, activation, surprise_bound)
+    if state.position + q.shape[1] > chunk_size:
+        raise ValueError(
+            f"q: {q.shape[1]} tokens after {state.position} of the open chunk are more than chunk_size "
+            f"{chunk_size}; extend_memory takes any number"
+        )
+    f, tokens = ACTIVATIONS[activation], Inputs(q, k, v, alpha, eta, theta).wide()
+    with without_autocast(q):
+        now = Inputs(*(x.transpose(1, 2) for x in tokens))
+        rows = Rows.of(now.alpha, now.eta, now.theta, state)
+        state = _written(state, rows, surprise(state.weights, now.k, now.v, f, surprise_bound))
+        y = _read(now.q, rows, state, f)
+        if state.position == chunk_size:
+            state = DecodeState.of(state.memory())
+    return y.transpose(1, 2).to(q.dtype), state
+
+
+def extend_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    state: DecodeState,
+    *,
+    chunk_size: int = 64,
+    activation: str = "silu",
+    surprise_bound: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, DecodeState]:
+    """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
+
+    What is left begins the next open chunk. ``DecodeState.of`` a memory's initial state starts a sequence.
+    """
+    _check(q, k, v, (alpha, eta, theta), state)
+    check_rule(chunk_size, activation, surprise_bound)
+    T = q.shape[1]
+    fill = min(T, -state.position % chunk_size)
+    whole = (T - fill) // chunk_size * chunk_size
+    outputs = []
+    for start, end in ((0, fill), (fill, fill + whole), (fill + whole, T)):
+        part = Inputs(*(x[:, start:end] for x in (q, k, v, alpha, eta, theta)))
+        if start == end:
+            continue
+        if start == fill and whole:
+            y, after = neural_memory(
+                *part, state.weights, state.momentum, chunk_size=chunk_size, activation=activation,
+                surprise_bound=surprise_bound, backend=backend,
+            )  # fmt: skip
+            state = DecodeState.of(after)
+        else:
+            y, state = decode_step(
+                *part, state, chunk_size=chunk_size, activation=activation, surprise_bound=surprise_bound
+            )
+        outputs.append(y)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), state
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: DecodeState) -> None:
+    check_shapes(q, k, v, gates, state.weights, state.momentum)
+    if state.beta.shape != (q.shape[0], q.shape[2]):
+        raise ValueError(f"state: of [B, H] = {tuple(state.beta.shape)}, q of {(q.shape[0], q.shape[2])}")
+
+
+def _products(r: Tensor) -> Tensor:
+    """`decay_products`, of one token and with a gradient too."""
+    return torch.ones_like(r)[..., None] if r.shape[-1] == 1 else decay_products(r)
+
+
+def _written(state: DecodeState, rows: Rows, new: tuple[list[Tensor], list[Tensor]]) -> DecodeState:
+    """The open chunk with the new tokens; copies, for a view would keep all of a call's tokens alive."""
+    inputs, errors = (
+        tuple(torch.cat(pair, 2) for pair in zip(old, add, strict=True))
+        for old, add in zip((state.inputs, state.errors), new, strict=True)
+    )
+    c, beta, m, h = rows.C[..., -1, :], *(x[..., -1] for x in (rows.beta, rows.m, rows.h))
+    if rows.C.shape[-2] > 1:
+        c, beta, m, h = (x.clone() for x in (c, beta, m, h))
+    return DecodeState(state.weights, state.momentum, inputs, errors, c, rows.n, beta, m, h)
+
+
+def _read(x: Tensor, rows: Rows, state: DecodeState, f: Activation) -> Tensor:
+    """Queries x [B, H, T, D] through the weights after each of their tokens."""
+    beta, m = rows.beta[..., None], rows.m[..., None]
+    layers = zip(state.weights, state.momentum, state.inputs, state.errors, strict=True)
+    for l, (W, S, X, d) in enumerate(layers):
+        x = x if l == 0 else f.value(x)
+        x = (beta * x) @ W + (m * x) @ S - ((x @ X.mT) * rows.C) @ d
+    return x

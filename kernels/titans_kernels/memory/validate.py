@@ -1,0 +1,58 @@
+"""Checks of what the operator is given: one line that names what does not fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.layout import borders
+from titans_kernels.memory.options import Layers
+
+
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, gates: Layers, weights: Layers, momentum: Layers | None,
+    cu_seqlens: Tensor | None = None,
+) -> int:  # fmt: skip
+    """Returns the number of documents; raises ValueError on the first thing that does not fit."""
+    B, T, H, _ = q.shape
+    if T == 0:
+        raise ValueError("q: no tokens (T = 0)")
+    if not weights:
+        raise ValueError("weights: a memory needs at least one layer")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:3] != (B, T, H):
+            raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
+    for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
+        if x.shape != (B, T, H):
+            raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
+    documents = B if cu_seqlens is None else _check_borders(B, T, cu_seqlens)
+    widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
+    if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
+        raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
+    for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
+        if len(layers) != len(weights):
+            raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
+        for l, x in enumerate(layers):
+            fits = ((H, widths[l], widths[l + 1]), (documents, H, widths[l], widths[l + 1]))
+            if tuple(x.shape) not in fits:
+                raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
+    return documents
+
+
+def _check_borders(B: int, T: int, cu_seqlens: Tensor) -> int:
+    if B != 1:
+        raise ValueError(f"cu_seqlens: packed documents need B = 1, not {B}")
+    if not (torch.compiler.is_compiling() or cu_seqlens.is_meta):  # values; a form looks at them when it runs
+        borders(cu_seqlens, T)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_rule(chunk_size: int, activation: str, bound: float | None) -> None:
+    """Raises ValueError on what is not a rule of the recurrence."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: {chunk_size} must be at least 1")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if bound is not None and bound <= 0:
+        raise ValueError(f"surprise_bound: {bound} must be above 0, or None for no bound")

@@ -1,0 +1,112 @@
+"""The models under torch.compile, and on the meta device: no graph break, and the eager result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titans_core import (
+    BLOCKS,
+    AttentionConfig,
+    Documents,
+    LanguageModel,
+    MemoryConfig,
+    ModelConfig,
+    NeuralMemory,
+    record,
+)
+from titans_kernels.memory import layout
+
+
+def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(
+        ModelConfig(
+            variant=variant, vocab_size=40, d_model=16, n_layers=layers, mlp_expansion=1.0,
+            memory=MemoryConfig(heads=2, chunk_size=8),
+            attention=AttentionConfig(heads=2, window=None if variant == "mac" else window, segment_size=16),
+        )
+    )  # fmt: skip
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("variant", sorted(BLOCKS))
+def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
+    m, x = model(variant), tokens(2, 37)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    results = []
+    for form in (m, compiled):
+        logits = form(x).logits
+        grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()), materialize_grads=True)
+        results.append([logits.detach(), *grads])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("variant", "window"), [("lmm", 12), ("mag", None), ("mal", 12), ("transformer", None)]
+)
+def test_packed_documents_compile_too(variant, window):
+    m, x = model(variant, window=window), tokens(2, 37)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    starts = torch.zeros(2, 37, dtype=torch.bool)
+    for document in ((0, 9), (1, 20), (1, 21)):  # one more each time
+        starts[document] = True
+        documents, results = Documents.from_starts(starts), []
+        for form, given in ((m, starts), (compiled, documents)):
+            logits = form(x, document_starts=given).logits
+            grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()))
+            results.append([logits.detach(), *grads])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_after_the_other_compiles_too():
+    torch.manual_seed(0)
+    layer, x = NeuralMemory(8, MemoryConfig(heads=1, depth=1, chunk_size=3, conv=False)), torch.randn(1, 8, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        cache, outputs = None, []
+        for part in x.split([4, 1, 1, 1, 1], 1):  # over a chunk border
+            y, cache = compiled(part, cache)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_recorded_pass_compiles_too():
+    m, x = model("lmm"), tokens(2, 32)
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    summaries = []
+    for form in (m, compiled):
+        with record(m) as seen:
+            form(x)
+        summaries.append(seen.summary())
+    assert summaries[1] == pytest.approx(summaries[0])
+
+
+@pytest.mark.parametrize("variant", sorted(BLOCKS))
+def test_shapes_without_values(variant):
+    with torch.device("meta"):
+        out = model(variant)(torch.zeros(2, 37, dtype=torch.long))
+    assert (out.logits.shape, out.logits.device.type) == ((2, 37, 40), "meta")
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("variant", sorted(BLOCKS))
+def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant, mode):
+    known, made = [], []
+    know, make = layout._Known, layout.Packed.of
+    monkeypatch.setattr(layout, "_Known", lambda *args: (known.append(args), know(*args))[1])
+    monkeypatch.setattr(layout.Packed, "of", lambda *args: (made.append(args[1]), make(*args))[1])
+    m, starts = model(variant, layers=3), torch.zeros(2, 37, dtype=torch.bool)
+    starts[0, 5] = True
+    with mode():
+        m(tokens(2, 37), document_starts=starts)
+    assert len(known) == (variant != "transformer")  # whose window needs no borders
+    assert len(made) == len(set(made))

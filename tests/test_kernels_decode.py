@@ -1,0 +1,116 @@
+"""The memory continued from anywhere: a token at a time, a few, or many, against the recurrence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory, neural_memory
+
+
+class Case:
+    """Random float64 inputs of two rows and heads; gates 0 and 1 at some tokens."""
+
+    def __init__(self, T: int, depth: int, *, widths: list[int] | None = None):
+        generator = torch.Generator().manual_seed(10 * T + depth)
+        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+        widths = widths or [3, *[4] * (depth - 1), 3]
+        tokens = [F.normalize(rand(2, T, 2, n) - 0.5, dim=-1) for n in (widths[0], widths[0], widths[-1])]
+        alpha, eta, theta = 0.05 * rand(2, T, 2), 0.9 * rand(2, T, 2), 0.1 * rand(2, T, 2)
+        chance = rand(2, T, 2)
+        alpha[chance < 0.1], eta[chance > 0.9] = 0, 0
+        alpha[0, T // 2], eta[1, T // 3] = 1, 1
+        shapes = [(2, 2, *pair) for pair in pairwise(widths)]
+        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
+        self.state = MemoryState(
+            tuple((rand(*s) - 0.5).requires_grad_() for s in shapes),
+            tuple((0.1 * rand(*s)).requires_grad_() for s in shapes),
+        )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*self.tokens, *self.state.weights, *self.state.momentum]
+
+    def whole(self, **rule) -> list[Tensor]:
+        y, after = neural_memory(*self.tokens, *self.state, backend="reference", **rule)
+        return [y, *after.weights, *after.momentum]
+
+    def pieces(self, sizes: list[int], form=extend_memory, **rule) -> list[Tensor]:
+        state, outputs = DecodeState.of(self.state), []
+        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
+            y, state = form(*part, state, **rule)
+            outputs.append(y)
+        after = state.memory()
+        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+
+def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
+    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
+    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("bound", [None, 0.3])
+@pytest.mark.parametrize("chunk_size", [1, 5, 16])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_token_by_token_is_the_recurrence(depth, chunk_size, bound):
+    case = Case(23, depth)
+    rule = {"chunk_size": chunk_size, "surprise_bound": bound}
+    assert_same(case.whole(**rule), case.pieces([1] * 23, decode_step, **rule), case.leaves)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "identity"])
+def test_any_cut_is_the_recurrence(activation):
+    case = Case(33, 3, widths=[3, 6, 2, 5])
+    rule = {"chunk_size": 8, "surprise_bound": 0.3, "activation": activation}
+    expected = case.whole(**rule)
+    for sizes in ([33], [11, 22], [3, 2, 3, 25], [8, 16, 9], [5, 1, 1, 1, 17, 1, 7], [31, 1, 1]):
+        assert_same(expected, case.pieces(sizes, **rule), case.leaves)
+
+
+def test_a_state_can_be_continued_twice():
+    case = Case(12, 2)
+    rule = {"chunk_size": 8, "surprise_bound": 0.3}
+    before, after = ([x[:, part] for x in case.tokens] for part in (slice(0, 5), slice(5, 12)))
+    _, state = extend_memory(*before, DecodeState.of(case.state), **rule)
+    kept = [x.clone() for x in torch.utils._pytree.tree_leaves(state)]
+    first, _ = extend_memory(*after, state, **rule)
+    decode_step(*(x[:, :3] for x in after), state, **rule)
+    torch.testing.assert_close(extend_memory(*after, state, **rule)[0], first, rtol=0, atol=0)
+    torch.testing.assert_close(torch.utils._pytree.tree_leaves(state), kept, rtol=0, atol=0)
+
+
+def test_bfloat16_tokens_leave_the_state_in_float32():
+    case = Case(7, 2)
+    low = [x.detach().bfloat16() for x in case.tokens]
+    state = DecodeState.of(MemoryState(*(tuple(x.detach().float() for x in part) for part in case.state)))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, mixed = decode_step(*low, state, chunk_size=8)
+    exact, plain = decode_step(*(x.float() for x in low), state, chunk_size=8)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed, plain, rtol=0, atol=0)
+    torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "message"),
+    [
+        (slice(0, 4), {}, "q: 4 tokens after 5 of the open chunk are more than chunk_size 8"),
+        (slice(0, 0), {}, "q: no tokens"),
+        (slice(0, 1), {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
+        (slice(0, 1), {"activation": "relu"}, "activation: 'relu' is not one of"),
+    ],
+)
+def test_what_does_not_fit_is_named(tokens, change, message):
+    case = Case(9, 2)
+    rule = {"chunk_size": 8, "surprise_bound": 0.3}
+    _, state = extend_memory(*(x[:, :5] for x in case.tokens), DecodeState.of(case.state), **rule)
+    with pytest.raises(ValueError, match=message):
+        decode_step(*(x[:, 5:][:, tokens] for x in case.tokens), state, **(rule | change))
