@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,10 +42,6 @@ def run(*line: str):
     return CliRunner().invoke(kernels, list(line), standalone_mode=False)
 
 
-def bench(*these: Subject, **options) -> Bench:
-    return Bench(list(these), torch.float32, CPU, repeats=3, check_only=True, **options)
-
-
 # what was worked out by hand when the kernels were planned, in thousands a token and head
 PLANNED = {
     "l1-d64-bound": (57, 156),
@@ -73,8 +68,8 @@ def test_a_shape_comes_after_the_one_it_is_judged_beside():
     assert [shape.name for shape in chosen(["l1-d128-long"])] == ["l1-d128-short", "l1-d128-long"]
     assert len(chosen([])) == len(SHAPES)
     here, beside = (SHAPES[name] for name in ("l1-d128-long", "l1-d128-short"))
-    for device in (CPU, torch.device("cuda")):
-        assert here.on(device).token_heads == beside.on(device).token_heads
+    assert here.token_heads == beside.token_heads
+    assert here.reduced().token_heads == beside.reduced().token_heads
     assert {shape.depth for shape in SHAPES.values()} == {1, 2, 3, 4}
 
 
@@ -211,14 +206,9 @@ def test_an_op_that_fails_midway_drops_out(tiny):
 
 
 def test_what_no_kernel_serves_is_never_timed_as_one(tiny, monkeypatch):
-    found = types.SimpleNamespace(refusal=lambda q, k, v, weights, chunk, activation, bound: "width 8")
+    found = types.SimpleNamespace(refusal=lambda q, k, v, weights, chunk_size: f"width {q.shape[-1]}")
     monkeypatch.setattr(subjects.importlib, "import_module", lambda name: found)
-    triton = OURS[0]
-    inputs = make(TINY, torch.float32, CPU, seed=0)
-    assert triton.refuse(inputs) == "needs a GPU; TRITON_INTERPRET=1 checks it without"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton.refuse(inputs) == "width 8"
-    result = next(Bench([triton], torch.float32, CPU, repeats=2).run([tiny]))
+    result = next(Bench([OURS[0]], torch.float32, CPU, repeats=2).run([tiny]))
     assert lines_of(result, timed=True, judged=False)[-1] == "triton            chunked (width 8)"
 
 
@@ -302,4 +292,4 @@ def test_it_needs_neither_the_models_nor_the_platform():
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked})); from titans_kernels.bench import command"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", code], check=True)

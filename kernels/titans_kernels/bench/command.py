@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -13,7 +14,7 @@ import torch
 from titans_kernels.bench.machine import describe
 from titans_kernels.bench.peers import PEERS
 from titans_kernels.bench.run import Bench, failures
-from titans_kernels.bench.shapes import SHAPES, chosen
+from titans_kernels.bench.shapes import SHAPES, Shape, chosen
 from titans_kernels.bench.subjects import Subject, registered
 from titans_kernels.bench.table import WIDTH, heading, lines_of, wrapped
 
@@ -40,6 +41,7 @@ REPEATS = {"cuda": 30, "cpu": 5}
     help="Of q, k and v; repeatable  [bfloat16; on a CPU float32]",
 )
 @click.option("--repeats", type=click.IntRange(1), help="Rounds, taken by turns  [30; on a CPU 5]")
+@click.option("--small", is_flag=True, help="Small sizes on a GPU too, as for a memory checker.")
 @click.option("--check", is_flag=True, help="Check every op and time none.")
 @click.option(
     "--json",
@@ -52,7 +54,7 @@ REPEATS = {"cuda": 30, "cpu": 5}
 @click.option("--list", "listing", is_flag=True, help="Show shapes, targets and what can be timed.")
 def kernels(
     names: tuple[str, ...], backends: tuple[str, ...], dtypes: tuple[str, ...], repeats: int | None,
-    check: bool, path: Path | None, commit: str | None, listing: bool,
+    small: bool, check: bool, path: Path | None, commit: str | None, listing: bool,
 ) -> int:  # fmt: skip
     """Time the neural memory's kernels, forward and backward, beside others.
 
@@ -72,24 +74,47 @@ def kernels(
     shapes = chosen(_known("--shape", names, list(SHAPES)))
     wanted = _known("--backend", backends, list(subjects)) or ([*subjects] if on_gpu else [*ON_CPU])
     _writable(path)
-    machine, runs, bad = describe(device, commit), [], []
-    for kind in dtypes or ("bfloat16" if on_gpu else "float32",):
+    if small or not on_gpu:
+        shapes = [shape.reduced() for shape in shapes]
+    report = Report(describe(device, commit), path, timed=not check, judged=on_gpu and not small)
+    for dtype in dtypes or ("bfloat16" if on_gpu else "float32",):
         bench = Bench(
-            [s for s in subjects.values() if s.name in wanted], DTYPES[kind], device,
-            repeats=repeats or REPEATS[device.type], check_only=check, progress=_progress,
-        )  # fmt: skip
-        runs.append({"dtype": kind, "ceilings": bench.ceilings, "repeats": bench.repeats, "shapes": []})
-        click.echo("\n".join(heading(machine, bench.ceilings)))
-        for result in bench.run(shapes):
-            runs[-1]["shapes"].append(result)
-            bad += failures(result)
-            _progress("")
-            click.echo("\n".join(lines_of(result, timed=not check, judged=on_gpu)))
-            if path:
-                path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
-    for line in bad:
+            [subject for subject in subjects.values() if subject.name in wanted],
+            DTYPES[dtype],
+            device,
+            repeats=repeats or REPEATS[device.type],
+            check_only=check,
+            progress=_progress,
+        )
+        report.take(bench, shapes)
+    for line in report.failures:
         click.echo(f"error: {line}", err=True)
-    return 1 if bad else 0
+    return 1 if report.failures else 0
+
+
+class Report:
+    """Prints and keeps results as they come."""
+
+    def __init__(self, machine: dict[str, Any], path: Path | None, *, timed: bool, judged: bool):
+        self.machine, self.path, self.timed, self.judged = machine, path, timed, judged
+        self.runs: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+
+    def take(self, bench: Bench, shapes: list[Shape]) -> None:
+        """Go through the shapes; the file is whole after each."""
+        results: list[dict[str, Any]] = []
+        run = {"dtype": str(bench.dtype).removeprefix("torch."), "repeats": bench.repeats}
+        self.runs.append(run | {"ceilings": bench.ceilings, "shapes": results})
+        click.echo("\n".join(heading(self.machine, bench.ceilings)))
+        for result in bench.run(shapes):
+            results.append(result)
+            self.failures += failures(result)
+            _progress("")
+            click.echo("\n".join(lines_of(result, timed=self.timed, judged=self.judged)))
+            if self.path:
+                self.path.write_text(
+                    json.dumps({"machine": self.machine, "runs": self.runs}, indent=1) + "\n"
+                )
 
 
 def _progress(message: str) -> None:

@@ -42,7 +42,7 @@ class Bench:
     def run(self, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
         """The result of each shape, as soon as it is there."""
         for shape in shapes:
-            self.done[shape.name] = result = self._shape(shape.on(self.device))
+            self.done[shape.name] = result = self._shape(shape)
             yield result
 
     def _shape(self, shape: Shape) -> dict[str, Any]:

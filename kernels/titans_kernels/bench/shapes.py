@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-
 CHECKED_ELEMENTS = 2**26
 """A check at real size goes over as many tokens as keep a float64 tensor of them under half a GiB."""
 
@@ -86,10 +84,8 @@ class Shape:
         """What a time is divided by."""
         return self.batch * self.length * self.heads
 
-    def on(self, device: torch.device) -> Shape:
-        """The shape itself on a GPU, a small one of the same widths elsewhere."""
-        if device.type == "cuda":
-            return self
+    def reduced(self) -> Shape:
+        """A small one of the same widths, for a machine without a GPU."""
         return replace(self, batch=self.small[0], length=self.small[1], heads=2)
 
     def short(self, heads: int = 2) -> Shape:

@@ -67,16 +67,12 @@ def _form(name: str, note: str, backend: str, within: Context = nullcontext, **m
 
 
 def _no_kernel(inputs: Inputs) -> str | None:
-    """Why no Triton kernel takes these inputs: what the operator itself would log and fall back for."""
+    """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
     try:
-        kernels = importlib.import_module("titans_kernels.memory.triton")
-        refusal = kernels.refusal
-    except (ImportError, AttributeError):
+        found = importlib.import_module("titans_kernels.memory.triton.op")
+    except ImportError:
         return "no kernels in this version"
-    q, k, v = inputs.tokens[:3]
-    if q.device.type != "cuda" and not interpreting():
-        return "needs a GPU; TRITON_INTERPRET=1 checks it without"
-    return refusal(q, k, v, inputs.weights, inputs.shape.chunk_size, "silu", inputs.shape.bound)
+    return found.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
 
 
 COMPILED = (
