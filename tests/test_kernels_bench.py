@@ -54,7 +54,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_work_is_what_was_planned_for(name):
-    counted = flops(SHAPES[name])
+    counted = flops(SHAPES[name].pairs, 64)
     assert (counted["forward"] / 1e3, counted["backward"] / 1e3) == pytest.approx(PLANNED[name], rel=0.015)
 
 
@@ -231,6 +231,16 @@ def test_bad_usage_is_exit_2_and_one_line(line, monkeypatch, capsys):
     (message,) = capsys.readouterr().err.strip().splitlines()
     assert message.startswith("error: ")
     assert line[0] in message
+
+
+def test_an_interrupt_is_exit_130(tiny, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert main() == 130
+    assert capsys.readouterr().err.strip().startswith("error: interrupted")
 
 
 def test_the_list_names_every_shape_and_backend():

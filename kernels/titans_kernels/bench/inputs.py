@@ -57,11 +57,15 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int, w
     randn = lambda *size: torch.randn(*size, generator=generator, device=device)  # noqa: E731
     tokens = shape.batch, shape.length, shape.heads
     q, k, v = (F.normalize(randn(*tokens, shape.head_dim), dim=-1).to(dtype) for _ in range(3))
-    alpha, eta, theta = (most * rand(*tokens) for most in (0.05, 0.9, 0.1 / shape.depth))
+    # forgetting e^2 over all tokens: with more, random tokens leave a deep memory as good as 0
+    gates = (min(0.05, 4 / shape.length), 0.9, 0.1 / shape.depth)
+    alpha, eta, theta = (most * rand(*tokens) for most in gates)
     if whole:
-        # in every chunk somewhere a momentum ends, in every row at one token the memory
+        # in every chunk somewhere a momentum ends, in every second head at one token the memory
         eta[rand(*tokens) < 1 / shape.chunk_size] = 0
-        alpha.scatter_(1, (shape.length * rand(shape.batch, 1, shape.heads)).long(), 1.0)
+        forgetful = alpha[:, :, ::2]
+        at = shape.length * rand(*forgetful[:, :1].shape)
+        forgetful.scatter_(1, at.long(), 1.0)
     rows = (shape.batch, shape.heads) if whole else (shape.heads,)
     weights = tuple(randn(*rows, *pair) / pair[0] ** 0.5 for pair in shape.pairs)
     momentum = tuple(randn(*rows, *pair) / 20 for pair in shape.pairs) if whole else ()

@@ -55,7 +55,7 @@ class Bench:
             "is": str(shape),
             "sizes": _sizes(shape),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "flops": flops(shape),
+            "flops": flops(shape.pairs, shape.chunk_size),
             "bytes": traffic(shape, self.dtype),
             "rows": list(rows.values()),
             "targets": [] if self.check_only else self._targets(shape, rows),
@@ -102,7 +102,7 @@ class Bench:
 
     def _shares(self, shape: Shape, phase: str, ns: float) -> dict[str, float]:
         """Of the machine's measured rates; work that finds states again is counted, and also left out."""
-        work = flops(shape)
+        work = flops(shape.pairs, shape.chunk_size)
         again = work["again"] if phase == "backward" else 0
         rate = work[phase] / ns * 1e9
         return {
@@ -151,7 +151,8 @@ def _verdict(subject: Subject, judged: list[Judge]) -> dict[str, Any]:
 def _as_json(verdict: Verdict) -> dict[str, Any]:
     # JSON has no infinity
     errors = {name: x if math.isfinite(x) else None for name, x in verdict.errors.items()}
-    return {"errors": errors, "tolerance": verdict.tolerance, "says": str(verdict)}
+    on = str(verdict.shape)
+    return {"on": on, "errors": errors, "tolerance": verdict.tolerance, "says": str(verdict)}
 
 
 def _summary(samples: list[float]) -> dict[str, Any]:

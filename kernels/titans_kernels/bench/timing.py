@@ -27,7 +27,8 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
-        self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else FLUSH_BYTES // 8, device=device).byte()
+        size = FLUSH_BYTES if self.on_gpu else FLUSH_BYTES // 8
+        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """What ``call`` returns, and how long it took."""
@@ -101,6 +102,7 @@ class Runner:
     def in_graph(self, repeats: int) -> list[float]:
         """Seconds of both passes replayed from one CUDA graph: what is left without the launches."""
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step()
         torch.cuda.current_stream().wait_stream(stream)

@@ -23,6 +23,8 @@ The coefficients (C = A N, 2 b^2) and all that is elementwise are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from titans_kernels.bench.shapes import Shape
@@ -32,15 +34,18 @@ GATES = 3
 GATE_BYTES = 4
 
 
-def flops(shape: Shape) -> dict[str, int]:
-    """Of each pass, a token and head; `again` is the part of the backward that finds states again."""
+def flops(pairs: Sequence[tuple[int, int]], chunk_size: int) -> dict[str, int]:
+    """Of each pass, a token and head, for layers of these widths in and out.
+
+    `again` is the part of the backward that a forward which kept everything would spare it.
+    """
     total = {"forward": 0, "backward": 0, "again": 0}
-    b = shape.chunk_size
-    for l, (D, F) in enumerate(shape.pairs):
+    b = chunk_size
+    for l, (D, F) in enumerate(pairs):
         P, hidden = D * F, l > 0
         total["forward"] += (10 + 2 * hidden) * P + 2 * b * (D + F)
         total["backward"] += (28 + 8 * hidden) * P + b * (6 * D + 4 * F)
-        total["again"] += (6 + 2 * hidden) * P
+        total["again"] += (8 + 4 * hidden) * P + 2 * b * D
     return total
 
 
