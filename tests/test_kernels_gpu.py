@@ -27,15 +27,21 @@ from titans_kernels.bench.subjects import OURS
 
 TRITON = next(subject for subject in OURS if subject.name == "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-ON_GPU = (pytest.mark.gpu, needs_gpu)
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    # such a machine has the torch, Triton and driver it has: what they warn of is shown
+    pytest.mark.filterwarnings("default"),
+)
 # where it runs, and what runs there
 PLACES = [("cpu", "chunked"), pytest.param("cuda", "triton", marks=ON_GPU)]
 
 
 def on_gpu(test):
     """Marked gpu, and skipped without one."""
-    return pytest.mark.gpu(needs_gpu(test))
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture
@@ -55,8 +61,6 @@ def served(shape: Shape, dtype: torch.dtype) -> None:
 
 
 @on_gpu
-# of operations of PyTorch that have no deterministic form: poisoned memory is all that is asked for
-@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
@@ -146,7 +150,7 @@ class Memory(nn.Module):
         y, _ = neural_memory(
             q, k, v, 0.1 * alpha, eta, 0.1 * theta, tuple(self.weights), chunk_size=16, backend=self.backend
         )
-        return self.out(y.flatten(2))
+        return x + self.out(y.flatten(2))
 
 
 def gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
