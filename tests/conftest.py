@@ -6,13 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from titans_platform.config import RunConfig
+
 # before torch is imported: the tests' tensors are too small to share out
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from titans_platform.config import RunConfig
 
 TINY_RUN = {
     "model": {
@@ -35,6 +37,9 @@ TINY_RUN = {
 @pytest.fixture
 def tiny_run() -> RunConfig:
     """A real run of a second: recall in 32 tokens by a memory of one layer."""
+    # here, because the kernels' tests also run where the platform's packages are not installed
+    from titans_platform.config import RunConfig
+
     return RunConfig.model_validate_json(json.dumps(TINY_RUN))
 
 

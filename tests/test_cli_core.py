@@ -24,6 +24,7 @@ from titans_platform.errors import ClusterError, IncompleteError, TitansError, U
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
 # is there changes only by addition.
 FROZEN = {
+    "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
     "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --json",

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from titans_kernels.bench.work import flops
 
 PEER = "titans-pytorch"
 
@@ -34,10 +37,8 @@ class Shape:
 
     def operator_flops(self) -> int:
         """Products of the parallel form a token, forward and backward; what is found again is not counted."""
-        pairs = list(zip(self.widths, self.widths[1:], strict=False))
-        products = sum((15 + 3 * (l > 0)) * D * F for l, (D, F) in enumerate(pairs))
-        scores = sum(3 * self.chunk_size * (D + F) for D, F in pairs)
-        return 2 * self.heads * (products + scores)
+        work = flops(list(pairwise(self.widths)), self.chunk_size)
+        return self.heads * (work["forward"] + work["backward"] - work["again"])
 
 
 @dataclass(frozen=True)

@@ -27,27 +27,36 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules not yet imported; their help lines stand in ``COMMANDS``."""
+    """A group with commands in modules not yet imported; ``lazy`` is a table like ``COMMANDS``."""
+
+    def __init__(self, *arguments: Any, lazy: dict[str, tuple[str, str, str]], **options: Any):
+        super().__init__(*arguments, **options)
+        self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in order."""
-        return sorted(COMMANDS)
+        return sorted([*self.lazy, *self.commands])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command itself, imported now."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, attribute, _ = COMMANDS[cmd_name]
-        return getattr(importlib.import_module(f"titans_platform.cli.{module}"), attribute)
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, attribute, _ = self.lazy[cmd_name]
+        module = module if "." in module else f"titans_platform.cli.{module}"
+        return getattr(importlib.import_module(module), attribute)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
+        lines = {name: command.get_short_help_str(100) for name, command in self.commands.items()}
+        lines |= {name: line for name, (_, _, line) in self.lazy.items()}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][2]) for name in self.list_commands(ctx)])
+            formatter.write_dl(sorted(lines.items()))
 
 
 @click.group(
-    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="titans-lab")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import click
 
+from titans_platform.cli import LazyGroup
 from titans_platform.cli.options import echo_json, json_option
 
+# with torch, which takes seconds to import
+KERNELS = ("titans_kernels.bench.command", "kernels", "Time the memory's kernels beside others, on a GPU.")
 
-@click.group()
+
+@click.group(cls=LazyGroup, lazy={"kernels": KERNELS})
 def bench() -> None:
     """Measure the memory's speed and space, alone or beside another's."""
 

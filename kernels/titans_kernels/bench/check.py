@@ -1,0 +1,110 @@
+"""Is an op right? Asked before it is timed: a fast wrong one is worth nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_kernels.bench.inputs import Inputs, make
+from titans_kernels.bench.shapes import Shape
+
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Allowed RMS(error) / RMS(reference) of each output and gradient, by the dtype of q, k and v."""
+INTERPRETED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The same in Triton's interpreter, whose products of operands are exact."""
+
+SEED = 20250101
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter: for checks only, its times mean nothing."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found: the relative error of every output and gradient by name."""
+
+    errors: dict[str, float]
+    tolerance: float
+    shape: Shape
+    """What it was checked on."""
+
+    @property
+    def worst(self) -> str:
+        """Name of the one furthest off; one that is not a number is furthest."""
+        return max(self.errors, key=lambda name: self.errors[name])
+
+    @property
+    def green(self) -> bool:
+        """Whether all are within the tolerance."""
+        return self.errors[self.worst] <= self.tolerance
+
+    def __str__(self) -> str:
+        sign = "<=" if self.green else ">"
+        return f"{self.worst} {self.errors[self.worst]:.1e} {sign} {self.tolerance:.0e}"
+
+
+class Judge(NamedTuple):
+    """Inputs, and what is right for them."""
+
+    inputs: Inputs
+    expected: dict[str, Tensor]
+    tolerance: float
+
+    def verdict(self, call: Callable[[Inputs], Sequence[Tensor]]) -> Verdict:
+        """How far ``call`` is off, with all its gradients."""
+        found = results(self.inputs, call, self.inputs.tokens[0].dtype)
+        errors = {name: relative_error(found[name], right) for name, right in self.expected.items()}
+        return Verdict(errors, self.tolerance, self.inputs.shape)
+
+
+def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int = SEED) -> list[Judge]:
+    """Of the recurrence token by token on a few chunks, and of the parallel form in float64 at real size.
+
+    The second is itself judged by the first. Kernels that are interpreted get the first alone, with one head.
+    """
+    if interpreting():
+        return [_judge(shape.short(heads=1), "reference", dtype, device, seed)]
+    return [
+        _judge(shape.short(), "reference", dtype, device, seed),
+        _judge(shape.checked(), "chunked", dtype, device, seed + 1),
+    ]
+
+
+def _judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int) -> Judge:
+    inputs = make(shape, dtype, device, seed=seed, whole=True)
+    expected = results(inputs.double(), lambda exact: exact.call(backend), dtype)
+    return Judge(inputs, expected, (INTERPRETED if interpreting() else TOLERANCE)[dtype])
+
+
+def results(
+    inputs: Inputs, call: Callable[[Inputs], Sequence[Tensor]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Outputs by name, and of a random functional of all of them the gradient of every leaf.
+
+    The functional's weights are numbers of ``dtype``, so that they are the same for outputs of every dtype.
+    """
+    outputs = call(inputs)
+    generator = torch.Generator(outputs[0].device).manual_seed(SEED)
+    randn = lambda x: torch.randn(x.shape, generator=generator, device=x.device)  # noqa: E731
+    gradients = torch.autograd.grad(
+        list(outputs), inputs.leaves, [randn(x).to(dtype).to(x.dtype) for x in outputs]
+    )
+    states = [name for name in inputs.names if "[" in name]
+    found = dict(zip(["y", *states], (x.detach() for x in outputs), strict=True))
+    return found | dict(zip((f"d{name}" for name in inputs.names), gradients, strict=True))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """RMS(found - expected) / RMS(expected) in float64; inf where anything is not finite."""
+    expected = expected.double()
+    error = (found.double() - expected).norm().item()
+    error = error / (expected.norm().item() or 1.0)
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,73 @@
+"""Random tokens and weights for a shape: of the size a layer makes them, never zeros."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_kernels.bench.shapes import Shape
+from titans_kernels.memory import neural_memory
+
+NAMES = ("q", "k", "v", "alpha", "eta", "theta")
+
+
+class Inputs(NamedTuple):
+    """Arguments of `neural_memory`; every tensor is a leaf that requires a gradient."""
+
+    shape: Shape
+    tokens: tuple[Tensor, ...]
+    """q, k, v in the dtype asked for, alpha, eta, theta in float32."""
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    """Empty: none is given."""
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors."""
+        return [*self.tokens, *self.weights, *self.momentum]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the leaves."""
+        numbered = lambda kind, layers: [f"{kind}[{l}]" for l in range(len(layers))]  # noqa: E731
+        return [*NAMES, *numbered("weights", self.weights), *numbered("momentum", self.momentum)]
+
+    def double(self) -> Inputs:
+        """The same numbers in float64."""
+        parts = (self.tokens, self.weights, self.momentum)
+        return Inputs(self.shape, *(tuple(x.detach().double().requires_grad_() for x in p) for p in parts))
+
+    def call(self, backend: str) -> list[Tensor]:
+        """y, weights and momentum after the last token."""
+        q, k, v, alpha, eta, theta = self.tokens
+        y, state = neural_memory(
+            q, k, v, alpha, eta, theta, self.weights, self.momentum or None, backend=backend,
+            chunk_size=self.shape.chunk_size, surprise_bound=self.shape.bound,
+        )  # fmt: skip
+        return [y, *state.weights, *state.momentum]
+
+
+def make(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int, whole: bool = False) -> Inputs:
+    """Fresh inputs; a ``whole`` state has a batch and a momentum, and some gates stand at their ends."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rand = lambda *size: torch.rand(*size, generator=generator, device=device)  # noqa: E731
+    randn = lambda *size: torch.randn(*size, generator=generator, device=device)  # noqa: E731
+    tokens = shape.batch, shape.length, shape.heads
+    q, k, v = (F.normalize(randn(*tokens, shape.head_dim), dim=-1).to(dtype) for _ in range(3))
+    # forgetting e^2 over all tokens: with more, random tokens leave a deep memory as good as 0
+    gates = (min(0.05, 4 / shape.length), 0.9, 0.1 / shape.depth)
+    alpha, eta, theta = (most * rand(*tokens) for most in gates)
+    if whole:
+        # in every chunk somewhere a momentum ends, in every second head at one token the memory
+        eta[rand(*tokens) < 1 / shape.chunk_size] = 0
+        forgetful = alpha[:, :, ::2]
+        at = shape.length * rand(*forgetful[:, :1].shape)
+        forgetful.scatter_(1, at.long(), 1.0)
+    rows = (shape.batch, shape.heads) if whole else (shape.heads,)
+    weights = tuple(randn(*rows, *pair) / pair[0] ** 0.5 for pair in shape.pairs)
+    momentum = tuple(randn(*rows, *pair) / 20 for pair in shape.pairs) if whole else ()
+    parts = (q, k, v, alpha, eta, theta), weights, momentum
+    return Inputs(shape, *(tuple(x.requires_grad_() for x in part) for part in parts))

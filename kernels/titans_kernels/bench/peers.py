@@ -1,0 +1,113 @@
+"""What others have written for the same purpose, timed where it is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from titans_kernels.bench.check import Judge, Verdict, relative_error
+from titans_kernels.bench.inputs import Inputs
+from titans_kernels.bench.subjects import Op, Subject
+from titans_kernels.memory import neural_memory
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that are installed."""
+    found = {}
+    for name in ("flash-linear-attention", "titans-pytorch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _missing(package: str) -> str | None:
+    return None if importlib.util.find_spec(package) else "not installed"
+
+
+def _no_gated_delta(inputs: Inputs) -> str | None:
+    q, shape = inputs.tokens[0], inputs.shape
+    if shape.depth != 1:
+        return "a linear memory only"
+    if q.dtype == torch.float32 or q.device.type != "cuda":
+        return "needs a GPU and 16-bit operands"
+    return _missing("fla")
+
+
+def _gated_delta(inputs: Inputs) -> Op:
+    q, k, v, alpha, _, theta = (x.detach() for x in inputs.tokens)
+    g, beta = (1 - alpha).log(), 2 * theta
+    leaves = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    return Op(lambda: _gated_delta_rule(q, k, v, g, beta), leaves)
+
+
+def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    return chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0)[0]
+
+
+def _verify_gated_delta(judges: list[Judge]) -> list[Verdict]:
+    """Without forgetting it is our linear memory without momentum, a step a token, from zero."""
+    judge = judges[0]
+    q, k, v, _, _, theta = (x.detach() for x in judge.inputs.tokens)
+    dy, zero = torch.randn_like(v), torch.zeros_like(theta)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    W = (torch.zeros(q.shape[2], q.shape[3], v.shape[3], device=q.device),)
+    still = zero.double()
+    y, _ = neural_memory(
+        exact[0], exact[1], exact[2], still, still, theta.double(), W, chunk_size=1, backend="reference"
+    )
+    expected = [y, *torch.autograd.grad(y, exact, dy.double())]
+    y = _gated_delta_rule(q, k, v, zero, 2 * theta)
+    found = [y, *torch.autograd.grad(y, leaves, dy)]
+    pairs = zip(("y", "dq", "dk", "dv"), zip(found, expected, strict=True), strict=True)
+    errors = {name: relative_error(a, b) for name, (a, b) in pairs}
+    return [Verdict(errors, judge.tolerance, judge.inputs.shape)]
+
+
+def _no_layer(inputs: Inputs) -> str | None:
+    return "has no such bound" if inputs.shape.bound else _missing("titans_pytorch")
+
+
+def _layer(renewed: bool, inputs: Inputs) -> Op:
+    """Its layer from x to y: projections, norms and convolutions of its own included.
+
+    Its gradients are taken at the weights the call began with; ``renewed``, at those of each chunk.
+    """
+    from titans_pytorch import NeuralMemory  # pyright: ignore[reportMissingImports]
+
+    shape, q = inputs.shape, inputs.tokens[0]
+    width = shape.heads * shape.head_dim
+    expansion = shape.hidden / shape.head_dim if shape.depth > 1 else 1.0
+    layer = NeuralMemory(
+        dim=width,
+        heads=shape.heads,
+        dim_head=shape.head_dim,
+        chunk_size=shape.chunk_size,
+        batch_size=shape.chunk_size if renewed else None,
+        # at its own default of 1 it is NaN from the start
+        default_step_transform_max_lr=0.01,
+        default_model_kwargs={"depth": shape.depth, "expansion_factor": expansion},
+    ).to(q.device)
+    x = torch.randn(shape.batch, shape.length, width, device=q.device, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    return Op(
+        lambda: layer(x)[0], leaves, partial(torch.autocast, q.device.type, q.dtype, q.dtype != x.dtype)
+    )
+
+
+PEERS = (
+    Subject("fla-gated-delta", "flash-linear-attention's chunk_gated_delta_rule: no momentum, scale 1",
+            _gated_delta, _no_gated_delta, _verify_gated_delta),
+    Subject("titans-pytorch", "its layer, projections included; gradients at the call's first weights",
+            partial(_layer, False), _no_layer),
+    Subject("titans-pytorch-b", "the same, the weights of gradients renewed a chunk (its batch_size)",
+            partial(_layer, True), _no_layer),
+)  # fmt: skip

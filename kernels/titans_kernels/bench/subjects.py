@@ -1,0 +1,119 @@
+"""What is timed: the forms of our operator here, those of others in `peers`; each a line of a registry."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_kernels.bench.check import Judge, Verdict, interpreting
+from titans_kernels.bench.inputs import Inputs
+from titans_kernels.memory import chunked
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+class Op(NamedTuple):
+    """One thing ready to be timed."""
+
+    forward: Callable[[], Tensor]
+    """What the gradient is taken of."""
+    leaves: list[Tensor]
+    """What it is taken to."""
+    within: Context = nullcontext
+    """What must hold while it runs."""
+
+    def backward(self, y: Tensor, dy: Tensor) -> object:
+        """Gradients of all leaves."""
+        return torch.autograd.grad(y, self.leaves, dy, allow_unused=True)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A way to run a memory."""
+
+    name: str
+    note: str
+    build: Callable[[Inputs], Op]
+    refuse: Callable[[Inputs], str | None] = lambda inputs: None
+    """Why it cannot take these inputs."""
+    verify: Callable[[list[Judge]], list[Verdict]] = lambda judges: []
+    required: bool = False
+    """Whether the benchmark has failed where this has."""
+    ours: bool = False
+    untimed: Callable[[], str | None] = lambda: None
+    """Why it is checked only."""
+
+
+def _ours(backend: str, within: Context, inputs: Inputs) -> Op:
+    return Op(lambda: inputs.call(backend)[0], inputs.leaves, within)
+
+
+def _verify(backend: str, within: Context, judges: list[Judge]) -> list[Verdict]:
+    with within():
+        return [judge.verdict(lambda inputs: inputs.call(backend)) for judge in judges]
+
+
+def _form(name: str, note: str, backend: str, within: Context = nullcontext, **more) -> Subject:
+    build, verify = partial(_ours, backend, within), partial(_verify, backend, within)
+    return Subject(name, note, build, verify=verify, ours=True, **more)
+
+
+def _no_kernel(inputs: Inputs) -> str | None:
+    """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
+    try:
+        found = importlib.import_module("titans_kernels.memory.triton.op")
+    except ImportError:
+        return "no kernels in this version"
+    return found.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
+
+
+COMPILED = (
+    "coefficients", "coefficients_backward", "keys_pass", "advance", "read_pass", "read_backward",
+    "step_backward", "held", "curves", "leaving",
+)  # fmt: skip
+"""What torch.compile takes of the parallel form: as a whole, its plan of blocks, it does not."""
+
+
+@cache
+def _compiled() -> dict[str, Callable[..., object]]:
+    return {name: torch.compile(getattr(chunked, name)) for name in COMPILED}
+
+
+@contextmanager
+def compiled_passes() -> Iterator[None]:
+    """While it lasts, the parallel form runs its passes compiled."""
+    plain = {name: getattr(chunked, name) for name in COMPILED}
+    try:
+        _replace(_compiled())
+        with warnings.catch_warnings():
+            # of what the compiler sees and does not mind
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _replace(plain)
+
+
+def _replace(functions: dict[str, Callable[..., object]]) -> None:
+    for name, function in functions.items():
+        setattr(chunked, name, function)
+
+
+def registered(*more: Sequence[Subject]) -> dict[str, Subject]:
+    """Subjects by name; the first that is timed is what the others' ratios are to."""
+    return {subject.name: subject for group in (OURS, *more) for subject in group}
+
+
+OURS = (
+    _form("triton", "our kernels", "triton", refuse=_no_kernel, required=True,
+          untimed=lambda: "Triton's interpreter is not timed" if interpreting() else None),
+    _form("chunked", "our parallel form in PyTorch, float32 inside", "chunked", required=True),
+    _form("chunked-compiled", "the same, its passes through torch.compile", "chunked", compiled_passes),
+)  # fmt: skip

@@ -1,0 +1,158 @@
+"""Times of a forward and a backward pass: medians, taken by turns, so that drift strikes all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titans_kernels.bench.subjects import Op
+
+WARM_UP = 3
+FLUSH_BYTES = 2**28
+"""Written between two passes: more than any cache holds, so that each reads its inputs from memory."""
+FEWEST = 3
+BUDGET_SECONDS = 10.0
+"""An op that has taken so long, and ``FEWEST`` rounds, takes no further turn."""
+
+
+class Clock:
+    """Seconds of a call: by events on a GPU, by the wall elsewhere; caches are emptied before it."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        size = FLUSH_BYTES if self.on_gpu else FLUSH_BYTES // 8
+        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def time(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """What ``call`` returns, and how long it took."""
+        self._flush.zero_()
+        return (self._by_events if self.on_gpu else self._by_wall)(call)
+
+    def _by_wall(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        start = time.perf_counter()
+        result = call()
+        return result, time.perf_counter() - start
+
+    def _by_events(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = call()
+        end.record()
+        end.synchronize()
+        return result, start.elapsed_time(end) / 1e3
+
+    def median(self, call: Callable[[], Any], repeats: int = 10) -> float:
+        """Of several calls after a warm-up."""
+        for _ in range(WARM_UP):
+            call()
+        return median(self.time(call)[1] for _ in range(repeats))
+
+
+@dataclass
+class Samples:
+    """Seconds of each round."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[float]:
+        """Both passes of each round."""
+        return [a + b for a, b in zip(self.forward, self.backward, strict=True)]
+
+
+class Runner:
+    """An op with the gradient that comes into it, and its samples."""
+
+    def __init__(self, op: Op, clock: Clock):
+        self.op, self.clock, self.samples = op, clock, Samples()
+        with op.within():
+            y = op.forward()
+        if not y.isfinite().all():
+            raise ValueError("its output is not finite")
+        self.dy = torch.randn_like(y)
+        for _ in range(WARM_UP):
+            self._passes()
+
+    def _passes(self) -> tuple[float, float]:
+        with self.op.within():
+            y, forward = self.clock.time(self.op.forward)
+            _, backward = self.clock.time(lambda: self.op.backward(y, self.dy))
+        return forward, backward
+
+    @property
+    def done(self) -> bool:
+        """Whether it has had its time."""
+        steps = self.samples.steps
+        return len(steps) >= FEWEST and sum(steps) > BUDGET_SECONDS
+
+    def turn(self) -> None:
+        """One more round."""
+        forward, backward = self._passes()
+        self.samples.forward.append(forward)
+        self.samples.backward.append(backward)
+
+    def in_graph(self, repeats: int) -> list[float]:
+        """Seconds of both passes replayed from one CUDA graph: what is left without the launches."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = self._step()
+        for _ in range(WARM_UP):
+            graph.replay()
+        times = [self.clock.time(graph.replay)[1] for _ in range(repeats)]
+        del kept
+        return times
+
+    def _step(self) -> tuple[Tensor, object]:
+        with self.op.within():
+            y = self.op.forward()
+            return y, self.op.backward(y, self.dy)
+
+
+class Turns:
+    """Several ops timed by turns; one that fails, in whatever way, drops out with its reason."""
+
+    def __init__(self, makers: dict[str, Callable[[], Op]], clock: Clock):
+        self.runners: dict[str, Runner] = {}
+        self.failed: dict[str, str] = {}
+        for name, make in makers.items():
+            with self._dropping(name):
+                self.runners[name] = Runner(make(), clock)
+
+    def run(self, repeats: int) -> None:
+        """Time each ``repeats`` times."""
+        for i in range(repeats):
+            names = list(self.runners)
+            # each in turn begins a round
+            for name in names[i % max(1, len(names)) :] + names[: i % max(1, len(names))]:
+                if not self.runners[name].done:
+                    with self._dropping(name):
+                        self.runners[name].turn()
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # that it cannot do it is a result
+            self.failed[name] = reason(error)
+            self.runners.pop(name, None)
+            torch.cuda.empty_cache()
+
+
+def reason(error: Exception) -> str:
+    """An exception in one short line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]
