@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels import neural_memory
-from titans_kernels.memory import chunked, layout, op
+from titans_kernels.memory import chunked, layout
 from titans_kernels.memory.chunked_op import memory_chunked, memory_chunked_backward
 
 BORDERS = [0, 5, 6, 20]
@@ -132,26 +132,3 @@ def test_borders_read_in_inference_serve_a_training_step():
     y = arguments.run()[0]
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     y.sum().backward()
-
-
-class Kernel:
-    """A backend that serves depth 1 only."""
-
-    def serves(self, inputs, weights, options) -> bool:
-        return len(weights) == 1
-
-    def forget_and_learn(self, inputs, weights, momentum, options):
-        return torch.full_like(inputs.v, 7), weights, momentum
-
-
-def test_a_kernel_takes_what_it_serves_and_chunked_the_rest(monkeypatch):
-    monkeypatch.setattr(op, "triton_backend", Kernel())
-    arguments = Arguments()
-    deep = arguments.run(backend="auto")
-    torch.testing.assert_close(deep, arguments.run(backend="chunked"), rtol=0, atol=0)
-    arguments.weights, arguments.momentum = arguments.weights[:1], arguments.momentum[:1]
-    arguments.weights[0] = arguments.weights[0][..., :3]
-    arguments.momentum[0] = arguments.momentum[0][..., :3]
-    for backend in ("auto", "triton"):
-        assert (arguments.run(backend=backend)[0] == 7).all()
-    assert (arguments.run(backend="chunked")[0] != 7).any()

@@ -324,7 +324,6 @@ BAD = {
     "layers": (lambda a: {"momentum": a["momentum"][:1]}, "momentum: 1 layers, but weights has 2"),
     "activation": (lambda a: {"activation": "relu"}, "activation: 'relu' is not one of"),
     "backend": (lambda a: {"backend": "cuda"}, "backend: 'cuda' is not one of"),
-    "kernel": (lambda a: {"backend": "triton"}, "backend: triton has no kernel yet"),
     "bound": (lambda a: {"surprise_bound": 0.0}, "surprise_bound: 0.0 must be above 0"),
     "borders end": (
         lambda a: {"cu_seqlens": torch.tensor([0, 19])},

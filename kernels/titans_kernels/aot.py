@@ -7,7 +7,6 @@ instructions of each. Not in a process whose kernels run in the interpreter.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
-import click
 import torch
 import triton
 from torch import Tensor
@@ -25,7 +23,6 @@ from triton.compiler import ASTSource
 
 from titans_kernels.memory.triton.launch import Launch, written_down
 from titans_kernels.memory.triton.op import memory_triton, memory_triton_backward
-from titans_kernels.memory.triton.pieces import INTERPRETED
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100, H100 and H200, B200."""
@@ -88,7 +85,7 @@ def launches(case: Case) -> list[Launch]:
 def source(launch: Launch) -> ASTSource:
     """A launch as the compiler takes it, with the assumptions the launcher would make of its arguments."""
     names = launch.kernel.arg_names
-    signature = {name: "constexpr" for name in names}
+    signature = dict.fromkeys(names, "constexpr")
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     constants = dict(launch.constants)
     for i, (name, x) in enumerate(zip(names, launch.arguments, strict=False)):

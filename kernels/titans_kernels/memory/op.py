@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +21,7 @@ Form = Callable[[Inputs, Layers, Layers, Options], Result]
 """One form of the operator: inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's
 precision, contiguous or not."""
 
-
-class Backend(Protocol):
-    """A form that serves some calls and not others."""
-
-    def serves(self, inputs: Inputs, weights: Layers, options: Options) -> bool:
-        """Whether `forget_and_learn` takes this call; looks at shapes, dtypes and devices, not at values."""
-        ...
-
-    def forget_and_learn(self, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-        """The same function as `reference.forget_and_learn`."""
-        ...
-
-
-triton_backend: Backend | None = None
-"""What serves "triton", and "auto" where it can."""
+log = logging.getLogger("titans_kernels")
 
 
 class MemoryState(NamedTuple):
@@ -80,7 +68,9 @@ def neural_memory(
         cu_seqlens: [N + 1] int, borders of N documents packed into B = 1; each starts from the given
             weights and momentum (which may then have N in place of B), and so has the returned state.
             Read once for each tensor; where it is on another device than q it is moved there.
-        backend: "auto", "reference", "chunked" or "triton".
+        backend: "auto", "reference", "chunked" or "triton". "auto" is "triton" on a GPU, whose operands are
+            of q's type, or of autocast's where it is on; a call that no kernel serves takes "chunked", which
+            is logged once.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
@@ -108,21 +98,45 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     """The form of the operator that computes a call.
 
     Raises:
-        ValueError: there is no such form, or "triton" was asked for by name and does not serve the call.
+        ValueError: there is no such form.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return reference.forget_and_learn
-    kernel = triton_backend if backend in ("auto", "triton") else None
-    if kernel is not None and kernel.serves(inputs, weights, options):
-        return kernel.forget_and_learn
-    if backend == "triton":
-        raise ValueError("backend: triton has no kernel yet; use auto, which takes chunked")
+    if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
+        kernels = _kernels(inputs, weights, options)
+        if kernels is not None:
+            return kernels
     # eager keeps its work for the backward, which a compiler or a meta tensor could not follow
     if torch.compiler.is_compiling() or inputs.q.is_meta:
         return chunked_op.forget_and_learn
     return chunked.forget_and_learn
+
+
+def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | None:
+    """The Triton form, or None, which is logged, where no kernel serves the call."""
+    # imported when asked for: a CPU has no use for Triton
+    from titans_kernels.memory.triton import op as triton
+
+    dtype = _operands(inputs.q)
+    reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
+    if reason is None:
+        return partial(triton.forget_and_learn, dtype=dtype)
+    if not torch.compiler.is_compiling():
+        _log_once(reason)
+    return None
+
+
+@cache
+def _log_once(reason: str) -> None:
+    log.warning("neural_memory: chunked in place of triton: %s", reason)
+
+
+def _operands(q: Tensor) -> torch.dtype:
+    """The type in which products take their operands: autocast's where it is on."""
+    kind = q.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
 def read_memory(q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu") -> Tensor:

@@ -3,6 +3,9 @@
 A program carries ``[D, BV]`` of weights and momentum through a document in float32. With a surprise bound
 the norm of an error runs over all columns, which then belong to one program.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def _write(
             beta = load_tokens(gates, t, row, valid, h, H)
             mix = load_tokens(gates + stride, t, row, valid, h, H)
             at_C = C + (m * H + h) * b * b + tile_at(row, row, b)
-            C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
+            C_bb = tl.load(at_C)
             scores = dot(q_tile, tl.trans(k_tile), TYPE, PRECISION)
             out = beta[:, None] * dot(q_tile, W, TYPE, PRECISION)
             out += mix[:, None] * dot(q_tile, S, TYPE, PRECISION)
@@ -146,7 +149,7 @@ def columns_per_program(shape: Shape, processors: int) -> int:
     if shape.bound:
         return V
     for BV in (64, 32):
-        if V >= BV and shape.layers[0].D * BV <= 4096 and shape.N * shape.H * (V // BV) >= processors:
+        if V >= BV and shape.layers[0].D * BV <= 4096 and processors <= shape.N * shape.H * (V // BV):
             return BV
     return min(V, 16 if shape.b <= 64 else 32)
 
@@ -160,7 +163,10 @@ def write(
     shape: Shape, BV: int, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates,
     states: Tensor, d: Tensor, scale: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    """Chunk after chunk: fill ``after`` [N, H, size], with ``read`` y, with ``keep`` what a backward needs."""
+    """Chunk after chunk: fill ``after`` [N, H, size], with ``read`` y, with ``keep`` what a backward needs.
+
+    ``BV`` is how many columns a program has.
+    """
     layer = shape.layers[0]
     launch(
         _write, (shape.N * shape.H, layer.F // BV), q, k, v, start, gates.C, gates.tokens, states, d, scale,

@@ -1,6 +1,7 @@
 """Kernels of the gate coefficients: C, beta, m, h of a chunk, and what its last token sends on.
 
-Row after row, as the recurrence itself goes, so exact at alpha = 1 and eta = 0, without logarithm or division:
+Row after row, as the recurrence itself goes, so exact at alpha = 1 and eta = 0, without logarithm or
+division:
 
     N_t = eta_t N_{t-1} + theta_t e_t      C_t = (1 - alpha_t) C_{t-1} + N_t        rows of b, from 0
     h_t = eta_t h_{t-1}                    beta_t = (1 - alpha_t) beta_{t-1}        from 1
@@ -9,6 +10,9 @@ Row after row, as the recurrence itself goes, so exact at alpha = 1 and eta = 0,
 A program does one chunk of one head with one warp: a row is a number or a few a thread, and many programs
 share a multiprocessor. All in float32.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from titans_kernels.memory.triton.tables import Tables
 
 
 class Gates(NamedTuple):
-    """Coefficients of all chunks, float32. Rows of C past a short chunk's last token hold nothing."""
+    """Coefficients of all chunks, float32. Rows of C past a short chunk's last token are 0."""
 
     C: Tensor  # [M, H, b, b]
     tokens: Tensor  # [5, tokens, H]: beta, m, h, and each token's share c and n of what leaves its chunk
@@ -56,6 +60,8 @@ def _forward(alpha, eta, theta, C, out, chunks, H, tokens, b: tl.constexpr):
         tl.store(out + stride + at, mix)
         tl.store(out + 2 * stride + at, keep)
         at += H
+    for t in range(count, b):
+        tl.store(rows + t * b, tl.zeros((b,), tl.float32))
     valid = column < count
     store_tokens(out + 3 * stride, C_row, first, column, valid, h, H)
     store_tokens(out + 4 * stride, N_row, first, column, valid, h, H)

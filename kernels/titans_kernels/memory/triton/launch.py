@@ -1,4 +1,4 @@
-"""One door to the device: every kernel starts here, or is written down instead for the ahead-of-time reports."""
+"""The one place where kernels start, or are written down instead, to be compiled without a GPU."""
 
 from __future__ import annotations
 

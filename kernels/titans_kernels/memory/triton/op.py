@@ -33,7 +33,7 @@ def refusal(
     q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
 ) -> str | None:
     """Why no kernel serves a call, or None where one does. ``dtype`` of the operands, else q's."""
-    if q.device.type != "cuda" and not INTERPRETED and q.device.type != "meta":
+    if not q.is_cuda and not INTERPRETED:
         return f"tensors are on {q.device.type}, and Triton's interpreter is off"
     if (dtype or q.dtype) not in TYPES:
         return f"no kernel for {dtype or q.dtype}"
@@ -49,14 +49,17 @@ def refusal(
     return None
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """The same function as `reference.forget_and_learn`; the type of q is that of the operands."""
+def forget_and_learn(
+    inputs: Inputs, weights: Layers, momentum: Layers, options: Options, dtype: torch.dtype
+) -> Result:
+    """The same function as `reference.forget_and_learn`, with operands of ``dtype``."""
     q, k, v, *gates = inputs
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     start = flatten(weights, momentum)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     y, after, *_ = torch.ops.titans.memory_triton(
-        q, k.to(q.dtype), v.to(q.dtype), *(x.float() for x in gates), start, options.cu_seqlens, widths,
-        options.chunk_size, options.activation, options.surprise_bound or 0.0, _keeps(q, start, options),
+        q, k, v, *(x.float() for x in gates), start, options.cu_seqlens, widths, options.chunk_size,
+        options.activation, options.surprise_bound or 0.0, _keeps(q, start, options),
     )  # fmt: skip
     return y, *unflatten(after, layers_of(tuple(widths))[0])
 
@@ -112,12 +115,12 @@ def memory_triton_backward(
     found = Kept(*kept)
     if not found.states.numel():
         found = phases.recall(shape, x, start.contiguous())
-    *tokens, dstart = phases.backward(shape, x, found, *_flat(dy), dafter.contiguous())
+    *tokens, dstart = phases.backward(shape, x, found, _flat(dy)[0], dafter.contiguous())
     return [*(d.view(y.shape) for d, y in zip(tokens, (q, k, v, alpha, eta, theta), strict=True)), dstart]
 
 
-def _fake(op):  # noqa: ANN001, ANN202
-    def fake(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+def _fake(op):
+    def fake(*args, **kwargs):
         with written_down():
             return op(*args, **kwargs)
 
@@ -128,7 +131,7 @@ memory_triton.register_fake(_fake(memory_triton._init_fn))
 memory_triton_backward.register_fake(_fake(memory_triton_backward._init_fn))
 
 
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, widths, chunk_size, activation, bound, _ = inputs
     _, _, *kept = output
     ctx.save_for_backward(*tensors, *kept)
@@ -136,7 +139,7 @@ def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.set_materialize_grads(True)
 
 
-def _autograd(ctx, grads):  # noqa: ANN001, ANN202
+def _autograd(ctx, grads):
     *tensors, cu_seqlens = ctx.saved_tensors[:8]
     kept = list(ctx.saved_tensors[8:])
     dy, dafter = (

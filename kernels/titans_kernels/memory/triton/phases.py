@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 
     def d(self, layer: Layer) -> Tensor:
         """Errors of a layer."""
-        return self.dh[layer.index] if layer.index < len(self.dh) else self.dt
+        return self.dh[layer.number] if layer.number < len(self.dh) else self.dt
 
     @staticmethod
     def room(shape: Shape, like: Tensor, keep: bool) -> Kept:
@@ -136,9 +136,9 @@ def _write(
 
 def _read(shape: Shape, layers: tuple[Layer, ...], x: Tokens, gates: Gates, kept: Kept, y: Tensor) -> None:
     for layer in layers:
-        below = layer.index - 1
-        queries, keys = (kept.u[below], kept.z[below]) if layer.index else (x.q, x.k)
-        out = kept.u[layer.index] if layer.index < shape.depth - 1 else y
+        below = layer.number - 1
+        queries, keys = (kept.u[below], kept.z[below]) if layer.number else (x.q, x.k)
+        out = kept.u[layer.number] if layer.number < shape.depth - 1 else y
         read_layer(shape, layer, queries, keys, kept.d(layer), kept.states, gates, out)
 
 
@@ -178,7 +178,7 @@ def backward(shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor) ->
         torch.empty_like(x.k),
     )
     for layer in reversed(shape.layers):
-        l, top = layer.index, layer.index == shape.depth - 1
+        l, top = layer.number, layer.number == shape.depth - 1
         queries, keys, dx, dX = (
             (kept.u[l - 1], kept.z[l - 1], grads.du[l - 1], grads.dX[l - 1]) if l else (x.q, x.k, dq, dkeys)
         )

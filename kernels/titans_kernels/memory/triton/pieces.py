@@ -3,6 +3,9 @@
 Tokens are flat: row ``t`` of a tensor [tokens, H, width] belongs to head ``h`` at ``(t H + h) width``. A
 head's state is flat too: per layer its weights [D, F], then its momentum, row by row. Addresses are 64-bit.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 

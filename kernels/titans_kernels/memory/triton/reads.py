@@ -4,6 +4,9 @@
 
 and its backward. Everything of a chunk is found from its starting state, so programs are independent.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from titans_kernels.memory.triton.pieces import (
     dot,
     load_rows,
     load_tokens,
-    rows_at,
     slope,
     store_rows,
     store_tokens,
@@ -58,7 +60,7 @@ def _forward(
         from_W += dot(x_tile, tl.load(state + tile_at(k, column, F)), TYPE, PRECISION)
         from_S += dot(x_tile, tl.load(state + D * F + tile_at(k, column, F)), TYPE, PRECISION)
     at_C = C + (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b)
-    C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
+    C_bb = tl.load(at_C)
     beta = load_tokens(gates, t, row, valid, h, H)
     mix = load_tokens(gates + stride, t, row, valid, h, H)
     d_tile = load_rows(d, t, row, valid, h, H, F, column)
@@ -84,7 +86,7 @@ def _backward(
     stride = tl.cast(tokens, tl.int64) * H
     state = states + (m.to(tl.int64) * H + h) * SIZE + AT
     at_C = (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b)
-    C_bb = tl.load(C + at_C, mask=valid[:, None], other=0.0)
+    C_bb = tl.load(C + at_C)
     beta = load_tokens(gates, t, row, valid, h, H)
     mix = load_tokens(gates + stride, t, row, valid, h, H)
     scores = tl.zeros((b, b), tl.float32)
@@ -152,7 +154,7 @@ def read_layer(
     launch(
         _forward, (shape.M, shape.H, layer.F // BF), x, X, d, states, gates.C, gates.tokens, out,
         shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
-        BD=BD, BF=BF, b=shape.b, HIDDEN=layer.index > 0, ACTIVATION=shape.activation,
+        BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ACTIVATION=shape.activation,
         PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip
 
@@ -170,6 +172,6 @@ def read_layer_backward(
     launch(
         _backward, (shape.M, shape.H), dz, x, X, d, states, gates.C, gates.tokens, dx, dX, dd, dC, dtokens,
         shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
-        BD=BD, BF=BF, b=shape.b, HIDDEN=layer.index > 0, ADD=layer.index < shape.depth - 1,
+        BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ADD=layer.number < shape.depth - 1,
         ACTIVATION=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip

@@ -1,9 +1,12 @@
 """Kernels of a memory of two layers of widths up to 64, the whole recurrence in one program a head.
 
-A program carries both layers' weights, ``[D, F]`` and ``[F, V]``, through a document in registers, in float32.
+A program carries both layers' weights, ``[D, F]`` and ``[F, V]``, through a document in registers, float32.
 Momentum is needed once a chunk: it waits in the L1 and L2 caches, which leaves registers for the tiles.
 Numbered from 1: layer 1 takes keys, layer 2 gives values.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -75,6 +78,8 @@ def _write(
         if BOUND > 0:
             over2 = keep_bounded(error2, BOUND)
             error2 = error2 / over2[:, None]
+            if KEEP:
+                store_tokens(scale + stride, over2, t, row, valid, h, H)
         error2 = error2.to(TYPE)
         error1 = dot(error2, tl.trans(W2), TYPE, PRECISION) * slope(z_tile, ACTIVATION)
         if BOUND > 0:
@@ -82,7 +87,6 @@ def _write(
             error1 = error1 / over1[:, None]
             if KEEP:
                 store_tokens(scale, over1, t, row, valid, h, H)
-                store_tokens(scale + stride, over2, t, row, valid, h, H)
         error1 = error1.to(TYPE)
         if KEEP:
             store_rows(z, z_tile, t, row, valid, h, H, F, hidden)
@@ -92,7 +96,7 @@ def _write(
             beta = load_tokens(gates, t, row, valid, h, H)[:, None]
             mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
             at_C = C + (m * H + h) * b * b + tile_at(row, row, b)
-            C_bb = tl.load(at_C, mask=valid[:, None], other=0.0)
+            C_bb = tl.load(at_C)
             x = load_rows(q, t, row, valid, h, H, D, key)
             u_tile = beta * dot(x, W1, TYPE, PRECISION)
             u_tile += mix * dot(x, tl.load(mine + D * F + cell1), TYPE, PRECISION)

@@ -1,7 +1,8 @@
-"""What a call looks like to the kernels: sizes, where each layer lies in a head's flat state, tile choices."""
+"""What a call looks like to the kernels: its sizes, and where each layer lies in a head's flat state."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from titans_kernels.memory.triton.tables import Tables
 class Layer(NamedTuple):
     """One layer of the memory, [D, F]; its weights lie at ``at`` in the flat state, its momentum after."""
 
-    index: int
+    number: int
     D: int
     F: int
     at: int
@@ -58,8 +59,8 @@ class Shape(NamedTuple):
 def layers_of(widths: tuple[int, ...]) -> tuple[tuple[Layer, ...], int]:
     """Layers between successive ``widths``, and the size of the flat state."""
     layers, at = [], 0
-    for index, (D, F) in enumerate(zip(widths, widths[1:], strict=False)):
-        layers.append(Layer(index, D, F, at))
+    for number, (D, F) in enumerate(pairwise(widths)):
+        layers.append(Layer(number, D, F, at))
         at += 2 * D * F
     return tuple(layers), at
 

@@ -7,6 +7,9 @@ written once a chunk; products take the copy of it, in the operands' type, that 
 These kernels must not be pipelined across a barrier: a load may not move before the store it waits for.
 Layers are numbered from 0; layer l maps widths [D or F, F or V]; L is the depth.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -191,8 +194,8 @@ def _write(
         for l in tl.static_range(L):
             _keys_up(
                 k, v, z, dt, now + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), scale + (L - 1) * stride,
-                t, row, valid, h, H, hidden_stride, b, L, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK,
-                BOUND, ACT, PRECISION,
+                t, row, valid, h, H, hidden_stride, b, L, l, D if l == 0 else F, V if l == L - 1 else F,
+                BLOCK, BOUND, ACT, PRECISION,
             )  # fmt: skip
         for l in tl.static_range(L - 2, -1, -1):
             _errors_down(
@@ -208,8 +211,8 @@ def _write(
             at = 0 if l == 0 else 2 * (D * F + (l - 1) * F * F)
             _step(
                 k, z + (l - 1) * hidden_stride, dt if l == L - 1 else dh + l * hidden_stride, state + at,
-                now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a, mix, keep, t, row, valid, h, H, l,
-                D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT, PRECISION,
+                now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a, mix, keep, t, row, valid, h,
+                H, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT, PRECISION,
             )  # fmt: skip
         tl.debug_barrier()
         m += 1

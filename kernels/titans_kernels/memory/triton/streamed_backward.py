@@ -3,6 +3,9 @@
 A chunk's gradient goes through the step to the next state, then up through the errors' way down, then down
 through the keys' way up, then to the state the chunk began with.
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -272,8 +275,9 @@ def backward(
     behind) and what c and n get of ``dtokens``. Writes over ``ddh`` and ``ddt``.
     """
     launch(
-        _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt, z.new_empty(z.shape),
-        gates.tokens, states, dstate, dstates, dz, dv, dtokens, shape.tables.documents, shape.H,
-        shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b, BOUND=shape.bound,
-        ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=1,
+        _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt,
+        z.new_empty(z.shape), gates.tokens, states, dstate, dstates, dz, dv, dtokens,
+        shape.tables.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64,
+        b=shape.b, BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps,
+        stages=1,
     )  # fmt: skip

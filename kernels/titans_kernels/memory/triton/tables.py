@@ -34,7 +34,9 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
     """Tables of a batch of equal rows, or of documents packed into one row."""
     if cu_seqlens is None:
         return (_equal_fresh if writing_down() else _equal)(batch, length, b, device)
-    kept = {} if writing_down() else _packed.setdefault(cu_seqlens, {})
+    if not writing_down() and cu_seqlens not in _packed:
+        _packed[cu_seqlens] = {}
+    kept: dict[tuple, Tables] = {} if writing_down() else _packed[cu_seqlens]
     key = (b, device, cu_seqlens._version)
     if key not in kept:
         room = chunk_count(length, cu_seqlens.shape[0] - 1, b, True)

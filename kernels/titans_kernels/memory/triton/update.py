@@ -5,6 +5,9 @@ gradients of beta, m and h of a chunk's last token, and at the first layer the g
 
     dk = dX - c (d dW'^T) - n (d dS'^T) + dz W^T,   dX what the reads gave
 """
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -82,6 +85,6 @@ def update_layer_backward(
     launch(
         _update_backward, (shape.M, shape.H), states, dstates, d, dz, dX, gates.tokens, dk, inner,
         shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
-        BD=min(layer.D, 64), BF=min(layer.F, 64), b=shape.b, KEYS=layer.index == 0, SIGN=sign,
-        ADD=layer.index < shape.depth - 1, PRECISION=shape.precision, warps=shape.warps, stages=2,
+        BD=min(layer.D, 64), BF=min(layer.F, 64), b=shape.b, KEYS=layer.number == 0, SIGN=sign,
+        ADD=layer.number < shape.depth - 1, PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip

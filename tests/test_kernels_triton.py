@@ -1,0 +1,269 @@
+"""The Triton kernels in Triton's interpreter, against the token-by-token reference in float64."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from titans_kernels import neural_memory
+from titans_kernels.memory import op
+from titans_kernels.memory.triton import op as triton_op
+from titans_kernels.memory.triton import phases, pieces, tables
+
+pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call; widths from keys to values."""
+
+    widths: tuple[int, ...]
+    T: int
+    b: int = 64
+    bound: float | None = 0.5
+    activation: str = "silu"
+    borders: tuple[int, ...] | None = None
+    B: int = 1
+    H: int = 1
+    resets: bool = True
+    """Whether some tokens forget all, the others much: too little is then left of a deep memory for operands
+    of half precision."""
+
+    @property
+    def name(self) -> str:
+        packed = "" if self.borders is None else " packed"
+        return f"{'-'.join(map(str, self.widths))} T{self.T} b{self.b} {self.bound} {self.activation}{packed}"
+
+
+SHORT, DEEP = (16, 16), (16, 32, 16)
+CASES = [
+    # depth 1: columns over programs, and one program under a bound
+    Case(SHORT, 1, 16, bound=None), Case((32, 64), 50, 32, bound=None, B=2, H=2), Case((32, 64), 100),
+    Case((64, 32), 200, bound=None),
+    # depth 2, in registers
+    Case(DEEP, 1, 16), Case((16, 32, 64), 50, 32, H=2), Case((32, 64, 16), 64, bound=None),
+    Case(DEEP, 100, 32), Case(DEEP, 200, activation="gelu"),
+    Case((16, 16, 16), 40, 16, activation="identity"),
+    # wider and deeper: streamed
+    Case((16, 128), 64, 128), Case((32, 128, 16), 100, 64), Case((16, 16, 16, 32), 50, 16, bound=None),
+    Case((16, 32, 32, 16), 200), Case((16, 32, 32, 16), 1, 16, H=2), Case((32, 16, 16, 16, 16), 64, 32),
+    Case((16, 32, 32, 32, 16), 100, 128),
+    # packed documents, the shortest of one token
+    Case(SHORT, 50, 16, borders=(0, 1, 18, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 50)),
+    Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 50)),
+]  # fmt: skip
+
+
+class Call:
+    """Random inputs of a case, in float64, gates at exactly 0 and 1 among them."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        draw = torch.Generator().manual_seed(0)
+        B, T, H = case.B, case.T, case.H
+        documents = B if case.borders is None else len(case.borders) - 1
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+        D, V = case.widths[0], case.widths[-1]
+        pairs = list(zip(case.widths, case.widths[1:], strict=False))
+        self.tokens = [
+            normalize(normal(B, T, H, D), dim=-1), normalize(normal(B, T, H, D), dim=-1),
+            normal(B, T, H, V) / V**0.5, torch.sigmoid(normal(B, T, H) - 2),
+            torch.sigmoid(normal(B, T, H) - 0.5), 0.5 * torch.sigmoid(normal(B, T, H) - 1),
+        ]  # fmt: skip
+        if case.resets:
+            self.tokens[3][:, 5::17], self.tokens[3][:, 7::13], self.tokens[4][:, 3::11] = 1, 0, 0
+        else:
+            self.tokens[3] *= 0.02
+        self.weights = [normal(documents, H, a, b) / a**0.5 for a, b in pairs]
+        self.momentum = [normal(documents, H, a, b) * 0.05 for a, b in pairs]
+        self.seeds = [normal(B, T, H, V), *(normal(*x.shape) for x in (*self.weights, *self.momentum))]
+
+    def results(
+        self, backend: str, dtype: torch.dtype, operands: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs, final states and every gradient, by name."""
+        depth, case = len(self.weights), self.case
+        kinds = [operands or dtype] * 3 + [dtype] * (3 + 2 * depth)
+        inputs = [*self.tokens, *self.weights, *self.momentum]
+        leaves = [x.to(kind).requires_grad_() for x, kind in zip(inputs, kinds, strict=True)]
+        y, state = neural_memory(
+            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth :]), chunk_size=case.b,
+            activation=case.activation, surprise_bound=case.bound, backend=backend,
+            cu_seqlens=None if case.borders is None else torch.tensor(case.borders),
+        )  # fmt: skip
+        outputs = [y, *state.weights, *state.momentum]
+        seeds = [seed.to(x.dtype) for seed, x in zip(self.seeds, outputs, strict=True)]
+        grads = torch.autograd.grad(outputs, leaves, seeds)
+        layers = [f"{kind}{l}" for kind in ("W", "S") for l in range(depth)]
+        names = ["y", *layers, *(f"d{name}" for name in ("q", "k", "v", "alpha", "eta", "theta", *layers))]
+        return dict(zip(names, (x.detach().double() for x in (*outputs, *grads)), strict=True))
+
+
+def errors(case: Case, operands: torch.dtype = torch.float32) -> dict[str, float]:
+    """Relative root-mean-square error of each result of the kernels; inputs rounded alike for both."""
+    call = Call(case)
+    call.tokens[:3] = [x.to(operands).double() for x in call.tokens[:3]]
+    expected = call.results("reference", torch.float64)
+    found = call.results("triton", torch.float32, operands)
+    assert all(torch.isfinite(x).all() for x in found.values())
+    scale = {name: x.pow(2).mean().sqrt() + 1e-30 for name, x in expected.items()}
+    return {name: float((found[name] - x).pow(2).mean().sqrt() / scale[name]) for name, x in expected.items()}
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(caplog):
+    """A test that meant the kernels must not have been given `chunked`."""
+    op._log_once.cache_clear()
+    yield
+    assert "chunked in place of triton" not in caplog.text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_equal_the_reference(case):
+    found = errors(case)
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    "case", [Case((32, 64), 50, 32, bound=None), Case(DEEP, 50, 32)], ids=["depth 1", "depth 2"]
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
+    """The other form of the forward, and a backward that finds again what was not kept."""
+    asked = []
+    monkeypatch.setattr(phases, "processors", lambda device: 1)
+    monkeypatch.setattr(triton_op, "KEEP_BYTES", 2**40 if keep else 0)
+    ride = phases.reads_ride_along
+    monkeypatch.setattr(phases, "reads_ride_along", lambda *a: asked.append(ride(*a)) or asked[-1])
+    found = errors(case)
+    assert asked == [True]
+    assert max(found.values()) < 1e-5, found
+
+
+def test_states_found_again_are_those_kept(monkeypatch):
+    case = Case((16, 32, 32, 16), 50, 16)
+    kept = Call(case).results("triton", torch.float32)
+    monkeypatch.setattr(triton_op, "KEEP_BYTES", 0)
+    again = Call(case).results("triton", torch.float32)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("operands", "limit"),
+    # the interpreter cuts bfloat16 off where a GPU rounds, which costs a few times the error
+    [(torch.float16, 3e-3), (torch.bfloat16, 4e-2)],
+    ids=["fp16", "bf16"],
+)
+@pytest.mark.parametrize("widths", [(32, 32), (32, 32, 32), (32, 32, 32, 32)], ids=["1", "2", "3"])
+def test_operands_of_half_precision(widths, operands, limit):
+    found = errors(Case(widths, 64, 32, activation="gelu", resets=False), operands)
+    assert max(found.values()) < limit, found
+
+
+def test_every_path_is_among_the_cases():
+    paths = set()
+    for case in CASES:
+        call = Call(replace(case, T=max(case.T, 2), borders=None))
+        q, start = call.tokens[0], torch.zeros(case.B, case.H, 1)
+        shape = triton_op._shape(q, start, None, case.widths, case.b, case.activation, case.bound or 0.0)
+        paths.add((phases.path(shape), bool(case.bound)))
+    assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
+
+
+REFUSED = {
+    "float64": (lambda q, W: (q.double(), W, 64), "no kernel for torch.float64"),
+    "chunk": (lambda q, W: (q, W, 48), "chunk_size 48"),
+    "long chunk": (lambda q, W: (q, W, 256), "chunk_size 256"),
+    "width": (lambda q, W: (q[..., :24], W, 64), "head widths 24"),
+    "hidden": (lambda q, W: (q, (torch.zeros(1, 32, 48), torch.zeros(1, 48, 32)), 64), "hidden width 48"),
+    "hidden differ": (
+        lambda q, W: (q, tuple(torch.zeros(1, a, b) for a, b in ((32, 16), (16, 64), (64, 32))), 64),
+        "hidden widths [16, 64] differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_shape_without_a_kernel_says_why(name):
+    make, reason = REFUSED[name]
+    q, W, b = make(torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),))
+    assert reason in (triton_op.refusal(q, q, q, W, b) or "served")
+    assert triton_op.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
+
+
+def test_a_shape_without_a_kernel_takes_chunked_and_one_line_says_so(caplog):
+    call = Call(Case((16, 24, 16), 40, 16))
+    with caplog.at_level(logging.WARNING, "titans_kernels"):
+        found = [call.results("triton", torch.float32) for _ in range(2)]
+    lines = [r.getMessage() for r in caplog.records if r.name == "titans_kernels"]
+    assert lines == [
+        "neural_memory: chunked in place of triton: hidden width 24 is not one of 16, 32, 64, 128, 256, 512"
+    ]
+    expected = call.results("chunked", torch.float32)
+    assert all(torch.equal(found[0][name], expected[name]) for name in expected)
+    caplog.clear()
+
+
+def test_tables_of_packed_documents():
+    found = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
+    assert found.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
+    assert found.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
+    assert all(count == 0 for _, count in found.chunks.tolist()[5:])
+
+
+def test_tables_are_made_once_for_the_same_borders():
+    borders = torch.tensor([0, 20, 50])
+    first = tables.tables(1, 50, borders, 16, torch.device("cpu"))
+    assert tables.tables(1, 50, borders, 16, torch.device("cpu")) is first
+    borders[1] = 10
+    changed = tables.tables(1, 50, borders, 16, torch.device("cpu"))
+    assert changed.documents.tolist()[1][0] == 10
+
+
+def test_the_operators_pass_torch_s_own_checks():
+    call = Call(Case(DEEP, 20, 16))
+    tokens = [x.float().requires_grad_() for x in call.tokens]
+    start = torch.cat([x.float().flatten(2) for x in (*call.weights, *call.momentum)], -1).requires_grad_()
+    arguments = (*tokens, start, None, [16, 32, 16], 16, "silu", 0.5, True)
+    torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
+
+
+def test_compiled_whole_it_gives_the_same():
+    call = Call(Case(DEEP, 20, 16))
+    tokens = [x.float().requires_grad_() for x in call.tokens]
+    weights = tuple(x.float() for x in call.weights)
+
+    def layer(*tokens: Tensor) -> Tensor:
+        return neural_memory(*tokens, weights, chunk_size=16, backend="triton")[0].square().sum()
+
+    loss = layer(*tokens)
+    expected = torch.autograd.grad(loss, tokens)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*tokens)
+    torch.testing.assert_close(compiled, loss)
+    for x, y in zip(torch.autograd.grad(compiled, tokens), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_autocast_gives_the_operands_their_type(monkeypatch):
+    seen = []
+    run = triton_op.forget_and_learn
+    monkeypatch.setattr(
+        triton_op, "forget_and_learn", lambda *a, dtype: seen.append(dtype) or run(*a, dtype=dtype)
+    )
+    call = Call(Case(DEEP, 20, 16))
+    tokens = [x.float() for x in call.tokens]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = neural_memory(
+            *tokens, tuple(x.float() for x in call.weights), chunk_size=16, backend="triton"
+        )
+    assert seen == [torch.bfloat16]
+    assert y.dtype == torch.float32
+    assert {x.dtype for x in (*state.weights, *state.momentum)} == {torch.float32}
