@@ -1,0 +1,174 @@
+"""Compile every kernel ahead of time, without a GPU, and read what the compiler made of it.
+
+`python -m titans_kernels.bench.aot` writes down what the shapes of the registry would launch, forward and
+backward, compiles that for each target, and prints registers a thread, bytes spilled, shared memory and
+tensor-core instructions. Not in a process whose kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import click
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from titans_kernels.bench.shapes import SHAPES, Shape
+from titans_kernels.memory.triton.launch import Launch, written_down
+from titans_kernels.memory.triton.op import memory_triton, memory_triton_backward
+from titans_kernels.memory.triton.pieces import INTERPRETED
+
+TARGETS = (80, 90, 100)
+"""Compute capabilities: A100; H100 and H200; B200."""
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory a program may have, bytes."""
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+
+class Report(NamedTuple):
+    """What the compiler made of a kernel."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    target: int
+    warps: int
+    registers: int
+    """a thread"""
+    spilled: int
+    """bytes a thread"""
+    shared: int
+    """bytes a program"""
+    tensor_core: int
+    """instructions"""
+
+
+def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
+    """What forward and backward of a shape start, whether or not the forward keeps what it found."""
+    B, T, H, widths = shape.batch, shape.length, shape.heads, shape.widths
+    size = sum(2 * a * b for a, b in shape.pairs)
+    q, k, v = (
+        torch.empty(B, T, H, w, dtype=dtype, device="meta") for w in (widths[0], widths[0], widths[-1])
+    )
+    tokens = [q, k, v, *(torch.empty(B, T, H, device="meta") for _ in range(3))]
+    start = torch.empty(B, H, size, device="meta")
+    rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
+    with written_down() as found:
+        for keep in (True, False):
+            y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep)
+            memory_triton_backward._init_fn(y, after, *tokens, start, None, kept, *rule)
+    return found
+
+
+def source(launch: Launch) -> ASTSource:
+    """A launch as the compiler takes it, with what the launcher would assume of its arguments."""
+    names = launch.kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr")
+    constants, attributes = dict(launch.constants), {}
+    for i, (name, x) in enumerate(zip(names, launch.arguments, strict=False)):
+        if isinstance(x, Tensor):
+            signature[name] = _POINTERS[x.dtype]
+        elif x == 1:
+            constants[name] = 1
+            continue
+        else:
+            signature[name] = "i32" if abs(x) < 2**31 else "i64"
+        if isinstance(x, Tensor) or x % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compiled(launch: Launch, target: int) -> Any:
+    """Triton's result for one target."""
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=options)
+
+
+def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
+    """Compile one launch for one target and read off what it takes."""
+    made = compiled(launch, target)
+    registers, spilled = _resources(made.asm["cubin"])
+    tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
+    return Report(
+        name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
+        tensor_core,
+    )  # fmt: skip
+
+
+def name_of(launch: Launch) -> str:
+    """Module and kernel, with what a form of it does beside."""
+    module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
+    flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
+    return ".".join([module, kernel]) + ("+" + "+".join(flags) if flags else "")
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of its stack, which holds what spills."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
+    return int(found[1]), int(found[2])
+
+
+def reports(shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[int]) -> Iterator[Report]:
+    """Compile what the shapes launch, each different kernel once, two at a time."""
+    jobs: dict[tuple, tuple[Launch, str, str, int]] = {}
+    for shape in shapes:
+        for dtype in dtypes:
+            for launch in launches(shape, TYPES[dtype]):
+                for target in targets:
+                    key = (source(launch).hash(), launch.warps, launch.stages, target)
+                    jobs.setdefault(key, (launch, shape.name, dtype, target))
+    with ThreadPoolExecutor(2) as pool:
+        yield from pool.map(lambda job: report(*job), jobs.values())
+
+
+@click.command()
+@click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Repeatable  [all]")
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(TYPES)), help="Repeatable  [bf16]")
+@click.option("--target", "targets", multiple=True, type=int, help="80, 90 or 100; repeatable  [all]")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write them here.")
+def main(
+    names: tuple[str, ...], dtypes: tuple[str, ...], targets: tuple[int, ...], path: Path | None
+) -> None:
+    """What the compiler makes of each kernel, without a GPU.
+
+    \b
+    Example:
+      python -m titans_kernels.bench.aot --shape l1-d128 --target 90
+    """
+    if INTERPRETED:
+        raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
+    found = []
+    click.echo(f"{'shape':18}{'kernel':30}{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}")
+    for r in reports([SHAPES[n] for n in names or SHAPES], dtypes or ["bf16"], targets or TARGETS):
+        found.append(r)
+        click.echo(
+            f"{r.shape:18}{r.kernel:30}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
+            f"{r.tensor_core:5}"
+        )
+    if path:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        rows = [r._asdict() for r in found]
+        path.write_text(json.dumps({"versions": versions, "kernels": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
