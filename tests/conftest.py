@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,11 @@ if TYPE_CHECKING:
 
 # before torch is imported: the tests' tensors are too small to share out
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
 # before a kernel is defined: without a GPU they run in Triton's interpreter
-if not shutil.which("nvidia-smi"):
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TINY_RUN = {

@@ -31,8 +31,6 @@ from titans_kernels.memory.triton.pieces import INTERPRETED
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100; H100 and H200; B200."""
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory a program may have, bytes."""
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
@@ -127,12 +125,18 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def reports(shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[int]) -> Iterator[Report]:
-    """Compile what the shapes launch, each different kernel once, two at a time."""
+def reports(
+    shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[int], kernels: tuple[str, ...] = ("",)
+) -> Iterator[Report]:
+    """Compile what the shapes launch, each different kernel once, two at a time.
+
+    ``kernels`` are beginnings of the names of those that are wanted.
+    """
     jobs: dict[tuple, tuple[Launch, str, str, int]] = {}
     for shape in shapes:
         for dtype in dtypes:
-            for launch in launches(shape, TYPES[dtype]):
+            wanted = [x for x in launches(shape, TYPES[dtype]) if name_of(x).startswith(kernels)]
+            for launch in wanted:
                 for target in targets:
                     key = (source(launch).hash(), launch.warps, launch.stages, target)
                     jobs.setdefault(key, (launch, shape.name, dtype, target))
@@ -144,10 +148,12 @@ def reports(shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[in
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Repeatable  [all]")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(TYPES)), help="Repeatable  [bf16]")
 @click.option("--target", "targets", multiple=True, type=int, help="80, 90 or 100; repeatable  [all]")
+@click.option("--kernel", "kernels", multiple=True, help="Beginning of a name; repeatable  [all]")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write them here.")
 def main(
-    names: tuple[str, ...], dtypes: tuple[str, ...], targets: tuple[int, ...], path: Path | None
-) -> None:
+    names: tuple[str, ...], dtypes: tuple[str, ...], targets: tuple[int, ...], kernels: tuple[str, ...],
+    path: Path | None,
+) -> None:  # fmt: skip
     """What the compiler makes of each kernel, without a GPU.
 
     \b
@@ -157,11 +163,13 @@ def main(
     if INTERPRETED:
         raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
     found = []
-    click.echo(f"{'shape':18}{'kernel':30}{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}")
-    for r in reports([SHAPES[n] for n in names or SHAPES], dtypes or ["bf16"], targets or TARGETS):
+    columns = f"{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}"
+    click.echo(f"{'shape':18}{'kernel':28}{columns}")
+    shapes = [SHAPES[name] for name in names or SHAPES]
+    for r in reports(shapes, dtypes or ["bf16"], targets or TARGETS, kernels or ("",)):
         found.append(r)
         click.echo(
-            f"{r.shape:18}{r.kernel:30}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
+            f"{r.shape:18}{r.kernel:28}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
             f"{r.tensor_core:5}"
         )
     if path:

@@ -1,0 +1,107 @@
+"""Every kernel, compiled ahead of time for A100, H100 and B200, keeps within what these have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titans_kernels.bench.shapes import SHAPES
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory a program may have, bytes."""
+
+SPILLED = {
+    "gates": 0,
+    "columns": {80: 1600, 90: 350, 100: 500},
+    "reads": {80: 2400, 90: 200, 100: 100},
+    "resident.write": {80: 700, 90: 480, 100: 450},
+    "resident.backward": {80: 2100, 90: 1800, 100: 1000},
+    "streamed.write": {80: 150, 90: 50, 100: 100},
+    "streamed_backward.backward": {80: 500, 90: 400, 100: 400},
+    "update": {80: 200, 90: 0, 100: 200},
+}
+"""Most bytes a thread may spill: what was measured with Triton 3.9, and a little more. A loop that comes to
+hold more than its registers shows here, on a machine that could not have timed it."""
+
+COVERED = {
+    "l1-d128-short": ("gates", "columns", "update"),
+    "l2-d64-h64-bound": ("resident", "reads"),
+    "l2-d64-h256": ("streamed",),
+}
+"""Shapes that launch every kernel, and the kernels each is compiled for."""
+
+
+def compiled(path: Path, *arguments: str) -> list[dict]:
+    """Reports, from a process whose kernels are not interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    # the compiler says once that its default for fused multiply-adds will change
+    environment["PYTHONWARNINGS"] = "ignore::UserWarning:triton.knobs"
+    command = [sys.executable, "-m", "titans_kernels.bench.aot", "--json", str(path), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(path.read_text())["kernels"]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[dict]:
+    path = tmp_path_factory.mktemp("aot") / "reports.json"
+    return [
+        row for name, kernels in COVERED.items()
+        for row in compiled(path, "--shape", name, *(f"--kernel={kernel}" for kernel in kernels))
+    ]  # fmt: skip
+
+
+def test_every_kernel_is_compiled_for_every_target(reports):
+    kernels = {row["kernel"].split("+")[0] for row in reports}
+    assert kernels == {
+        "gates.forward", "gates.backward", "columns.write", "columns.backward", "reads.forward",
+        "reads.backward", "resident.write", "resident.backward", "streamed.write",
+        "streamed_backward.backward", "update.update_backward",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert {row["target"] for row in reports if row["kernel"].startswith(kernel)} == {80, 90, 100}
+    assert set(COVERED) <= set(SHAPES)
+
+
+def test_programs_fit_a_multiprocessor(reports):
+    for row in reports:
+        assert row["registers"] <= 255, row
+        assert row["registers"] * row["warps"] * 32 <= 65536, row
+        assert row["shared"] <= SHARED_LIMIT[row["target"]], row
+
+
+def test_little_is_spilled(reports):
+    over = []
+    for row in reports:
+        ceiling = next(most for name, most in SPILLED.items() if row["kernel"].startswith(name))
+        if row["spilled"] > (ceiling[row["target"]] if isinstance(ceiling, dict) else ceiling):
+            over.append(row)
+    assert not over
+
+
+def test_products_are_on_tensor_cores(reports):
+    for row in reports:
+        if not row["kernel"].startswith("gates") and row["kernel"] != "update.update_backward":
+            assert row["tensor_core"] > 0, row
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("fp16", "columns"), ("fp32", "streamed.write")])
+def test_other_types_compile_too(dtype, kernel, tmp_path):
+    shape = "l1-d64-bound" if kernel == "columns" else "l2-d64-h256"
+    asked = ("--shape", shape, "--dtype", dtype, "--target", "90", "--kernel", kernel)
+    found = compiled(tmp_path / "reports.json", *asked)
+    assert found
+    assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in found)
+
+
+def test_an_interpreted_process_says_that_it_cannot(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "titans_kernels.bench.aot", "--shape", "l1-d128"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: TRITON_INTERPRET is set")
