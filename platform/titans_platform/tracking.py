@@ -126,6 +126,11 @@ class Store:
         self.uri = uri
         self.experiment = experiment
 
+    @property
+    def server(self) -> str | None:
+        """The address of the server that is the store; None where the store is a file."""
+        return self.uri.rstrip("/") if self.uri.startswith(("http://", "https://")) else None
+
     def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
         """The parent run of a study, created the first time; its run id."""
         run_id = self._find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
@@ -167,6 +172,18 @@ class Store:
             return self.client.get_run(run_id).data.tags[CELL_TAG]
         except (MlflowException, KeyError):
             raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
+
+    def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
+        """A metric by step, of each run that has it; a run that is not there has none."""
+        found = {run_id: self._history(run_id, metric) for run_id in run_ids}
+        return {run_id: curve for run_id, curve in found.items() if curve}
+
+    def _history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
+        try:
+            history = self.client.get_metric_history(run_id, metric)
+        except MlflowException:
+            return []
+        return sorted({point.step: point.value for point in history}.items())
 
     def url(self, run_id: str) -> str:
         """Where `titans ui` shows the run, below the address of the server."""

@@ -2,30 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_platform.study import render
+from titans_platform.study import export, render
 from titans_platform.study.cells import write_text
+from titans_platform.study.origin import Links, commands
 from titans_platform.study.table import Table
 
 if TYPE_CHECKING:
+    from titans_platform.study.series import Curve
     from titans_platform.tracking import Store
 
-TABLE, SUMMARY, CELLS, FIGURE = "table.md", "table.csv", "cells.csv", "figure.png"
+PAGE, TABLE, LATEX, SUMMARY, CELLS = "report.html", "table.md", "table.tex", "table.csv", "cells.csv"
+FIGURES = "figures"
+UI = "http://127.0.0.1:5000"
+"""Where `titans ui` listens if nothing else is said."""
 
 
-def write_views(table: Table, folder: Path) -> dict[str, Path]:
-    """Write table.md, table.csv, cells.csv and figure.png; their paths by name."""
-    # half a second of imports that `sweep run --help` need not wait for
-    from titans_platform.study.figure import draw
+def make_report(
+    table: Table, folder: Path, root: Path, label: str | None = None, address: str | None = None
+) -> dict[str, Path]:
+    """Write the views of a table; with ``label`` put them on that study's MLflow run too. Their paths."""
+    if not any(row.results for row in table.rows):
+        return write_views(table, folder)
+    from titans_platform.tracking import open_store
 
-    paths = {name: folder / name for name in (TABLE, SUMMARY, CELLS, FIGURE)}
-    write_text(paths[TABLE], render.markdown(table))
-    write_text(paths[SUMMARY], render.summary_csv(table))
-    write_text(paths[CELLS], render.cells_csv(table))
-    draw(table, paths[FIGURE])
+    store = open_store(root)
+    paths = write_views(table, folder, store, address)
+    if label:
+        log_views(store, table, label, paths)
     return paths
+
+
+def write_views(table: Table, folder: Path, store: Store | None = None, address: str | None = None) -> dict[str, Path]:
+    """Write the page, the tables and the figures; their paths by name.
+
+    ``store`` is asked for learning curves, and links lead to its runs: at ``address``, at the store's own
+    where it is a server, or where `titans ui` listens.
+    """
+    # half a second of imports that `sweep run --help` need not wait for
+    from titans_platform.study.figure import pictures
+    from titans_platform.study.page import Extras, html
+    from titans_platform.study.series import sheet
+    from titans_platform.study.svg import save
+
+    drawn = pictures(sheet(table, _curves(table, store)))
+    server = store.server if store else None
+    links = Links((address or server or UI).rstrip("/"), store.experiment) if store else None
+    extras = Extras(drawn, links, address is None and server is None, commands(folder))
+    texts = {
+        PAGE: html(table, extras),
+        TABLE: render.markdown(table, [(picture.title, f"{FIGURES}/{picture.key}.png") for picture in drawn]),
+        LATEX: export.latex(table),
+        SUMMARY: export.summary_csv(table),
+        CELLS: export.cells_csv(table),
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    files = [f"{FIGURES}/{picture.key}.{kind}" for picture in drawn for kind in ("png", "pdf")]
+    for picture in drawn:
+        for kind in ("png", "pdf"):
+            save(picture, folder / FIGURES / f"{picture.key}.{kind}", heading=kind == "png")
+    return {name: folder / name for name in (*texts, *files)}
+
+
+def _curves(table: Table, store: Store | None) -> Mapping[str, Curve]:
+    if store is None:
+        return {}
+    return store.curves(
+        str(result["mlflow_run_id"]) for row in table.rows for result in row.results if result.get("mlflow_run_id")
+    )
 
 
 def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) -> str:
@@ -33,8 +81,8 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
     run_id = store.study_run(label)
     log = store.run(run_id)
     log.table(list(_records(table)), "table.json")
-    for path in paths.values():
-        log.artifact(path)
+    for name, path in paths.items():
+        log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
     log.note(f"{render.markdown(table)}\n{_links(store, table)}\n")
     log.summary(_numbers(table))
     log.close("FINISHED" if not table.missing else "FAILED")
@@ -42,16 +90,14 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
 
 
 def _records(table: Table) -> list[dict[str, Any]]:
-    columns = table.study.columns
-    records = []
-    for row, line in zip(table.rows, render.body(table), strict=True):
-        fields: dict[str, Any] = {"row": line[0]}
-        for i, key in enumerate(columns):
-            fields[key], fields[f"{key}, paper"] = line[1 + 2 * i], line[2 + 2 * i]
-        fields["parameters"], fields["state bytes"] = line[-2:]
-        fields["cells"] = " ".join(result["cell"] for result in row.results)
-        records.append(fields)
-    return records
+    names = ["row"]
+    for key in table.study.columns:
+        names += [key, f"{key}, paper"] if render.has_paper(table, key) else [key]
+    names += ["parameters", "state bytes"]
+    return [
+        dict(zip(names, line, strict=True)) | {"cells": " ".join(result["cell"] for result in row.results)}
+        for row, line in zip(table.rows, render.body(table), strict=True)
+    ]
 
 
 def _links(store: Store, table: Table) -> str:

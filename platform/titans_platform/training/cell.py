@@ -21,7 +21,7 @@ from titans_platform.config import RunConfig
 from titans_platform.data import PreparedData, open_prepared
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, build_task, eval_version, evaluate, row_length
-from titans_platform.provenance import commit
+from titans_platform.provenance import commit, environment
 from titans_platform.study.cells import CHECKPOINTS, PROGRESS, RESULT, CellFolder, write_json
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
@@ -168,6 +168,7 @@ def _result(
         "eval_version": eval_version(cfg.eval),
         # of the driver that began it: the tree may have moved on since
         "commit": folder.commit() or commit(),
+        "environment": environment(),
         **measured,
         "parameters": model.num_parameters(),
         "state_bytes": model.state_bytes(cfg.data.sequence_length),
