@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from titans_platform.study import export, render
 from titans_platform.study.cells import write_text
-from titans_platform.study.origin import Links, commands
+from titans_platform.study.columns import shown
+from titans_platform.study.origin import Links, commands, facts
 from titans_platform.study.table import Table
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def make_report(
     from titans_platform.tracking import open_store
 
     store = open_store(root)
+    if label:
+        save_view(store, table, label)
     paths = write_views(table, folder, store, address)
     if label:
         log_views(store, table, label, paths)
@@ -76,9 +79,15 @@ def _curves(table: Table, store: Store | None) -> Mapping[str, Curve]:
     )
 
 
+def save_view(store: Store, table: Table, label: str) -> str:
+    """The study's cells as a saved view in MLflow, with the columns to compare; where it is shown."""
+    rows = [row.row for row in table.rows]
+    return store.save_view(f"titans-{label}", label, store.study_run(label), shown(rows, table.study.columns))
+
+
 def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) -> str:
     """Put the views and the links to the cells on the study's parent run; the run's id."""
-    run_id = store.study_run(label)
+    run_id = store.study_run(label, _tags(table))
     log = store.run(run_id)
     log.table(list(_records(table)), "table.json")
     for name, path in paths.items():
@@ -87,6 +96,12 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
     log.summary(_numbers(table))
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
+
+
+def _tags(table: Table) -> dict[str, str]:
+    """What the cells say of how they were made, as the cells' own runs say it."""
+    named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
+    return {f"titans.{named.get(name, name)}": value for name, value in facts(table).items()}
 
 
 def _records(table: Table) -> list[dict[str, Any]]:
