@@ -205,17 +205,20 @@ class Store:
         )
         return runs[0].info.run_id if runs else None
 
-    def save_view(self, key: str, name: str, parent: str, columns: Sequence[str]) -> str:
-        """Save a view of a study's cells in MLflow's list of runs, its columns chosen; where it is shown.
+    def save_view(
+        self, name: str, parent: str, columns: Sequence[str], order: str, ascending: bool = True
+    ) -> None:
+        """Save a view of a study's cells in MLflow's list of runs: `?viewStateShareKey=titans-NAME`.
 
         Saved views are what MLflow's own pages keep as a tag of the experiment; a version of it that does
         not know them shows the list as it always is.
         """
-        now = int(time.time() * 1000)
+        now, key = int(time.time() * 1000), f"titans-{name}"
         state = {
             "searchFilter": f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'",
-            "orderByKey": "attributes.start_time",
-            "orderByAsc": True,
+            # by time of start runs would be folded below their parent
+            "orderByKey": order,
+            "orderByAsc": ascending,
             "startTime": "ALL",
             "lifecycleFilter": "Active",
             "datasetsFilter": [],
@@ -227,7 +230,6 @@ class Store:
         packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
         view = {"name": name, "createdAt": now, "updatedAt": now, "state": f"deflate;{packed}"}
         self.client.set_experiment_tag(self.experiment, f"mlflow.sharedViewState.{key}", json.dumps(view))
-        return f"#/experiments/{self.experiment}/runs?viewStateShareKey={key}"
 
     def _create(self, name: str, tags: dict[str, str]) -> str:
         tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags

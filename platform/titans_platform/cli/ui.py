@@ -30,7 +30,9 @@ PATIENCE = 120.0
 
 @click.command()
 @root_option
-@click.option("--store", metavar="ADDRESS", help="An MLflow server or sqlite:/// address in place of a root's store.")
+@click.option(
+    "--store", metavar="ADDRESS", help="An MLflow server or sqlite:/// address in place of a root's store."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 @click.option("--no-browser", is_flag=True, help="Only say the address; open no browser.")
@@ -50,7 +52,16 @@ def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dr
         _show(opened, opened.server, no_browser or dry_run)
         return 0
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", opened.uri]
-    command += ["--host", host, "--port", str(port), "--workers", "1", "--uvicorn-opts", "--log-level warning"]
+    command += [
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--uvicorn-opts",
+        "--log-level warning",
+    ]
     if dry_run:
         click.echo(shlex.join(command))
         return 0
@@ -69,7 +80,9 @@ def _serve(command: list[str], store: Store, host: str, port: int, no_browser: b
     """Run the server until Ctrl-C; its exit code, 130 for Ctrl-C."""
     _check_free(host, port)
     # a group of its own: it has children, and all end with it
-    server = subprocess.Popen(command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
+    )
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     try:
         if _answers(server, address):
@@ -121,7 +134,9 @@ def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
 
     where = f"{address}/#/experiments/{store.experiment}/runs"
     click.echo(f"{where}{hint}")
-    screen = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    screen = (
+        sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
     # without a screen it would be a browser in this terminal
     if screen and not no_browser:
         webbrowser.open(where)

@@ -14,9 +14,9 @@ from titans_platform.config import DataConfig, RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import nearest
 from titans_platform.study import render
+from titans_platform.study.origin import note_command
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
 from titans_platform.study.progress import clock, look
-from titans_platform.study.origin import note_command
 from titans_platform.study.report import PAGE, make_report
 from titans_platform.study.run import StudyRun, execute, naming, only_driver, write_manifest
 from titans_platform.study.spec import Cell, expand, load_study, name_cells

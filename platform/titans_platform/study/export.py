@@ -65,7 +65,7 @@ def tex(text: str) -> str:
 
 
 def latex(table: Table) -> str:
-    """The table with booktabs: mean and spread, the best of each column in bold, the paper's numbers beside."""
+    """The table with booktabs: mean and spread, the best of each column in bold, the paper's beside."""
     columns = table.study.columns
     paired = {key: has_paper(table, key) for key in columns}
     best = {key: best_rows(table, key) for key in columns}
@@ -97,7 +97,11 @@ def _heads(columns: Iterable[Column], paired: Iterable[bool]) -> list[str]:
         rules.append(f"\\cmidrule(lr){{{at}-{at + pair}}}")
         under += ["ours", "paper"] if pair else ["ours"]
         at += 1 + pair
-    return [" & ".join([*over, "", ""]) + r" \\", " ".join(rules), " & ".join([*under, "params", "state"]) + r" \\"]
+    return [
+        " & ".join([*over, "", ""]) + r" \\",
+        " ".join(rules),
+        " & ".join([*under, "params", "state"]) + r" \\",
+    ]
 
 
 def _line(table: Table, row: TableRow, paired: dict[str, bool], best: dict[str, set[str]]) -> str:

@@ -23,6 +23,13 @@ class Links:
 
     address: str
     experiment: str
+    view: str = ""
+    """Name of the saved view of the study's cells."""
+
+    @property
+    def cells(self) -> str:
+        """The list of the study's cells with its columns chosen."""
+        return f"{self.address}/#/experiments/{self.experiment}/runs?viewStateShareKey=titans-{self.view}"
 
     def run(self, run_id: str) -> str:
         """The page of one run."""
@@ -57,7 +64,9 @@ def commands(folder: Path) -> list[str]:
 def again(table: Table) -> str:
     """The command that makes the whole table from nothing."""
     seeds = sorted({cell.seed for row in table.rows for cell in row.cells})
-    return f"titans sweep run {table.study.name} --scale {table.scale_name} --seeds {','.join(map(str, seeds))}"
+    return (
+        f"titans sweep run {table.study.name} --scale {table.scale_name} --seeds {','.join(map(str, seeds))}"
+    )
 
 
 def facts(table: Table) -> dict[str, str]:

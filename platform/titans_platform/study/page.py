@@ -13,11 +13,20 @@ from markupsafe import Markup, escape
 
 from titans_platform.study import origin
 from titans_platform.study.export import cells_csv, latex, summary_csv
-from titans_platform.study.figure import Picture
 from titans_platform.study.origin import Links
 from titans_platform.study.palette import DARK, LIGHT
+from titans_platform.study.picture import Picture
 from titans_platform.study.plot import Line
-from titans_platform.study.render import count, footmarks, footnotes, has_paper, number, only_commit, short, summary_lines
+from titans_platform.study.render import (
+    count,
+    footmarks,
+    footnotes,
+    has_paper,
+    number,
+    only_commit,
+    short,
+    summary_lines,
+)
 from titans_platform.study.svg import svg
 from titans_platform.study.table import Entry, Table, TableRow, Unfinished, best_rows
 
@@ -52,7 +61,10 @@ def html(table: Table, extras: Extras) -> str:
     )
     environment.globals.update(fields=_fields, changes=_changes)
     return environment.get_template("report.html").render(
-        **_head(table), **_results(table, extras.links), **_made(table, extras), figures=_figures(extras.pictures)
+        **_head(table),
+        **_results(table, extras.links),
+        **_made(table, extras),
+        figures=_figures(extras.pictures),
     )
 
 
@@ -77,7 +89,7 @@ def _head(table: Table) -> dict[str, Any]:
         "dark": DARK,
         "css": Markup(_template("report.css")),
         "script": Markup(_template("report.js")),
-        "footer": f"Written by titans sweep report on {written}. Nothing on this page is loaded from elsewhere.",
+        "footer": f"Written by titans sweep report on {written}. Nothing here is loaded from elsewhere.",
     }
 
 
@@ -87,7 +99,11 @@ def _template(name: str) -> str:
 
 def _caption(table: Table, seeds: int) -> str:
     spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
-    paper = "; the paper's numbers beside ours" if any(has_paper(table, key) for key in table.study.columns) else ""
+    paper = (
+        "; the paper's numbers beside ours"
+        if any(has_paper(table, key) for key in table.study.columns)
+        else ""
+    )
     return f"{spread}{paper}. Bold: the best of the column. A number leads to its runs."
 
 
@@ -153,7 +169,8 @@ def _spread_width(table: Table, key: str) -> int:
     """Letters of a column's widest spread, so that its means stand below each other."""
     decimals = table.study.columns[key].decimals
     entries = (row.entries[key] for row in table.rows)
-    return 2 + max((len(number(entry.sd, decimals)) for entry in entries if entry.sd is not None), default=0)
+    spreads = [len(number(entry.sd, decimals)) for entry in entries if entry.sd is not None]
+    return 2 + max(spreads) if spreads else 0
 
 
 def _mean(entry: Entry, row: TableRow, decimals: int) -> str:
@@ -164,14 +181,23 @@ def _mean(entry: Entry, row: TableRow, decimals: int) -> str:
 
 def _sizes(row: TableRow) -> dict[str, Any]:
     parameters, state = row.figure_of("parameters"), row.figure_of("state_bytes")
-    return {"parameters": count(parameters), "state": count(state), "size": parameters or "", "bytes": state or ""}
+    return {
+        "parameters": count(parameters),
+        "state": count(state),
+        "size": parameters or "",
+        "bytes": state or "",
+    }
 
 
 def _chance(table: Table, paired: Mapping[str, bool]) -> list[dict[str, Any]]:
     if not table.chance:
         return []
     return [
-        {"text": number(table.chance.get(key), column.decimals), "paired": paired[key]}
+        {
+            "text": number(table.chance.get(key), column.decimals),
+            "paired": paired[key],
+            "wide": _spread_width(table, key),
+        }
         for key, column in table.study.columns.items()
     ]
 
@@ -185,7 +211,8 @@ def _figures(pictures: Iterable[Picture]) -> list[dict[str, Any]]:
             "width": round(WIDTH * picture.size[0], 1),
             "kind": "small" if picture.size[0] < 3 and len(picture.panels) > 1 else "",
             "panels": [
-                Markup(svg(panel, picture.size, f"{picture.key}-{i}")) for i, panel in enumerate(picture.panels)
+                Markup(svg(panel, picture.size, f"{picture.key}-{i}"))
+                for i, panel in enumerate(picture.panels)
             ],
             "legend": [{"label": line.label, "mark": _mark(line)} for line in picture.legend],
         }
@@ -212,6 +239,7 @@ def _made(table: Table, extras: Extras) -> dict[str, Any]:
         "common": common,
         "configs": own,
         "address": extras.links.address if extras.links else "",
+        "listed": extras.links.cells if extras.links else "",
         "local": extras.local,
         "runs": [run for row in table.rows for run in _runs(table, row, extras.links)],
         "sources": {
@@ -243,7 +271,10 @@ def _done(table: Table, row: TableRow, result: Mapping[str, Any], links: Links |
         "row": row.row.name,
         "seed": result["seed"],
         "numbers": [
-            {"value": "" if value is None else value, "text": number(value and column.factor * value, column.decimals)}
+            {
+                "value": "" if value is None else value,
+                "text": number(value and column.factor * value, column.decimals),
+            }
             for column, value in values
         ],
         "seconds": seconds,
@@ -268,7 +299,9 @@ def _gap(row: TableRow, cell: Unfinished) -> dict[str, Any]:
 
 
 def _fields(values: Mapping[str, str]) -> Markup:
-    pairs = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in values.items())
+    pairs = "".join(
+        f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in values.items()
+    )
     return Markup(f'<dl class="fields">{pairs}</dl>')
 
 

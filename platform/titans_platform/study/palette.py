@@ -61,7 +61,9 @@ def ordered(count: int) -> tuple[str, ...]:
 class Ink:
     """Colours for drawing, and what each is called on the page."""
 
-    names: dict[str, str] = field(default_factory=lambda: {value: f"var(--{key})" for key, value in LIGHT.items()})
+    names: dict[str, str] = field(
+        default_factory=lambda: {value: f"var(--{key})" for key, value in LIGHT.items()}
+    )
 
     def __getitem__(self, name: str) -> str:
         return LIGHT[name]

@@ -53,7 +53,9 @@ def labelled(axis: Axes, ink: Ink, title: str, x: str = "", y: str = "") -> None
     axis.set_ylabel(y, fontsize=SMALL, color=ink["muted"], labelpad=2)
 
 
-def dots(figure: FigureBase, ink: Ink, rows: Sequence[Series], key: str, column: Column, chance: float | None) -> None:
+def dots(
+    figure: FigureBase, ink: Ink, rows: Sequence[Series], key: str, column: Column, chance: float | None
+) -> None:
     """A column's rows: mean and standard deviation, single seeds, and the paper's numbers beside."""
     printed = any(row.paper.get(key) is not None for row in rows)
     widths = (2.1, 1.0) if printed else (1.0,)
@@ -82,22 +84,41 @@ def _dot(axis: Axes, ink: Ink, y: int, row: Series, key: str) -> None:
     colour = ink["reference" if row.reference else "accent"]
     if not values:
         text = "failed" if row.failed else "missing"
-        axis.text(0.01, y, text, transform=axis.get_yaxis_transform(), fontsize=SMALL, color=ink["muted"], va="center")
+        axis.text(
+            0.01,
+            y,
+            text,
+            transform=axis.get_yaxis_transform(),
+            fontsize=SMALL,
+            color=ink["muted"],
+            va="center",
+        )
         return
     if len(values) > 1:
         axis.scatter(values, [y + 0.26] * len(values), s=5, color=colour, alpha=0.55, linewidths=0)
     spread = statistics.stdev(values) if len(values) > 1 else None
     axis.errorbar(
-        statistics.fmean(values), y, xerr=spread, fmt="o", color=colour, markersize=4, elinewidth=1.2, capsize=1.8
+        statistics.fmean(values),
+        y,
+        xerr=spread,
+        fmt="o",
+        color=colour,
+        markersize=4,
+        elinewidth=1.2,
+        capsize=1.8,
     )
 
 
-def lines(axis: Axes, ink: Ink, shown: Sequence[Line], ghosts: Sequence[Line] = (), logarithmic: bool = False) -> None:
+def lines(
+    axis: Axes, ink: Ink, shown: Sequence[Line], ghosts: Sequence[Line] = (), logarithmic: bool = False
+) -> None:
     """Lines through the means with their standard deviations; other lines in pale grey behind."""
     plain(axis, ink)
     for line in ghosts:
         xs = sorted(line.points)
-        axis.plot(xs, [statistics.fmean(line.points[x]) for x in xs], color=ink["ghost"], linewidth=0.7, zorder=1)
+        axis.plot(
+            xs, [statistics.fmean(line.points[x]) for x in xs], color=ink["ghost"], linewidth=0.7, zorder=1
+        )
     for line in shown:
         for run in line.runs:
             axis.plot(*zip(*run, strict=True), color=ink[line.colour], linewidth=0.6, alpha=0.45, zorder=2)
@@ -125,7 +146,9 @@ def _spread(axis: Axes, ink: Ink, line: Line, band: bool) -> None:
     if not xs:
         return
     if not band:
-        axis.errorbar(xs, means, yerr=sds, fmt="none", ecolor=ink[line.colour], elinewidth=0.7, capsize=1.5, zorder=3)
+        axis.errorbar(
+            xs, means, yerr=sds, fmt="none", ecolor=ink[line.colour], elinewidth=0.7, capsize=1.5, zorder=3
+        )
         return
     low, high = ([mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
     axis.fill_between(xs, low, high, color=ink[line.colour], alpha=0.14, linewidth=0, zorder=3)
@@ -220,7 +243,9 @@ def points(axis: Axes, ink: Ink, rows: Sequence[Series], field: str, key: str) -
     """Every row's number against one field it was given, seeds apart."""
     plain(axis, ink, "both")
     pairs = [(row.axes[field], value) for row in rows for value in row.values.get(key, ())]
-    axis.scatter([x for x, _ in pairs], [y for _, y in pairs], s=9, color=ink["accent"], alpha=0.6, linewidths=0)  # pyright: ignore[reportArgumentType]
+    axis.scatter(
+        [x for x, _ in pairs], [y for _, y in pairs], s=9, color=ink["accent"], alpha=0.6, linewidths=0
+    )  # pyright: ignore[reportArgumentType]
     xs = [float(x) for x, _ in pairs]
     if xs and min(xs) > 0 and max(xs) / min(xs) >= MIN_LOG_RATIO:
         axis.set_xscale("log")

@@ -16,8 +16,8 @@ DAGGERS = "†‡§¶"
 SHORTEST = 12
 """Characters of a row's name that must be left to tell rows apart."""
 ERRORS = (
-    "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's interval at one "
-    "standard error, which is not 0 where all are right or all are wrong."
+    "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's interval at "
+    "one standard error, which is not 0 where all are right or all are wrong."
 )
 
 
@@ -84,7 +84,9 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
     for commit, mark in footmarks(table).items():
         lines.append(f"{mark} some cells were made by commit {short(commit)}; --rerun-stale redoes them.")
     if (made := only_commit(table)) not in ("", table.commit):
-        lines.append(f"All cells were made by commit {short(made)}, the code here is of {short(table.commit)}.")
+        lines.append(
+            f"All cells were made by commit {short(made)}, the code here is of {short(table.commit)}."
+        )
     for row in table.rows if failures else ():
         lines.extend(f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures)
     if table.missing:
@@ -154,6 +156,7 @@ def terminal(table: Table, width: int = 80) -> RenderableType:
 
 
 def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:
+    """One table, or several of fewer columns; the last has the sizes of the models."""
     names = [body_name(table, row) for row in table.rows]
     grid = _grid(table, names, keys, width)
     if (over := Console(width=1000).measure(grid).maximum - width) > 0:
@@ -174,12 +177,14 @@ def _grid(table: Table, names: list[str], keys: Sequence[str], width: int) -> Ri
         grid.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
         if has_paper(table, key):
             grid.add_column("paper", justify="right", style="dim", no_wrap=True, vertical="bottom")
-    grid.add_column("para-\nmeters", justify="right", no_wrap=True, vertical="bottom")
-    grid.add_column("state\nbytes", justify="right", no_wrap=True, vertical="bottom")
+    last = keys[-1] == list(table.study.columns)[-1]
+    for size in ("para-\nmeters", "state\nbytes") if last else ():
+        grid.add_column(size, justify="right", no_wrap=True, vertical="bottom")
+    kept = None if last else -2
     for row, name, line in zip(table.rows, names, body(table, keys), strict=True):
-        grid.add_row(name, *line[1:], style="dim" if row.row.reference else "")
+        grid.add_row(name, *line[1:kept], style="dim" if row.row.reference else "")
     grid.add_section()
-    grid.add_row(*_chance_line(table, keys), style="italic dim")
+    grid.add_row(*_chance_line(table, keys)[:kept], style="italic dim")
     return grid
 
 

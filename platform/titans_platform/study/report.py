@@ -31,15 +31,15 @@ def make_report(
     from titans_platform.tracking import open_store
 
     store = open_store(root)
-    if label:
-        save_view(store, table, label)
     paths = write_views(table, folder, store, address)
     if label:
         log_views(store, table, label, paths)
     return paths
 
 
-def write_views(table: Table, folder: Path, store: Store | None = None, address: str | None = None) -> dict[str, Path]:
+def write_views(
+    table: Table, folder: Path, store: Store | None = None, address: str | None = None
+) -> dict[str, Path]:
     """Write the page, the tables and the figures; their paths by name.
 
     ``store`` is asked for learning curves, and links lead to its runs: at ``address``, at the store's own
@@ -53,7 +53,7 @@ def write_views(table: Table, folder: Path, store: Store | None = None, address:
 
     drawn = pictures(sheet(table, _curves(table, store)))
     server = store.server if store else None
-    links = Links((address or server or UI).rstrip("/"), store.experiment) if store else None
+    links = Links((address or server or UI).rstrip("/"), store.experiment, folder.name) if store else None
     extras = Extras(drawn, links, address is None and server is None, commands(folder))
     texts = {
         PAGE: html(table, extras),
@@ -75,14 +75,11 @@ def _curves(table: Table, store: Store | None) -> Mapping[str, Curve]:
     if store is None:
         return {}
     return store.curves(
-        str(result["mlflow_run_id"]) for row in table.rows for result in row.results if result.get("mlflow_run_id")
+        str(result["mlflow_run_id"])
+        for row in table.rows
+        for result in row.results
+        if result.get("mlflow_run_id")
     )
-
-
-def save_view(store: Store, table: Table, label: str) -> str:
-    """The study's cells as a saved view in MLflow, with the columns to compare; where it is shown."""
-    rows = [row.row for row in table.rows]
-    return store.save_view(f"titans-{label}", label, store.study_run(label), shown(rows, table.study.columns))
 
 
 def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) -> str:
@@ -94,8 +91,16 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
     log.note(f"{render.markdown(table)}\n{_links(store, table)}\n")
     log.summary(_numbers(table))
+    _save_view(store, table, run_id, label)
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
+
+
+def _save_view(store: Store, table: Table, run_id: str, label: str) -> None:
+    """The study's cells as a saved view in MLflow: the columns to compare, the best of the first on top."""
+    key, column = next(iter(table.study.columns.items()))
+    columns = shown((row.row for row in table.rows), table.study.columns)
+    store.save_view(label, run_id, columns, f"metrics.`{key}`", not column.higher_is_better)
 
 
 def _tags(table: Table) -> dict[str, str]:
@@ -139,5 +144,6 @@ def _numbers(table: Table) -> dict[str, float]:
 
 
 def _metric_name(name: str) -> str:
-    """MLflow takes letters, digits, space and a few signs in a metric's name."""
-    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name.replace("/", "-"))
+    """MLflow takes letters, digits, space and a few signs in a metric's name; `+ Attn (MAC)` is Attn MAC."""
+    kept = "".join(c if c.isalnum() or c in "_-. " else " " for c in name.replace("/", "-"))
+    return " ".join(kept.split())

@@ -48,7 +48,7 @@ class Series:
     axes: Mapping[str, Value]
     values: Mapping[str, tuple[float, ...]]
     """Every measure, a number for each seed that is done."""
-    lengths: Mapping[str, Mapping[int, tuple[float, ...]]]
+    lengths: Mapping[str, Mapping[float, tuple[float, ...]]]
     """Every measure that was taken at several lengths: the numbers at each of them."""
     paper: Mapping[str, float | None] = field(default_factory=dict)
     curves: Sequence[Curve] = ()
@@ -80,7 +80,9 @@ def sheet(table: Table, curves: Mapping[str, Curve] | None = None) -> Sheet:
     measures = dict(table.study.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    return Sheet(rows, _axes(rows, getattr(table.study, "axes", {})), table.study.columns, measures, table.chance)
+    return Sheet(
+        rows, _axes(rows, getattr(table.study, "axes", {})), table.study.columns, measures, table.chance
+    )
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
@@ -148,9 +150,9 @@ def _throughput(results: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
 
 def _by_length(
     column: str, factor: float, results: Iterable[Mapping[str, Any]]
-) -> dict[int, tuple[float, ...]]:
+) -> dict[float, tuple[float, ...]]:
     """A column's value at each length, from the tasks in it that were taken at all of them."""
-    found: dict[int, list[float]] = {}
+    found: dict[float, list[float]] = {}
     for result in results:
         for length, value in _lengths(column, result.get("tasks", {})).items():
             found.setdefault(length, []).append(factor * value)

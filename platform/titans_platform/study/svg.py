@@ -12,12 +12,13 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from titans_platform.study.figure import Panel, Picture
 from titans_platform.study.palette import Ink
+from titans_platform.study.picture import Panel, Picture
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     # the same drawing gives the same file
     "svg.hashsalt": "titans",
@@ -33,8 +34,8 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
     """One panel as inline SVG: text in the page's font, colours by the page's names, described in words."""
     ink = Ink()
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.04)  # pyright: ignore[reportOptionalMemberAccess]
+        tight = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04)
+        figure = Figure(figsize=size, layout=tight)
         panel.draw(figure, ink)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -60,7 +61,7 @@ def _inline(text: str, panel: Panel, ink: Ink, ident: str) -> str:
 
 
 def save(picture: Picture, path: Path, heading: bool = True) -> Path:
-    """The whole picture with its legend, in the format of the path's ending; a half-written one is never seen."""
+    """The whole picture with its legend, in the format of the path's ending; never seen half-written."""
     ink = Ink()
     count, (width, height) = len(picture.panels), picture.size
     across = min(count, COLUMNS_NARROW if width < 3 else COLUMNS_WIDE)
@@ -78,7 +79,9 @@ def save(picture: Picture, path: Path, heading: bool = True) -> Path:
             part.set_facecolor("none")
             panel.draw(part, ink)
         if picture.legend:
-            handles = [Line2D([], [], color=ink[x.colour], marker=x.marker, label=x.label) for x in picture.legend]
+            handles = [
+                Line2D([], [], color=ink[x.colour], marker=x.marker, label=x.label) for x in picture.legend
+            ]
             figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=7.5)
         # no date: the same table gives the same file
         metadata: dict[str, Any] = {"CreationDate": None} if path.suffix == ".pdf" else {}
