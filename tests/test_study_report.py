@@ -20,6 +20,7 @@ from titans_platform.study.page import Extras, html
 from titans_platform.study.palette import DARK, LIGHT
 from titans_platform.study.series import sheet
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.svg import svg
 from titans_platform.study.table import Table, build_table
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
@@ -204,6 +205,36 @@ def test_what_is_measured_at_several_lengths_is_drawn_against_them(tmp_path):
     data = sheet(table)
     assert data.rows[0].lengths == {"acc": {64: (50.0, 50.0), 128: (50.0, 50.0)}}
     assert "length" in {picture.key for picture in pictures(data)}
+
+
+def test_a_task_with_a_column_for_each_length_is_one_line_beside_the_papers(tmp_path):
+    columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
+    found = study([Row(name="LMM", paper={"pk_1": 99.0, "pk_2": 98.0})], **columns)
+    found = found.model_copy(update={"scales": {"small": Scale(comparable=True)}})
+    cell = Cell("LMM", 0, RunConfig(), "only")
+    done = result(cell, 0, ("pk_1/passkey@64", "pk_2/passkey@128"))
+    done["columns"] = {"pk_1": 0.5, "pk_2": 0.25}
+    write_json(cell.folder(tmp_path).path / "result.json", done)
+    data = sheet(build_table(found, "small", [cell], tmp_path, "c0ffee"))
+    assert data.rows[0].lengths == {"passkey": {64: (50.0,), 128: (25.0,)}}
+    assert data.rows[0].printed == {"passkey": {64: 99.0, 128: 98.0}}
+    assert data.lengths["passkey"].title == "PK"
+    picture = next(picture for picture in pictures(data) if picture.key == "length")
+    assert "Dashed: the paper's" in picture.caption
+    assert "LMM from 50.0 to 25.0" in picture.panels[0].alt
+
+
+def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
+    trials = [
+        {"params": {"optim.lr": 10.0**-i, "model.memory.activation": "silu"}, "steps": 9 + i % 2, "value": i}
+        for i in range(1, 4)
+    ]
+    trials.append({"params": {"optim.lr": 1.0}, "steps": 0, "value": None})
+    data = sheet(measured(tmp_path, study([Row(name="LMM")])), search={"trials": trials})
+    picture = next(picture for picture in pictures(data) if picture.key == "search")
+    assert [panel.title for panel in picture.panels] == ["optim.lr"]
+    assert "3 trials" in picture.panels[0].alt
+    assert svg(picture.panels[0], picture.size, "x").count("<use") >= 3
 
 
 def test_a_grid_has_a_tile_for_every_cell_and_says_its_gaps(tmp_path):

@@ -40,7 +40,7 @@ MANY = 6
 
 def rows_side_by_side(sheet: Sheet) -> Iterator[Picture]:
     """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
-    if sheet.axes or len(sheet.rows) > ROWS:
+    if sheet.axes or len(sheet.rows) > ROWS or len(sheet.columns) > MANY:
         return
     panels = [
         Panel(heading(column), said(sheet, key), partial(_dots, sheet, key))
@@ -162,15 +162,19 @@ def _lines(column: Column, x: Axis, drawn: Sequence[Line], figure: FigureBase, i
 def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
     """What was taken at several lengths, against tokens: few rows in one panel, of many each its own."""
     taken = {
-        key: [Line(row.name, row.lengths[key]) for row in sheet.rows if row.lengths.get(key)]
-        for key in sheet.measures
+        key: [
+            Line(row.name, row.lengths[key], printed=row.printed.get(key, {}))
+            for row in sheet.rows
+            if row.lengths.get(key)
+        ]
+        for key in sheet.lengths
     }
     few = {key: drawn for key, drawn in taken.items() if 0 < len(drawn) <= MANY}
     if few:
         yield _side_by_side(sheet, few)
     for key, drawn in taken.items():
         if MANY < len(drawn) <= ROWS:
-            yield _one_by_one(sheet.measures[key], key, drawn)
+            yield _one_by_one(sheet.lengths[key], key, drawn)
 
 
 def _side_by_side(sheet: Sheet, few: Mapping[str, Sequence[Line]]) -> Picture:
@@ -179,11 +183,13 @@ def _side_by_side(sheet: Sheet, few: Mapping[str, Sequence[Line]]) -> Picture:
     looks = dict(zip(names, _colours(sheet.axes, len(names)), strict=True))
     panels, legend = [], [Line(name, {}, *look) for name, look in looks.items()]
     for key, drawn in few.items():
-        column = sheet.measures[key]
-        coloured = [Line(line.label, line.points, *looks[line.label]) for line in drawn]
+        column = sheet.lengths[key]
+        coloured = [replace(line, colour=looks[line.label][0], marker=looks[line.label][1]) for line in drawn]
         draw = partial(draw_lines, coloured, (), True, arrow(column), "tokens")
         panels.append(Panel(column.title, _trend(column, "length", drawn), draw))
     caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
+    if any(line.printed for drawn in few.values() for line in drawn):
+        caption += " Dashed: the paper's."
     return Picture("length", "Against the length that is read", caption, tuple(panels), legend=tuple(legend))
 
 
@@ -223,8 +229,41 @@ def against_every_field(sheet: Sheet) -> Iterator[Picture]:
 
 def _points(sheet: Sheet, field: Axis, key: str, figure: FigureBase, ink: Ink) -> None:
     axis = figure.subplots()
-    plot.points(axis, ink, [row for row in sheet.rows if field.key in row.axes], field.key, key)
+    rows = [row for row in sheet.rows if field.key in row.axes]
+    plot.points(
+        axis, ink, [(row.axes[field.key], value) for row in rows for value in row.values.get(key, ())]
+    )
     plot.labelled(axis, ink, "", field.title, sheet.measures[key].title)
+
+
+def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
+    """What a search tried: every trial's number against each field it was given."""
+    given = [trial.params.items() for trial in sheet.trials]
+    numeric = {key: None for pairs in given for key, value in pairs if isinstance(value, int | float)}
+    if not numeric:
+        return
+    panels = [
+        Panel(key, f"{len(sheet.trials)} trials against {key}.", partial(_trials, sheet, key))
+        for key in numeric
+    ]
+    yield Picture(
+        "search",
+        "The trials of the search",
+        "The searched number, as far as each trial went, against each field it was given; "
+        "dark: to the end of the training, pale: stopped before.",
+        tuple(panels),
+        NARROW,
+    )
+
+
+def _trials(sheet: Sheet, key: str, figure: FigureBase, ink: Ink) -> None:
+    axis = figure.subplots()
+    given = [trial for trial in sheet.trials if key in trial.params]
+    whole = max(trial.steps for trial in sheet.trials)
+    stopped = [(trial.params[key], trial.value) for trial in given if trial.steps < whole]
+    ended = [(trial.params[key], trial.value) for trial in given if trial.steps == whole]
+    plot.points(axis, ink, ended, stopped)
+    plot.labelled(axis, ink, key.rpartition(".")[2].replace("_", " "))
 
 
 Rule = Callable[[Sheet], Iterable[Picture]]
@@ -234,6 +273,7 @@ RULES: tuple[Rule, ...] = (
     against_a_field,
     against_measured_length,
     against_every_field,
+    trials_of_a_search,
     learning_curves,
 )
 

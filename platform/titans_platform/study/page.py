@@ -30,6 +30,8 @@ from titans_platform.study.render import (
 from titans_platform.study.svg import svg
 from titans_platform.study.table import Entry, Table, TableRow, Unfinished, best_rows
 
+CROWDED = 4
+"""Columns from which the paper's numbers stand below ours, not beside them."""
 WIDTH = 6.0
 """Letters of the page (rem) to an inch of a figure: its small print is a little smaller than the text."""
 TEMPLATES = Path(__file__).parent / "templates"
@@ -52,6 +54,8 @@ class Extras:
     local: bool = True
     """Whether the links lead to where `titans ui` listens, not to a server that is always there."""
     commands: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = field(default_factory=tuple)
+    """What is to be said below the table besides its own notes."""
 
 
 def html(table: Table, extras: Extras) -> str:
@@ -62,7 +66,7 @@ def html(table: Table, extras: Extras) -> str:
     environment.globals.update(fields=_fields, changes=_changes)
     return environment.get_template("report.html").render(
         **_head(table),
-        **_results(table, extras.links),
+        **_results(table, extras),
         **_made(table, extras),
         figures=_figures(extras.pictures),
     )
@@ -99,17 +103,24 @@ def _template(name: str) -> str:
 
 def _caption(table: Table, seeds: int) -> str:
     spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    where = "below" if len(table.study.columns) > CROWDED else "beside"
     paper = (
-        "; the paper's numbers beside ours"
+        f"; the paper's numbers {where} ours"
         if any(has_paper(table, key) for key in table.study.columns)
         else ""
     )
     return f"{spread}{paper}. Bold: the best of the column. A number leads to its runs."
 
 
-def _results(table: Table, links: Links | None) -> dict[str, Any]:
-    columns = table.study.columns
-    paired = {key: has_paper(table, key) for key in columns}
+def _paired(table: Table) -> dict[str, bool]:
+    """Which columns have a second one with the paper's numbers."""
+    crowded = len(table.study.columns) > CROWDED
+    return {key: has_paper(table, key) and not crowded for key in table.study.columns}
+
+
+def _results(table: Table, extras: Extras) -> dict[str, Any]:
+    columns, links = table.study.columns, extras.links
+    paired = _paired(table)
     best = {key: best_rows(table, key) for key in columns}
     marks = footmarks(table)
     return {
@@ -133,7 +144,9 @@ def _results(table: Table, links: Links | None) -> dict[str, Any]:
             for row in table.rows
         ],
         "chance": _chance(table, paired),
-        "notes": footnotes(table, failures=False),
+        "dense": len(columns) > CROWDED,
+        "doubled": any(paired.values()),
+        "notes": [*footnotes(table, failures=False), *extras.notes],
         "failures": [
             {"row": cell.cell.row, "seed": cell.cell.seed, "reason": cell.reason}
             for row in table.rows
@@ -161,6 +174,7 @@ def _number(
         "link": links.compare(runs) if links and runs and entry.mean is not None else None,
         "paired": paired,
         "paper": number(entry.paper, 2),
+        "below": "" if paired or entry.paper is None else number(entry.paper, column.decimals),
         "printed": "" if entry.paper is None else entry.paper,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
@@ -29,6 +29,8 @@ class Line:
     marker: str = "o"
     runs: Sequence[Sequence[tuple[float, float]]] = ()
     """Single runs, drawn thin below the mean."""
+    printed: Mapping[float, float] = field(default_factory=dict)
+    """The paper's numbers at the same places, drawn dashed."""
     spread: bool = True
     """Whether the standard deviation over seeds is shown."""
 
@@ -123,6 +125,9 @@ def lines(
         for run in line.runs:
             axis.plot(*zip(*run, strict=True), color=ink[line.colour], linewidth=0.6, alpha=0.45, zorder=2)
         _mean(axis, ink, line)
+        xs = sorted(line.printed)
+        ys = [line.printed[x] for x in xs]
+        axis.plot(xs, ys, color=ink[line.colour], linewidth=0.9, linestyle=(0, (3, 2)))
         if line.spread:
             _spread(axis, ink, line, band=len(shown) == 1)
     axis.yaxis.set_major_locator(MaxNLocator(5))
@@ -239,13 +244,18 @@ def short_tick(value: float) -> str:
     return f"{value / 1000:g}K" if abs(value) >= 10_000 else f"{value:g}"
 
 
-def points(axis: Axes, ink: Ink, rows: Sequence[Series], field: str, key: str) -> None:
-    """Every row's number against one field it was given, seeds apart."""
+def points(
+    axis: Axes, ink: Ink, shown: Sequence[tuple[Value, float]], ghosts: Sequence[tuple[Value, float]] = ()
+) -> None:
+    """Numbers against one field, on a logarithmic scale where its values need it; ghosts are pale."""
     plain(axis, ink, "both")
-    pairs = [(row.axes[field], value) for row in rows for value in row.values.get(key, ())]
-    axis.scatter(
-        [x for x, _ in pairs], [y for _, y in pairs], s=9, color=ink["accent"], alpha=0.6, linewidths=0
-    )  # pyright: ignore[reportArgumentType]
-    xs = [float(x) for x, _ in pairs]
-    if xs and min(xs) > 0 and max(xs) / min(xs) >= MIN_LOG_RATIO:
+    for pairs, colour in ((ghosts, "ghost"), (shown, "accent")):
+        axis.scatter(
+            [float(x) for x, _ in pairs], [y for _, y in pairs], s=10, color=ink[colour], linewidths=0
+        )
+    xs = [float(x) for x, _ in (*shown, *ghosts)]
+    if xs and min(xs) > 0 and max(xs) / min(xs) > 10:
         axis.set_xscale("log")
+        axis.xaxis.set_minor_locator(NullLocator())
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(4))

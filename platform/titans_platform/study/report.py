@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_platform.study import export, render
-from titans_platform.study.cells import write_text
+from titans_platform.study.cells import read_json, write_text
 from titans_platform.study.columns import shown
 from titans_platform.study.origin import Links, commands, facts
 from titans_platform.study.table import Table
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PAGE, TABLE, LATEX, SUMMARY, CELLS = "report.html", "table.md", "table.tex", "table.csv", "cells.csv"
 FIGURES = "figures"
+SEARCH = "search.json"
+"""The record of a study's search: its trials, a line on how it went, and what it found."""
 UI = "http://127.0.0.1:5000"
 """Where `titans ui` listens if nothing else is said."""
 
@@ -51,10 +53,12 @@ def write_views(
     from titans_platform.study.series import sheet
     from titans_platform.study.svg import save
 
-    drawn = pictures(sheet(table, _curves(table, store)))
+    search = read_json(folder / SEARCH)
+    drawn = pictures(sheet(table, _curves(table, store), search))
     server = store.server if store else None
     links = Links((address or server or UI).rstrip("/"), store.experiment, folder.name) if store else None
-    extras = Extras(drawn, links, address is None and server is None, commands(folder))
+    local = address is None and server is None
+    extras = Extras(drawn, links, local, commands(folder), _said_of_search(search))
     texts = {
         PAGE: html(table, extras),
         TABLE: render.markdown(table, [(picture.title, f"{FIGURES}/{picture.key}.png") for picture in drawn]),
@@ -69,6 +73,14 @@ def write_views(
         for kind in ("png", "pdf"):
             save(picture, folder / FIGURES / f"{picture.key}.{kind}", heading=kind == "png")
     return {name: folder / name for name in (*texts, *files)}
+
+
+def _said_of_search(search: Mapping[str, Any] | None) -> list[str]:
+    """How the study's search went, and what it found as options of the command line."""
+    if not search:
+        return []
+    found = [f"Found: {search['set']}"] if search.get("set") else []
+    return [str(search.get("line", "")), *found]
 
 
 def _curves(table: Table, store: Store | None) -> Mapping[str, Curve]:

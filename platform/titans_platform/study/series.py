@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from titans_platform.study.spec import Column, Row, overlay
@@ -17,6 +18,8 @@ from titans_platform.study.table import Table, TableRow, task_of
 
 Value = float | str
 Curve = Sequence[tuple[int, float]]
+Spread = Mapping[str, Mapping[float, str]]
+"""Tasks of which each length is a column of its own: the column at each length."""
 THROUGHPUT = "throughput"
 LENGTH_FIELDS = ("sequence_length", "length", "tokens")
 
@@ -49,12 +52,23 @@ class Series:
     values: Mapping[str, tuple[float, ...]]
     """Every measure, a number for each seed that is done."""
     lengths: Mapping[str, Mapping[float, tuple[float, ...]]]
-    """Every measure that was taken at several lengths: the numbers at each of them."""
+    """Every column or task that was taken at several lengths: the numbers at each of them."""
     paper: Mapping[str, float | None] = field(default_factory=dict)
+    printed: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    """The paper's numbers at each of these lengths, where they were measured as the paper's."""
     curves: Sequence[Curve] = ()
     """Training loss by step, for each seed."""
     reference: bool = False
     failed: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of a search: what it was given, how far it went, and what it measured there."""
+
+    params: Mapping[str, Value]
+    steps: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -68,24 +82,38 @@ class Sheet:
     measures: Mapping[str, Column]
     """The columns, and what is known of every run besides."""
     chance: Mapping[str, float]
+    lengths: Mapping[str, Column] = field(default_factory=dict)
+    """What was taken at several lengths."""
+    trials: tuple[Trial, ...] = ()
 
-    def axis(self, key: str) -> Axis:
-        """An axis by its key."""
-        return next(axis for axis in self.axes if axis.key == key)
 
+def sheet(
+    table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None
+) -> Sheet:
+    """A table's rows as series.
 
-def sheet(table: Table, curves: Mapping[str, Curve] | None = None) -> Sheet:
-    """A table's rows as series; ``curves`` are the training losses of MLflow runs by run id."""
-    rows = tuple(_series(table, row, curves or {}) for row in table.rows)
+    ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
+    search: its trials with their params, steps and value.
+    """
+    spread = _spread_tasks(table)
+    rows = tuple(_series(table, row, curves or {}, spread) for row in table.rows)
     measures = dict(table.study.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    return Sheet(
-        rows, _axes(rows, getattr(table.study, "axes", {})), table.study.columns, measures, table.chance
+    axes, columns = _axes(rows, getattr(table.study, "axes", {})), table.study.columns
+    lengths = _at_lengths(table, rows, spread)
+    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search))
+
+
+def _trials(search: Mapping[str, Any] | None) -> tuple[Trial, ...]:
+    return tuple(
+        Trial({key: _value(value) for key, value in trial["params"].items()}, trial["steps"], trial["value"])
+        for trial in (search or {}).get("trials", ())
+        if trial.get("value") is not None
     )
 
 
-def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
+def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Spread) -> Series:
     runs = [str(result.get("mlflow_run_id")) for result in row.results]
     values = {key: entry.values for key, entry in row.entries.items()}
     return Series(
@@ -96,12 +124,52 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
             key: found
             for key, column in table.study.columns.items()
             if (found := _by_length(key, column.factor, row.results))
+        }
+        | {
+            task: {length: values[key] for length, key in places.items() if values[key]}
+            for task, places in spread.items()
         },
         row.row.paper,
+        {task: _printed(row, places) for task, places in spread.items() if table.scale.comparable},
         [curves[run] for run in runs if curves.get(run)],
         row.row.reference,
         bool(row.failures),
     )
+
+
+def _spread_tasks(table: Table) -> Spread:
+    """Such tasks, found in the results: `pk_1/passkey@64` beside `pk_2/passkey@128`, each alone there."""
+    places: dict[str, dict[float, str]] = {}
+    crowded: set[str] = set()
+    for result in (result for row in table.rows for result in row.results):
+        parts = [task_of(key) for key in result.get("tasks", {})]
+        owners = [owner for owner, _, _ in parts]
+        crowded |= {owner for owner in owners if owners.count(owner) > 1}
+        for owner, task, length in parts:
+            if length is not None and owner in table.study.columns:
+                places.setdefault(task, {})[float(length)] = owner
+    return {
+        task: dict(sorted(at.items()))
+        for task, at in places.items()
+        if len(at) == len(set(at.values())) > 1 and not crowded & set(at.values())
+    }
+
+
+def _printed(row: TableRow, places: Mapping[float, str]) -> dict[float, float]:
+    found = {length: row.row.paper.get(key) for length, key in places.items()}
+    return {length: number for length, number in found.items() if number is not None}
+
+
+def _at_lengths(table: Table, rows: Sequence[Series], spread: Spread) -> dict[str, Column]:
+    """The columns and tasks that have lines against length, and how they are shown."""
+    columns = table.study.columns
+    taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
+    for task, places in spread.items():
+        shown = [columns[key] for key in places.values()]
+        words = zip(*(column.title.split() for column in shown), strict=False)
+        shared = " ".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, words))
+        taken[task] = shown[0].model_copy(update={"title": shared or task})
+    return taken
 
 
 def axis_values(row: Row) -> dict[str, Value]:
