@@ -75,6 +75,8 @@ def dots(
         axis.set_title(title, loc="left", fontsize=TEXT, color=ink[colour], pad=3)
         axis.xaxis.set_major_locator(MaxNLocator(4 if axis is axes[0] else 2))
         axis.margins(x=0.1)
+    if not any(row.values.get(key) for row in rows):
+        axes[0].set_xticks([])
     axes[0].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     for label, row in zip(axes[0].get_yticklabels(), rows, strict=True):

@@ -164,7 +164,8 @@ def _at_lengths(table: Table, rows: Sequence[Series], spread: Spread) -> dict[st
     """The columns and tasks that have lines against length, and how they are shown."""
     columns = table.study.columns
     taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
-    for task, places in spread.items():
+    order = list(columns)
+    for task, places in sorted(spread.items(), key=lambda item: min(map(order.index, item[1].values()))):
         shown = [columns[key] for key in places.values()]
         words = zip(*(column.title.split() for column in shown), strict=False)
         shared = " ".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, words))
