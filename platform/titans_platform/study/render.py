@@ -251,7 +251,7 @@ def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
     lines += [_md(line) for line in body(table)]
     lines += [_md([f"*{text}*" if text else "" for text in _chance_line(table)]), ""]
     lines += [f"- {line}" for line in (*summary_lines(table), *footnotes(table))]
-    lines += [line for name, path in pictures for line in ("", f"![{name}]({path})")]
+    lines += [line for name, path in pictures for line in ("", f"![{name}]({path})", f"*{name}*")]
     lines += ["", "<details><summary>Where each number comes from</summary>", "", *_provenance(table), ""]
     return "\n".join([*lines, "</details>", ""])
 

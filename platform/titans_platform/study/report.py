@@ -68,11 +68,8 @@ def write_views(
     }
     for name, text in texts.items():
         write_text(folder / name, text)
-    files = [f"{FIGURES}/{picture.key}.{kind}" for picture in drawn for kind in ("png", "pdf")]
-    for picture in drawn:
-        for kind in ("png", "pdf"):
-            save(picture, folder / FIGURES / f"{picture.key}.{kind}", heading=kind == "png")
-    return {name: folder / name for name in (*texts, *files)}
+    files = [path for picture in drawn for path in save(picture, folder / FIGURES)]
+    return {name: folder / name for name in texts} | {f"{FIGURES}/{path.name}": path for path in files}
 
 
 def _said_of_search(search: Mapping[str, Any] | None) -> list[str]:

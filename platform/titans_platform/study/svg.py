@@ -28,6 +28,7 @@ STYLE: Any = {
     "pdf.fonttype": 42,
 }
 COLUMNS_WIDE, COLUMNS_NARROW = 3, 5
+KINDS = ("png", "pdf")
 
 
 def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
@@ -60,31 +61,38 @@ def _inline(text: str, panel: Panel, ink: Ink, ident: str) -> str:
     return f'<svg {view[0]} role="img" aria-labelledby="{ident}-t">{title}{body}'
 
 
-def save(picture: Picture, path: Path, heading: bool = True) -> Path:
-    """The whole picture with its legend, in the format of the path's ending; never seen half-written."""
+def save(picture: Picture, folder: Path) -> list[Path]:
+    """The whole picture with its legend as PNG and as PDF, named by its key; never seen half-written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{picture.key}.{kind}" for kind in KINDS]
+    with matplotlib.rc_context(STYLE):
+        figure = _composed(picture)
+        for path in paths:
+            temporary = path.with_name(f".{os.getpid()}.{path.name}")
+            # no date: the same table gives the same file
+            metadata: dict[str, Any] = {"CreationDate": None} if path.suffix == ".pdf" else {}
+            figure.savefig(temporary, dpi=140, facecolor="white", metadata=metadata)
+            os.replace(temporary, path)
+            # what has been laid out need not be again
+            figure.set_layout_engine("none")
+    return paths
+
+
+def _composed(picture: Picture) -> Figure:
     ink = Ink()
     count, (width, height) = len(picture.panels), picture.size
     across = min(count, COLUMNS_NARROW if width < 3 else COLUMNS_WIDE)
     down = math.ceil(count / across)
     below = 0.35 * math.ceil(len(picture.legend) / 6)
-    above = 0.35 if heading else 0.0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width * across, height * down + below + above), layout="constrained")
-        if heading:
-            figure.suptitle(picture.title, x=0.01, ha="left", fontsize=10, color=ink["ink"])
-        parts = figure.subfigures(down, across, squeeze=False).flatten()
-        for part, panel in zip(parts, picture.panels, strict=False):
-            part.set_facecolor("none")
-            panel.draw(part, ink)
-        if picture.legend:
-            handles = [
-                Line2D([], [], color=ink[x.colour], marker=x.marker, label=x.label) for x in picture.legend
-            ]
-            figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=7.5)
-        # no date: the same table gives the same file
-        metadata: dict[str, Any] = {"CreationDate": None} if path.suffix == ".pdf" else {}
-        figure.savefig(temporary, dpi=160, facecolor="white", metadata=metadata)
-    os.replace(temporary, path)
-    return path
+    figure = Figure(figsize=(width * across, height * down + below), layout="constrained")
+    parts = figure.subfigures(down, across, squeeze=False).flatten()
+    for part, panel in zip(parts, picture.panels, strict=False):
+        part.set_facecolor("none")
+        panel.draw(part, ink)
+    if picture.legend:
+        handles = [
+            Line2D([], [], color=ink[line.colour], marker=line.marker, label=line.label)
+            for line in picture.legend
+        ]
+        figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=7.5)
+    return figure
