@@ -30,12 +30,12 @@ FROZEN = {
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
     "sweep list": "--json",
-    "sweep report": "STUDY --scale --rows --seeds --set --root --json",
+    "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency --dry-run --json",
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
     "train": "CONFIG --set --root --workers --gpus --name --dry-run --json",
-    "ui": "--root --host --port --dry-run",
+    "ui": "--root --store --host --port --no-browser --dry-run",
 }
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -146,6 +147,24 @@ def test_ui_says_what_it_would_run(tiny, capsys):
     (tiny / "runs" / "mlflow.db").write_text("not a database, but longer than the header of one" * 9)
     assert cli.run(["ui", "--dry-run"]) == 2
     assert "mlflow.db" in capsys.readouterr().err
+
+
+def test_ui_refuses_a_port_that_is_taken_and_knows_a_server(tiny, capsys):
+    from titans_platform.tracking import open_store
+
+    store = open_store(tiny / "runs")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.run(["ui", "--no-browser", "--port", str(port)]) == 2
+        assert f"--port {port}: " in capsys.readouterr().err
+    assert cli.run(["ui", "--dry-run", "--port", "5123"]) == 0
+    out = capsys.readouterr().out
+    assert store.uri in out
+    assert "--port 5123" in out
+    assert cli.run(["ui", "--store", "http://127.0.0.1:9"]) == 2
+    assert "no answer" in capsys.readouterr().err
 
 
 def test_lists_on_the_command_line():

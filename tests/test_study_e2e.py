@@ -116,7 +116,7 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
             assert found[key] == result[key], (row, key)
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
-    assert (root / "studies" / "tiny-small" / "figure.png").exists()
+    _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)
     status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
     assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
@@ -155,4 +155,15 @@ def _check_tracking(root: Path, folders: dict[str, CellFolder]) -> None:
         assert len(steps) == len(set(steps)) > 100
         assert folder.name in parents[0].data.tags["mlflow.note.content"]
     artifacts = {file.path for file in store.client.list_artifacts(parents[0].info.run_id)}
-    assert {"table.json", "table.md", "table.csv", "figure.png"} <= artifacts
+    assert {"table.json", "table.md", "table.csv", "report.html", "figures"} <= artifacts
+
+
+def _check_report(folder: Path, alone: dict[str, dict]) -> None:
+    """The page has the numbers, the runs behind them, what failed and why, and how it was made."""
+    page = (folder / "report.html").read_text()
+    for result in alone.values():
+        assert f"<code>{result['cell']}</code>" in page
+    assert "loss nan" in page
+    assert "2 of 3 cells" in page
+    assert "sweep run tiny.yaml --scale small" in page
+    assert "Learning curves" in page

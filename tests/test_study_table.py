@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from titans_platform.config import RunConfig
-from titans_platform.study import render
+from titans_platform.study import export, render
 from titans_platform.study.cells import CellFolder, write_json
 from titans_platform.study.report import write_views
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
-from titans_platform.study.table import as_record, build_table, column_stderr, discriminate
+from titans_platform.study.table import as_record, build_table, column_stderr, discriminate, item_stderr
 
 COLUMNS = {
     "lm_ppl": Column(title="LM perplexity", higher_is_better=False, decimals=2),
@@ -95,8 +95,29 @@ def test_items_bound_the_standard_error_from_below(root):
     for cell in cells():
         finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.5})
     acc = discriminate(table(root))[1]
-    assert acc.above_chance == pytest.approx((50 - 25) / (1 / math.sqrt(2)))
-    assert acc.gap == 0.0 or math.isinf(acc.gap)
+    assert acc.above_chance == pytest.approx((50 - 25) / (wilson(0.01, 100) * 100 / math.sqrt(2)))
+    # nothing spreads: no distance in standard deviations, least of all an infinite one
+    assert acc.gap is None
+    assert "∞" not in "\n".join(printed(table(root)))
+
+
+def wilson(stderr: float, items: int) -> float:
+    return math.sqrt(stderr**2 + 1 / (4 * items**2)) / (1 + 1 / items)
+
+
+@pytest.mark.parametrize("right", [0, 1, 10, 20])
+def test_the_error_of_an_accuracy_is_half_of_wilsons_interval(right):
+    n, p = 20, right / 20
+    measured = {"value": p, "stderr": math.sqrt(p * (1 - p) / n), "chance": 0.25, "items": n}
+    # the interval's ends solve (p - x)^2 = x (1 - x) / n
+    a, b, c = 1 + 1 / n, -(2 * p + 1 / n), p * p
+    assert item_stderr(measured) == pytest.approx(math.sqrt(b * b - 4 * a * c) / (2 * a))
+
+
+def test_the_error_of_a_perplexity_or_of_no_items_stays():
+    assert item_stderr({"value": 5.0, "stderr": 0.2, "chance": 260.0, "items": 64}) == 0.2
+    assert item_stderr({"value": 0.9, "stderr": 0.0, "chance": 0.1, "items": 0}) == 0.0
+    assert item_stderr({"value": 0.9, "stderr": 0.1, "chance": None, "items": 9}) == 0.1
 
 
 def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
@@ -146,7 +167,7 @@ def test_missing_failed_and_stale_cells_are_marked(root):
 
 def test_a_name_that_is_cut_keeps_its_mark(root):
     for cell in cells():
-        finish(root, cell, commit="deadbeef", parameters=137_000_000)
+        finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
     view = table(root)
     console = Console(width=60, file=io.StringIO())
     console.print(render.terminal(view, 60))
@@ -170,7 +191,7 @@ def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
     lines = [line.rstrip() for line in printed(table(root))]
     at = lines.index("Reasoning: best w/o Persistent Memory, worst LMM;")
     assert lines[at + 1] == "  2.8 pooled sd apart (2.8 by these two rows' own sd);"
-    assert lines[at + 2] == "  LMM 20.5 standard errors below chance"
+    assert lines[at + 2] == "  LMM 18.5 standard errors below chance"
 
 
 def test_every_number_leads_to_its_cell_and_run(full):
@@ -183,12 +204,12 @@ def test_every_number_leads_to_its_cell_and_run(full):
 
 
 def test_csv_reads_back(full):
-    rows = list(csv.DictReader(io.StringIO(render.summary_csv(full))))
+    rows = list(csv.DictReader(io.StringIO(export.summary_csv(full))))
     assert len(rows) == 6
     assert rows[1]["row"] == "LMM"
     assert float(rows[1]["mean"]) == pytest.approx(52.0)
     assert rows[5]["paper"] == ""
-    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(render.cells_csv(full)))}
+    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(full)))}
     assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
     assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
     assert json.dumps(as_record(full))
@@ -196,8 +217,9 @@ def test_csv_reads_back(full):
 
 def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
     paths = write_views(table(root), root / "views")
-    assert {path.name for path in (root / "views").iterdir()} == {path.name for path in paths.values()}
-    assert paths["figure.png"].read_bytes().startswith(b"\x89PNG")
+    assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
+    assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
+    assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -41,19 +43,27 @@ def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
 def test_cells_are_children_of_their_study(store):
     parent = store.study_run("ablation-smoke")
     child = store.cell_run(
-        "cell1", "lmm seed 0", parent=parent, config={"model": {"d": 3}}, tags={"row": "lmm"}
+        "cell1",
+        "lmm seed 0",
+        parent=parent,
+        params={"depth": 3},
+        config={"model": {"d": 3}},
+        tags={"row": "lmm"},
     )
     assert store.study_run("ablation-smoke") == parent
     run = store.client.get_run(child)
     assert run.data.tags["mlflow.parentRunId"] == parent
     assert run.data.tags["row"] == "lmm"
-    assert run.data.params == {"model.d": "3"}
+    # few columns to compare by; the whole config is a file
+    assert run.data.params == {"depth": "3"}
+    path = MlflowClient(store.uri, store.uri).download_artifacts(child, "config.json")
+    assert json.loads(Path(path).read_text()) == {"model": {"d": 3}}
     assert run.info.run_name == "lmm seed 0"
 
 
 def test_many_and_long_params_are_taken(store):
     config = {f"key{i}": i for i in range(230)} | {"long": "x" * 9000}
-    run_id = store.cell_run("wide", "wide", config=config)
+    run_id = store.cell_run("wide", "wide", params=config)
     params = store.client.get_run(run_id).data.params
     assert len(params) == 231
     assert params["key229"] == "229"
@@ -140,6 +150,27 @@ def test_a_store_that_does_not_answer_costs_no_value(store, monkeypatch, caplog)
     log.metrics(2, {"loss": 2.0})
     log.close()
     assert history(store, run_id, "loss") == [(1, 3.0), (2, 2.0)]
+
+
+def test_curves_are_read_back_by_run(store):
+    run_id = store.cell_run("curve", "curve")
+    log = store.run(run_id)
+    for step in (5, 10):
+        log.metrics(step, {"loss": 1 / step})
+    log.close()
+    assert store.curves([run_id, "no such run"]) == {run_id: [(5, 0.2), (10, 0.1)]}
+
+
+def test_a_saved_view_holds_the_columns_of_a_studys_cells(store):
+    store.save_view("tiny-small", "parent7", ["params.`seed`", "metrics.`acc`"], "metrics.`acc`", False)
+    tags = store.client.get_experiment(store.experiment).tags
+    view = json.loads(tags["mlflow.sharedViewState.titans-tiny-small"])
+    assert view["name"] == "tiny-small"
+    state = json.loads(zlib.decompress(base64.b64decode(view["state"].removeprefix("deflate;"))))
+    assert state["selectedColumns"] == ["params.`seed`", "metrics.`acc`"]
+    assert "parent7" in state["searchFilter"]
+    # the list is flat only where it is not sorted by time
+    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`acc`", False)
 
 
 def test_a_discarded_run_is_made_anew(store):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
+import platform
+import shlex
 import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 BAKED = "_commit.txt"
+NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
+"""Packages whose version may decide a number, or how it was kept."""
 
 
 @functools.cache
@@ -33,6 +40,31 @@ def commit_of_tree(tree: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return f"{head}-dirty" if changed else head
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """What a number was made with: versions of packages, Python and the system, and the processor."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for name in NUMBERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {"device": _device()}
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {os.cpu_count()} cores"
+
+
+def command_line() -> str:
+    """The command this process was called with, as it can be typed again."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _git(tree: Path, *arguments: str) -> str:

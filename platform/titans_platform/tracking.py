@@ -6,6 +6,7 @@ run by id, so that a run which was killed and restarted stays one run with each 
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -14,7 +15,8 @@ import sqlite3
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import UsageError
 
@@ -77,7 +79,9 @@ def _connect(uri: str, artifacts: str | None) -> Store:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts)
+        # its pages are those of training, not of agents
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts, kind)
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
         raise UsageError(
             f"tracking store {uri}: cannot be opened: {_first_line(error)}; "
@@ -126,6 +130,11 @@ class Store:
         self.uri = uri
         self.experiment = experiment
 
+    @property
+    def server(self) -> str | None:
+        """The address of the server that is the store; None where the store is a file."""
+        return self.uri.rstrip("/") if self.uri.startswith(("http://", "https://")) else None
+
     def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
         """The parent run of a study, created the first time; its run id."""
         run_id = self._find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
@@ -139,17 +148,23 @@ class Store:
         name: str,
         *,
         parent: str | None = None,
+        params: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> str:
-        """The run of a cell, created the first time, with its resolved config as params; its run id."""
+        """The run of a cell, created the first time; its run id.
+
+        ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
+        """
         run_id = self._find(CELL_TAG, cell)
         if run_id is None:
             nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self._create(name, {CELL_TAG: cell} | nested)
-            params = [Param(k, v[:_PARAM_LENGTH]) for k, v in flatten(config or {}).items()]
-            for start in range(0, len(params), _BATCH_PARAMS):
-                self.client.log_batch(run_id, params=params[start : start + _BATCH_PARAMS])
+            columns = [Param(k, v[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
+            for start in range(0, len(columns), _BATCH_PARAMS):
+                self.client.log_batch(run_id, params=columns[start : start + _BATCH_PARAMS])
+            if config:
+                self.client.log_dict(run_id, dict(config), "config.json")
         self._tag(run_id, tags or {})
         return run_id
 
@@ -168,6 +183,18 @@ class Store:
         except (MlflowException, KeyError):
             raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
 
+    def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
+        """A metric by step, of each run that has it; a run that is not there has none."""
+        found = {run_id: self._history(run_id, metric) for run_id in run_ids}
+        return {run_id: curve for run_id, curve in found.items() if curve}
+
+    def _history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
+        try:
+            history = self.client.get_metric_history(run_id, metric)
+        except MlflowException:
+            return []
+        return sorted({point.step: point.value for point in history}.items())
+
     def url(self, run_id: str) -> str:
         """Where `titans ui` shows the run, below the address of the server."""
         return f"#/experiments/{self.experiment}/runs/{run_id}"
@@ -178,7 +205,34 @@ class Store:
         )
         return runs[0].info.run_id if runs else None
 
+    def save_view(
+        self, name: str, parent: str, columns: Sequence[str], order: str, ascending: bool = True
+    ) -> None:
+        """Save a view of a study's cells in MLflow's list of runs: `?viewStateShareKey=titans-NAME`.
+
+        Saved views are what MLflow's own pages keep as a tag of the experiment; a version of it that does
+        not know them shows the list as it always is.
+        """
+        now, key = int(time.time() * 1000), f"titans-{name}"
+        state = {
+            "searchFilter": f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'",
+            # by time of start runs would be folded below their parent
+            "orderByKey": order,
+            "orderByAsc": ascending,
+            "startTime": "ALL",
+            "lifecycleFilter": "Active",
+            "datasetsFilter": [],
+            "modelVersionFilter": "All Runs",
+            "selectedColumns": list(columns),
+            "columnOrder": list(columns),
+            "runsHiddenMode": "SHOWALL",
+        }
+        packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
+        view = {"name": name, "createdAt": now, "updatedAt": now, "state": f"deflate;{packed}"}
+        self.client.set_experiment_tag(self.experiment, f"mlflow.sharedViewState.{key}", json.dumps(view))
+
     def _create(self, name: str, tags: dict[str, str]) -> str:
+        tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags
         return self.client.create_run(self.experiment, tags=tags, run_name=name).info.run_id
 
     def _tag(self, run_id: str, tags: Mapping[str, str]) -> None:

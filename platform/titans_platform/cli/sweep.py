@@ -185,13 +185,14 @@ def status(study: str, scale: str, root: Path, as_json: bool) -> None:
         print_status(found, Console())
 
 
-@sweep.command(short_help="Draw a study's table and figure anew.")
+@sweep.command(short_help="Write a study's report: page, tables, figures.")
 @click.argument("study")
 @scale_option
 @rows_option
 @seeds_option
 @set_option
 @root_option
+@click.option("--ui", metavar="ADDRESS", help="Where the page's links lead, e.g. http://127.0.0.1:5001.")
 @json_option
 def report(
     study: str,
@@ -200,9 +201,11 @@ def report(
     seeds: str | None,
     overrides: tuple[str, ...],
     root: Path,
+    ui: str | None,
     as_json: bool,
 ) -> int:
-    """Draw the table and the figure of a study anew from its results. Exit code 4: cells are missing.
+    """Write the report of a study anew: one HTML page that needs nothing beside it, and the table as
+    Markdown, LaTeX and CSV. Exit code 4: cells are missing.
 
     \b
     Example:
@@ -214,7 +217,7 @@ def report(
     opened = open_study(
         study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
     )
-    table = report_study(opened, console)
+    table = report_study(opened, console, address=ui)
     if as_json:
         echo_json(_table_json(table))
     return 4 if table.missing else 0

@@ -121,12 +121,15 @@ def _held(folder: CellFolder) -> Iterator[None]:
 
 def _tracked(cfg: RunConfig, root: Path, data: PreparedData, cell: str, name: str) -> Tracked:
     from titans_platform.provenance import commit
+    from titans_platform.study.columns import params
+    from titans_platform.study.spec import Cell
     from titans_platform.tracking import open_store
     from titans_platform.training.cell import Tracked
 
     store = open_store(root)
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
-    run_id = store.cell_run(cell, name, config=cfg.model_dump(mode="json"), tags=tags)
+    columns = params(Cell(name, cfg.seed, cfg), ())
+    run_id = store.cell_run(cell, name, params=columns, config=cfg.model_dump(mode="json"), tags=tags)
     return Tracked(store.uri, run_id)
 
 

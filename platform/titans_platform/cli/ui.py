@@ -3,38 +3,140 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from titans_platform.cli.options import dry_run_option, root_option
 
+if TYPE_CHECKING:
+    from titans_platform.tracking import Store
+
+QUIET = {
+    # one worker is enough for one reader, and is there sooner
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "PYTHONWARNINGS": "ignore",
+}
+PATIENCE = 120.0
+"""Seconds the server may take before it answers, on a busy machine."""
+
 
 @click.command()
 @root_option
+@click.option(
+    "--store", metavar="ADDRESS", help="An MLflow server or sqlite:/// address in place of a root's store."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
+@click.option("--no-browser", is_flag=True, help="Only say the address; open no browser.")
 @dry_run_option
-def ui(root: Path, host: str, port: int, dry_run: bool) -> None:
-    """Open MLflow on the runs, studies and figures under a root.
+def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dry_run: bool) -> int:
+    """Open MLflow on the runs, studies and figures under a root, or on a server that is already there.
 
     \b
     Example:
       titans ui --port 5001
+      titans ui --store https://mlflow.example.org
     """
-    from titans_platform.errors import UsageError
     from titans_platform.tracking import open_store
+
+    opened = open_store(store or _local(root))
+    if opened.server:
+        _show(opened, opened.server, no_browser or dry_run)
+        return 0
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", opened.uri]
+    command += [
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--uvicorn-opts",
+        "--log-level warning",
+    ]
+    if dry_run:
+        click.echo(shlex.join(command))
+        return 0
+    return _serve(command, opened, host, port, no_browser)
+
+
+def _local(root: Path) -> Path:
+    from titans_platform.errors import UsageError
 
     if not (root / "mlflow.db").exists():
         raise UsageError(f"{root / 'mlflow.db'}: no store there; run a study or give another --root")
-    store = open_store(root)
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store.uri]
-    command += ["--host", host, "--port", str(port)]
-    if dry_run:
-        click.echo(" ".join(command))
-        return
-    click.echo(f"http://{host}:{port}/#/experiments/{store.experiment}  (Ctrl-C ends it)")
-    sys.stdout.flush()
-    # the server takes this process's place, and with it Ctrl-C and the exit code
-    os.execv(command[0], command)
+    return root
+
+
+def _serve(command: list[str], store: Store, host: str, port: int, no_browser: bool) -> int:
+    """Run the server until Ctrl-C; its exit code, 130 for Ctrl-C."""
+    _check_free(host, port)
+    # a group of its own: it has children, and all end with it
+    server = subprocess.Popen(
+        command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    try:
+        if _answers(server, address):
+            _show(store, address, no_browser, "  (Ctrl-C ends it)")
+        return server.wait()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        if server.poll() is None:
+            os.killpg(server.pid, sign)
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _check_free(host: str, port: int) -> None:
+    from titans_platform.errors import UsageError
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(f"--port {port}: {error.strerror} on {host}; give another --port") from None
+
+
+def _answers(server: subprocess.Popen[bytes], address: str) -> bool:
+    """Wait until the server takes connections; False where it ended before."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    deadline = time.monotonic() + PATIENCE
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            return True
+        except OSError:
+            time.sleep(0.2)
+    return False
+
+
+def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
+    """Say where the runs are shown, and open a browser there where this machine has a screen."""
+    import webbrowser
+
+    where = f"{address}/#/experiments/{store.experiment}/runs"
+    click.echo(f"{where}{hint}")
+    screen = (
+        sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
+    # without a screen it would be a browser in this terminal
+    if screen and not no_browser:
+        webbrowser.open(where)

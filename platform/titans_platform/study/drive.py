@@ -14,9 +14,10 @@ from titans_platform.config import DataConfig, RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import nearest
 from titans_platform.study import render
+from titans_platform.study.origin import note_command
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
 from titans_platform.study.progress import clock, look
-from titans_platform.study.report import FIGURE, TABLE, log_views, write_views
+from titans_platform.study.report import PAGE, make_report
 from titans_platform.study.run import StudyRun, execute, naming, only_driver, write_manifest
 from titans_platform.study.spec import Cell, expand, load_study, name_cells
 from titans_platform.study.table import Table, build_table
@@ -185,6 +186,7 @@ def run_study(
         opened = _prepare(opened, console)
         plan = plan_study(opened, rerun_stale, concurrency)
         write_manifest(opened.run, opened.cells)
+        note_command(opened.run.folder)
         if plan.todo:
             with _resumable(opened, console):
                 execute(opened.run, plan, console)
@@ -236,20 +238,17 @@ def _resumable(opened: Opened, console: Console) -> Iterator[None]:
         raise
 
 
-def report_study(opened: Opened, console: Console, link: bool = True) -> Table:
-    """Draw the table and the figure from what is there; with ``link`` put them on the MLflow run too."""
+def report_study(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
+    """Draw the views from what is there; with ``link`` put them on the MLflow run too."""
     run = opened.run
     if not opened.named:
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
     table = build_table(run.study, run.scale_name, opened.cells, run.root, run.commit)
-    paths = write_views(table, run.folder)
-    if link and any(row.results for row in table.rows):
-        from titans_platform.tracking import open_store
-
-        log_views(open_store(run.root), table, run.label, paths)
+    paths = make_report(table, run.folder, run.root, run.label if link else None, address)
     console.print(render.terminal(table, console.width))
-    for name in (TABLE, FIGURE):
-        console.print(f"{name.split('.')[0]:7}{_near(paths[name])}", highlight=False, soft_wrap=True)
+    console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)
+    others = f"{_near(run.folder)}/: table.md, table.tex, table.csv, cells.csv, figures/"
+    console.print(f"also in {others}", highlight=False, soft_wrap=True, style="dim")
     return table
 
 

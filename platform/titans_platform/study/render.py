@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import math
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,6 +13,12 @@ from titans_platform.study.spec import Column
 from titans_platform.study.table import Discrimination, Entry, Table, TableRow, discriminate
 
 DAGGERS = "†‡§¶"
+SHORTEST = 12
+"""Characters of a row's name that must be left to tell rows apart."""
+ERRORS = (
+    "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's interval at "
+    "one standard error, which is not 0 where all are right or all are wrong."
+)
 
 
 def number(value: float | None, decimals: int) -> str:
@@ -45,9 +49,17 @@ def count(value: int | None) -> str:
 
 
 def footmarks(table: Table) -> dict[str, str]:
-    """A mark for every other commit that made some of the table's cells."""
+    """A mark for every other commit that made some of the table's cells; none where one made all."""
+    if only_commit(table):
+        return {}
     commits = sorted({commit for row in table.rows for commit in row.stale})
     return {commit: DAGGERS[min(i, len(DAGGERS) - 1)] for i, commit in enumerate(commits)}
+
+
+def only_commit(table: Table) -> str:
+    """The one commit that made every cell; empty where there are several."""
+    made = {str(result["commit"]) for row in table.rows for result in row.results}
+    return made.pop() if len(made) == 1 else ""
 
 
 def title(table: Table) -> str:
@@ -57,8 +69,8 @@ def title(table: Table) -> str:
     return f"{table.study.name} at scale {table.scale_name}: mean ± sd over {seeds} seed{plural}"
 
 
-def footnotes(table: Table) -> list[str]:
-    """What must be said beside the numbers: comparability, notes, other commits, failures, gaps."""
+def footnotes(table: Table, failures: bool = True) -> list[str]:
+    """What must be said beside the numbers: comparability, notes, errors, other commits, failures, gaps."""
     lines = []
     if not table.scale.comparable:
         lines.append(
@@ -67,9 +79,15 @@ def footnotes(table: Table) -> list[str]:
         )
     if table.scale.note:
         lines.append(" ".join(table.scale.note.split()))
+    if any(found.above_chance is not None for found in discriminate(table)):
+        lines.append(ERRORS)
     for commit, mark in footmarks(table).items():
         lines.append(f"{mark} some cells were made by commit {short(commit)}; --rerun-stale redoes them.")
-    for row in table.rows:
+    if (made := only_commit(table)) not in ("", table.commit):
+        lines.append(
+            f"All cells were made by commit {short(made)}, the code here is of {short(table.commit)}."
+        )
+    for row in table.rows if failures else ():
         lines.extend(f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures)
     if table.missing:
         cells = "1 cell has" if table.missing == 1 else f"{table.missing} cells have"
@@ -83,9 +101,15 @@ def short(commit: str) -> str:
     return head[:12] + dirty
 
 
-def _name(table: Table, row: TableRow) -> str:
+def has_paper(table: Table, key: str) -> bool:
+    """Whether the paper has a number in this column."""
+    return any(row.entries[key].paper is not None for row in table.rows)
+
+
+def body_name(table: Table, row: TableRow) -> str:
+    """The row's name with the marks of other commits."""
     marks = footmarks(table)
-    return row.row.name + "".join(sorted({marks[commit] for commit in row.stale}))
+    return row.row.name + "".join(sorted({marks[commit] for commit in row.stale if commit in marks}))
 
 
 def heading(column: Column) -> str:
@@ -94,57 +118,73 @@ def heading(column: Column) -> str:
     return f"{column.title}{unit} {'↑' if column.higher_is_better else '↓'}"
 
 
-def body(table: Table) -> list[list[str]]:
-    """The lines of the table: name, ours and the paper's for each column, parameters, state bytes."""
-    columns = table.study.columns
+def body(table: Table, keys: Sequence[str] | None = None) -> list[list[str]]:
+    """The lines of the table: name, ours and the paper's for each column, parameters, state bytes.
+
+    A column for which the paper has no number has none for it here.
+    """
+    columns = {key: table.study.columns[key] for key in keys or table.study.columns}
     lines = []
     for row in table.rows:
-        pairs = [
-            (ours(row.entries[key], column, bool(row.failures)), number(row.entries[key].paper, 2))
-            for key, column in columns.items()
-        ]
-        counts = [count(row.figure_of("parameters")), count(row.figure_of("state_bytes"))]
-        lines.append([_name(table, row), *(text for pair in pairs for text in pair), *counts])
+        fields = [body_name(table, row)]
+        for key, column in columns.items():
+            fields.append(ours(row.entries[key], column, bool(row.failures)))
+            if has_paper(table, key):
+                fields.append(number(row.entries[key].paper, 2))
+        sizes = [count(row.figure_of("parameters")), count(row.figure_of("state_bytes"))]
+        lines.append([*fields, *sizes])
     return lines
 
 
-def _chance_line(table: Table) -> list[str]:
-    pairs = [
-        (number(table.chance.get(key), column.decimals), "") for key, column in table.study.columns.items()
-    ]
-    return ["chance", *(text for pair in pairs for text in pair), "", ""]
+def _chance_line(table: Table, keys: Sequence[str] | None = None) -> list[str]:
+    fields = ["chance"]
+    for key in keys or table.study.columns:
+        fields.append(number(table.chance.get(key), table.study.columns[key].decimals))
+        fields += [""] * has_paper(table, key)
+    return [*fields, "", ""]
 
 
 def terminal(table: Table, width: int = 80) -> RenderableType:
-    """The whole view for a terminal; at 80 columns only a long row name loses its end."""
-    names = [_name(table, row) for row in table.rows]
-    grid = _grid(table, names, width)
+    """The whole view for a terminal; at 80 columns only a long row name loses its end.
+
+    Columns that do not fit beside each other stand in tables below each other.
+    """
+    grids = _fitting(table, list(table.study.columns), width)
+    notes = [Text(note, style="dim") for note in footnotes(table)]
+    said = [Text(_broken(clauses, width)) for clauses in _summaries(table)]
+    return Group(title(table), *grids, *said, "", *notes)
+
+
+def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:
+    """One table, or several of fewer columns; the last has the sizes of the models."""
+    names = [body_name(table, row) for row in table.rows]
+    grid = _grid(table, names, keys, width)
     if (over := Console(width=1000).measure(grid).maximum - width) > 0:
         # one line a row, and no number cut
         room = max(map(len, names)) - over
-        grid = _grid(table, [_cut(name, room) for name in names], width)
-    notes = [Text(note, style="dim") for note in footnotes(table)]
-    return Group(grid, *(Text(_broken(clauses, width)) for clauses in _summaries(table)), "", *notes)
+        if room < SHORTEST and len(keys) > 1:
+            half = (len(keys) + 1) // 2
+            return _fitting(table, keys[:half], width) + _fitting(table, keys[half:], width)
+        grid = _grid(table, [_cut(name, room) for name in names], keys, width)
+    return [grid]
 
 
-def _grid(table: Table, names: list[str], width: int) -> RichTable:
-    grid = RichTable(
-        box=box.SIMPLE_HEAD,
-        title=title(table),
-        title_justify="left",
-        padding=(0, 0, 0, 1) if width >= 100 else 0,
-        show_edge=False,
-    )
+def _grid(table: Table, names: list[str], keys: Sequence[str], width: int) -> RichTable:
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1) if width >= 100 else 0, show_edge=False)
     grid.add_column("", vertical="bottom")
-    for column in table.study.columns.values():
-        grid.add_column(_stacked(column), justify="right", no_wrap=True, vertical="bottom")
-        grid.add_column("paper", justify="right", style="dim", no_wrap=True, vertical="bottom")
-    grid.add_column("para-\nmeters", justify="right", no_wrap=True, vertical="bottom")
-    grid.add_column("state\nbytes", justify="right", no_wrap=True, vertical="bottom")
-    for row, name, line in zip(table.rows, names, body(table), strict=True):
-        grid.add_row(name, *line[1:], style="dim" if row.row.reference else "")
+    for key in keys:
+        heading = _stacked(table.study.columns[key])
+        grid.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+        if has_paper(table, key):
+            grid.add_column("paper", justify="right", style="dim", no_wrap=True, vertical="bottom")
+    last = keys[-1] == list(table.study.columns)[-1]
+    for size in ("para-\nmeters", "state\nbytes") if last else ():
+        grid.add_column(size, justify="right", no_wrap=True, vertical="bottom")
+    kept = None if last else -2
+    for row, name, line in zip(table.rows, names, body(table, keys), strict=True):
+        grid.add_row(name, *line[1:kept], style="dim" if row.row.reference else "")
     grid.add_section()
-    grid.add_row(*_chance_line(table), style="italic dim")
+    grid.add_row(*_chance_line(table, keys)[:kept], style="italic dim")
     return grid
 
 
@@ -162,11 +202,7 @@ def _stacked(column: Column) -> str:
 
 
 def _times(value: float | None) -> str:
-    if value is None:
-        return "—"
-    if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
-    return f"{value:.1f}"
+    return "—" if value is None else f"{value:.1f}"
 
 
 def _clauses(table: Table, found: Discrimination) -> list[str]:
@@ -205,14 +241,17 @@ def summary_lines(table: Table) -> list[str]:
     return ["; ".join(clauses) for clauses in _summaries(table)]
 
 
-def markdown(table: Table) -> str:
-    """The table as Markdown, with the notes and where its numbers come from."""
-    columns = table.study.columns.values()
-    heads = ["", *(text for c in columns for text in (heading(c), "paper")), "parameters", "state bytes"]
+def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """The table as Markdown, with the notes, the pictures (title, path), and where its numbers come from."""
+    heads = [""]
+    for key, column in table.study.columns.items():
+        heads += [heading(column), *["paper"] * has_paper(table, key)]
+    heads += ["parameters", "state bytes"]
     lines = [f"**{title(table)}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
     lines += [_md(line) for line in body(table)]
     lines += [_md([f"*{text}*" if text else "" for text in _chance_line(table)]), ""]
     lines += [f"- {line}" for line in (*summary_lines(table), *footnotes(table))]
+    lines += [line for name, path in pictures for line in ("", f"![{name}]({path})", f"*{name}*")]
     lines += ["", "<details><summary>Where each number comes from</summary>", "", *_provenance(table), ""]
     return "\n".join([*lines, "</details>", ""])
 
@@ -229,30 +268,3 @@ def _provenance(table: Table) -> list[str]:
             origin = [f"`{result['cell']}`", f"`{run}`", f"`{short(str(result['commit']))}`"]
             lines.append(_md([row.row.name, str(result["seed"]), *origin]))
     return lines
-
-
-def summary_csv(table: Table) -> str:
-    """A line for each row and column: mean, sd, seeds done, the paper's number."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["row", "column", "mean", "sd", "seeds", "chance", "paper", "parameters", "state_bytes"])
-    for row in table.rows:
-        sizes = [row.figure_of("parameters"), row.figure_of("state_bytes")]
-        for key, entry in row.entries.items():
-            numbers = [entry.mean, entry.sd, len(entry.values), table.chance.get(key), entry.paper, *sizes]
-            writer.writerow([row.row.name, key, *("" if value is None else value for value in numbers)])
-    return out.getvalue()
-
-
-def cells_csv(table: Table) -> str:
-    """A line for each finished cell: where it lies and what it measured."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    columns = list(table.study.columns)
-    fields = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
-    writer.writerow(["row", *fields, *columns])
-    for row in table.rows:
-        for result in row.results:
-            values = [result.get(name, "") for name in fields]
-            writer.writerow([row.row.name, *values, *(result["columns"].get(c, "") for c in columns)])
-    return out.getvalue()

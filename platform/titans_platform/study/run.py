@@ -16,6 +16,7 @@ from rich.console import Console
 from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.study.cells import CellFolder, held, write_json
+from titans_platform.study.columns import params
 from titans_platform.study.plan import Plan
 from titans_platform.study.progress import View, showing
 from titans_platform.study.spec import Cell, Study
@@ -162,7 +163,8 @@ def _cell_run(store: Store, run: StudyRun, cell: Cell, parent: str) -> str:
 
     def create() -> str:
         name = f"{cell.row} · seed {cell.seed}"
-        return store.cell_run(str(cell.name), name, parent=parent, config=config, tags=tags)
+        columns = params(cell, run.study.rows)
+        return store.cell_run(str(cell.name), name, parent=parent, params=columns, config=config, tags=tags)
 
     run_id = create()
     if cell.folder(run.root).commit() not in (None, run.commit):

@@ -40,16 +40,30 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """A cell without a result: its state, and the reason where it failed."""
+
+    cell: Cell
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class TableRow:
     """A row: its entries by column, and the cells they come from."""
 
     row: Row
     cells: tuple[Cell, ...]
     results: tuple[dict[str, Any], ...]
-    failures: tuple[str, ...] = ()
+    unfinished: tuple[Unfinished, ...] = ()
     entries: dict[str, Entry] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
     """Short commits, other than the present one, that made some of its cells."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why cells failed."""
+        return tuple(cell.reason for cell in self.unfinished if cell.reason)
 
     def figure_of(self, key: str) -> int | None:
         """``parameters`` or ``state_bytes`` of the row's model, from its results."""
@@ -95,16 +109,20 @@ def _table_row(
 ) -> TableRow:
     found = [cell.folder(root).shown_result() for cell in cells]
     results = tuple(result for result in found if result is not None)
-    unfinished = [cell for cell, result in zip(cells, found, strict=True) if result is None]
-    failures = tuple(
-        str(failure["reason"]) for cell in unfinished if (failure := cell.folder(root).failure())
-    )
+    unfinished = [
+        _unfinished(cell, root) for cell, result in zip(cells, found, strict=True) if result is None
+    ]
     stale = sorted({str(result["commit"]) for result in results} - {commit})
     entries = {
         key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
         for key, column in columns.items()
     }
-    return TableRow(row, tuple(cells), results, failures, entries, tuple(stale))
+    return TableRow(row, tuple(cells), results, tuple(unfinished), entries, tuple(stale))
+
+
+def _unfinished(cell: Cell, root: Path) -> Unfinished:
+    folder = cell.folder(root)
+    return Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
 
 
 def _entry(
@@ -121,6 +139,13 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+def task_of(key: str) -> tuple[str, str, int | None]:
+    """`column/task@tokens` in its parts; None where there is no length."""
+    owner, _, rest = key.partition("/")
+    task, at, length = rest.rpartition("@")
+    return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
+
+
 def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
     """Standard error of a column's value in one cell, from its items.
 
@@ -129,11 +154,23 @@ def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
     """
     by_task: dict[str, list[float]] = {}
     for key, measured in tasks.items():
-        owner, _, task = key.partition("/")
+        owner, task, _ = task_of(key)
         if owner == column and measured.get("stderr") is not None:
-            by_task.setdefault(task.rpartition("@")[0] or task, []).append(float(measured["stderr"]))
+            by_task.setdefault(task, []).append(item_stderr(measured))
     variances = [sum(error**2 for error in errors) / len(errors) ** 2 for errors in by_task.values()]
     return math.sqrt(sum(variances)) / len(variances) if variances else 0.0
+
+
+def item_stderr(measured: Mapping[str, Any]) -> float:
+    """Standard error of one measurement; of an accuracy, half of Wilson's interval at one standard error.
+
+    The usual sqrt(p (1 - p) / n) is 0 where every item is right, or wrong: n items never say as much.
+    """
+    error, items, chance = float(measured["stderr"]), measured.get("items") or 0, measured.get("chance")
+    # a guess gets a perplexity of the size of the vocabulary, and an accuracy below 1
+    if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.get("value", -1) <= 1:
+        return error
+    return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)
 
 
 def _chance(columns: Mapping[str, Column], rows: Iterable[TableRow]) -> dict[str, float]:
@@ -188,6 +225,20 @@ def _discriminate(table: Table, column: str) -> Discrimination | None:
     )
 
 
+def best_rows(table: Table, column: str) -> set[str]:
+    """The rows whose mean is the best as it is printed; none where there is nothing to compare."""
+    decimals = table.study.columns[column].decimals
+    means = {
+        row.row.name: round(mean, decimals)
+        for row in table.rows
+        if not row.row.reference and (mean := row.entries[column].mean) is not None
+    }
+    if len(set(means.values())) < 2:
+        return set()
+    best = (max if table.study.columns[column].higher_is_better else min)(means.values())
+    return {name for name, mean in means.items() if mean == best}
+
+
 def pooled_sd(entries: Iterable[Entry]) -> float | None:
     """Standard deviation over seeds pooled over rows, weighted by degrees of freedom; None without any."""
     spread = [(len(e.values) - 1, e.sd) for e in entries if e.sd is not None]
@@ -196,9 +247,8 @@ def pooled_sd(entries: Iterable[Entry]) -> float | None:
 
 
 def _ratio(distance: float, sd: float | None) -> float | None:
-    if sd is None:
-        return None
-    return distance / sd if sd > 0 else math.copysign(math.inf, distance)
+    """A distance in standard deviations; None where nothing spreads, which is no infinite distance."""
+    return distance / sd if sd else None
 
 
 def _above_chance(table: Table, column: str, entry: Entry | None) -> float | None:

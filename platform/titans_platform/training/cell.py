@@ -21,7 +21,7 @@ from titans_platform.config import RunConfig
 from titans_platform.data import PreparedData, open_prepared
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, build_task, eval_version, evaluate, row_length
-from titans_platform.provenance import commit
+from titans_platform.provenance import commit, environment
 from titans_platform.study.cells import CHECKPOINTS, PROGRESS, RESULT, CellFolder, write_json
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
@@ -168,6 +168,7 @@ def _result(
         "eval_version": eval_version(cfg.eval),
         # of the driver that began it: the tree may have moved on since
         "commit": folder.commit() or commit(),
+        "environment": environment(),
         **measured,
         "parameters": model.num_parameters(),
         "state_bytes": model.state_bytes(cfg.data.sequence_length),
@@ -241,7 +242,7 @@ class _Reporter:
         if self._log:
             try:
                 self._log.summary(_summary(result))
-                self._log.tags({"titans.commit": result["commit"], "titans.data": result["data_fingerprint"]})
+                self._log.tags(_tags(result))
                 self._log.close()
             except Exception as error:  # the numbers are in result.json whatever became of the store
                 log.warning("cell %s: its MLflow run is not complete: %s", self.folder.name, error)
@@ -270,9 +271,20 @@ def _open_log(tracked: Tracked) -> RunLog:
 
 
 def _summary(result: dict[str, Any]) -> dict[str, float]:
-    """The final numbers as flat metrics: columns and the tasks in them, size, time."""
-    flat = {f"column.{name}": value for name, value in result["columns"].items()}
+    """The final numbers as flat metrics: columns and, below each, the tasks in it; size, time."""
+    flat = dict(result["columns"])
     # @ is not allowed in a metric's name
-    flat |= {f"task.{name.replace('@', '_at_')}": task["value"] for name, task in result["tasks"].items()}
+    flat |= {name.replace("@", "/"): task["value"] for name, task in result["tasks"].items()}
     names = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
     return flat | {name: result[name] for name in names}
+
+
+def _tags(result: dict[str, Any]) -> dict[str, str]:
+    """What the numbers were made of and with."""
+    made = {f"titans.{name}": value for name, value in result["environment"].items()}
+    return made | {
+        "titans.commit": result["commit"],
+        "mlflow.source.git.commit": result["commit"],
+        "titans.data": result["data_fingerprint"],
+        "titans.eval_version": result["eval_version"],
+    }
