@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import field_validator
+from pydantic import model_validator
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Jobs
@@ -22,15 +22,14 @@ class ExistingSpec(ClusterSpec):
     address: str
     """http:// or https:// address of the dashboard, where the job API is: usually port 8265."""
 
-    @field_validator("address")
-    @classmethod
-    def _http(cls, value: str) -> str:
-        parts = urlsplit(value)
+    @model_validator(mode="after")
+    def _http(self) -> ExistingSpec:
+        parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("should be like http://head:8265, the address of Ray's dashboard")
+            raise ValueError("address: should be like http://head:8265, the address of Ray's dashboard")
         if parts.username or parts.password:
-            raise ValueError("no name or password in the address; the token goes through `token`")
-        return value.rstrip("/")
+            raise ValueError("address: holds a name or password; the token goes through `token`")
+        return self
 
 
 class Existing(Cluster[ExistingSpec]):
@@ -67,4 +66,4 @@ class Existing(Cluster[ExistingSpec]):
         return [], self._jobs()
 
     def _jobs(self) -> RayJobs:
-        return RayJobs(self.name, self.spec.address, self.token)
+        return RayJobs(self.name, self.spec.address.rstrip("/"), self.token)

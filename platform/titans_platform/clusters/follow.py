@@ -8,11 +8,14 @@ import click
 
 from titans_platform.clusters.jobs import DETACHED, Jobs
 
+SIGNALS = 128
+"""Exit codes above it are of processes that a signal ended."""
+
 
 def follow(jobs: Jobs, cluster: str, job_id: str, write: Callable[[str], None]) -> int:
     """Write the log until the job ends; its exit code, or ``DETACHED`` after Ctrl-C."""
     try:
-        return jobs.wait(job_id, write)
+        code = jobs.wait(job_id, write)
     except KeyboardInterrupt:
         click.echo(
             f"\ndetached; the job goes on\n"
@@ -21,6 +24,12 @@ def follow(jobs: Jobs, cluster: str, job_id: str, write: Callable[[str], None]) 
             err=True,
         )
         return DETACHED
+    if code > SIGNALS:
+        click.echo(
+            f"job {job_id} was ended by signal {code - SIGNALS}; the same command again goes on from there",
+            err=True,
+        )
+    return code
 
 
 class Answer:

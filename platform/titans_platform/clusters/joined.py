@@ -97,13 +97,18 @@ def check_reach(root: Path) -> None:
         raise ClusterError(f"storage {root}: cannot be written on the head node: {error.strerror}") from None
     finally:
         _remove(folder)
-    problems = [f"node {node[:8]} ({told[node]})" for node in told if told[node]]
-    problems += [f"node {node[:8]} (what it writes there is not seen by the head)" for node in unseen]
-    if problems:
-        raise ClusterError(
-            f"storage {root}: not usable from {', '.join(problems)}; every node has to mount the same folder "
-            "there and reach the MLflow server"
-        )
+    for node in unseen:
+        told[node] = f"what it writes to {root} is not seen by the head"
+    _raise_told({node: why for node, why in told.items() if why}, len(told))
+
+
+def _raise_told(told: dict[str, str], of: int) -> None:
+    """One ClusterError for what the nodes found wrong, alike answers together."""
+    if not told:
+        return
+    reasons = {why: [node[:8] for node in told if told[node] == why] for why in told.values()}
+    said = "; ".join(f"{why} (nodes {', '.join(nodes)})" for why, nodes in reasons.items())
+    raise ClusterError(f"{len(told)} of {of} nodes cannot work on the study: {said}")
 
 
 def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, str]:
@@ -133,10 +138,10 @@ def _look(folder: str, node: str, uri: str) -> str:
 
     try:
         if (Path(folder) / "driver").read_text() != "here":
-            return "reads something else there"
+            return f"another folder at the storage's path {folder}"
         (Path(folder) / node).write_text("here")
     except OSError as error:
-        return f"{error.strerror}: {error.filename}"
+        return f"storage {Path(folder).parent}: {error.strerror}"
     if uri.startswith("http"):
         try:
             with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=20):
@@ -144,7 +149,7 @@ def _look(folder: str, node: str, uri: str) -> str:
         except OSError as error:
             # asked for a password it answered
             if getattr(error, "code", 0) not in (401, 403):
-                return f"MLflow at {uri}: {error}"
+                return f"MLflow at {uri}: no answer: {error}"
     return ""
 
 

@@ -8,7 +8,6 @@ and what is below them, never `ray stop`, which would end every Ray of the machi
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -22,10 +21,10 @@ from pydantic import model_validator
 from titans_core.config import PositiveInt
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Jobs
-from titans_platform.clusters.processes import end, find, record
+from titans_platform.clusters.processes import EndProcesses, find, record
 from titans_platform.clusters.rayjobs import RayJobs, answers
 from titans_platform.clusters.schema import ClusterSpec, Cpus, Token
-from titans_platform.clusters.steps import NewToken, Note, Start, Step, Until, perform
+from titans_platform.clusters.steps import NewToken, Note, Remove, Start, Step, Until, perform
 from titans_platform.clusters.tokens import read_token, with_token
 from titans_platform.errors import ClusterError
 
@@ -142,7 +141,7 @@ class Nodes(Cluster[NodesSpec]):
             )
         if found:
             # of a machine that was started anew, or nodes that were all killed
-            self._clear(found)
+            perform(self.down_steps())
         self.state.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with ExitStack() as undo:
             undo.callback(self._undo)
@@ -153,28 +152,16 @@ class Nodes(Cluster[NodesSpec]):
     def _undo(self) -> None:
         found = self.state.read()
         if found:
-            end(found["processes"])
-            shutil.rmtree(found["folder"], ignore_errors=True)
             # the logs stay, the error names them
-            (self.state.folder / "state.json").unlink(missing_ok=True)
+            perform([EndProcesses(found["processes"]), Remove((found["folder"],))])
+            (self.state.folder / "state.json").unlink()
 
     def down_steps(self) -> list[Step]:
-        """End what is written down."""
+        """End what is written down, remove its folders."""
         found = self.state.read()
         if found is None:
             return [Note("nothing to end: it is not up")]
-        told = [f"kill {p['pid']} and what is below it  # {p['role']}" for p in found["processes"] if find(p)]
-        return [Note(text) for text in [*told, f"rm -r {found['folder']} {self.state.folder}"]]
-
-    def down(self) -> None:
-        """End the recorded processes, remove their folders."""
-        found = self.require_up()
-        end(found["processes"])
-        self._clear(found)
-
-    def _clear(self, found: dict[str, Any]) -> None:
-        shutil.rmtree(found["folder"], ignore_errors=True)
-        self.state.forget()
+        return [EndProcesses(found["processes"]), Remove((found["folder"], str(self.state.folder)))]
 
     def where(self) -> str:
         """Its dashboard."""
@@ -186,6 +173,9 @@ class Nodes(Cluster[NodesSpec]):
         if found is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
         processes = [{**process, "alive": find(process) is not None} for process in found["processes"]]
+        if not processes or not processes[0]["alive"]:
+            told = {"state": "broken: the head is dead; take it down", "where": found["address"]}
+            return {**told, "nodes": [], "jobs": [], "processes": processes}
         return {**super().status(), "processes": processes}
 
     def open_jobs(self) -> Iterator[Jobs]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from titans_platform.clusters.steps import Step
 
 
 def _psutil() -> Any:
@@ -55,3 +58,22 @@ def end(processes: Iterable[Mapping[str, Any]], grace: float = 8.0) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(alive, timeout=grace)
+
+
+@dataclass(frozen=True)
+class EndProcesses(Step):
+    """End processes that were written down."""
+
+    processes: Sequence[Mapping[str, Any]]
+
+    def shown(self) -> str:
+        """The living ones."""
+        alive = [process for process in self.processes if find(process)]
+        if not alive:
+            return "# no process of it is alive"
+        roles = ", ".join(process["role"] for process in alive)
+        return f"kill {' '.join(str(process['pid']) for process in alive)}  # {roles}, and what is below them"
+
+    def do(self) -> None:
+        """End them."""
+        end(self.processes)

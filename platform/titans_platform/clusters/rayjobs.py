@@ -133,7 +133,8 @@ class RayJobs(Jobs):
         """Version, nodes and jobs."""
         version = self._get("/api/version")["ray_version"]
         nodes = self._get("/api/v0/nodes")["data"]["result"]["result"]
-        return {"ray_version": version, "nodes": [_node(node) for node in nodes], **super().about()}
+        found = sorted((_node(node) for node in nodes), key=lambda node: (not node["head"], node["id"]))
+        return {"ray_version": version, "nodes": found, **super().about()}
 
     def _get(self, path: str) -> Any:
         headers = {"Authorization": f"Bearer {read_token(self.token, self.cluster)}"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
 
@@ -54,31 +54,26 @@ class ClusterSpec(Frozen):
     pip: bool = False
     """Install the locked requirements on the nodes first; not needed where the image has them."""
 
-    @field_validator("storage")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        if value and "://" in value:
-            raise ValueError("cells are files in a folder; mount the bucket on every node and give its path")
-        if value and not os.path.isabs(value):
-            raise ValueError("should be an absolute path: nodes have no common working directory")
-        return value
-
-    @field_validator("mlflow")
-    @classmethod
-    def _server(cls, value: str | None) -> str | None:
-        if value and value.startswith("sqlite:"):
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.storage and "://" in self.storage:
             raise ValueError(
-                "an SQLite file takes one machine; give the http:// address of an `mlflow server`"
+                "storage: cells are files in a folder; mount the bucket on every node, give its path"
             )
-        if value and urlsplit(value).scheme not in ("http", "https"):
-            raise ValueError("should be the http:// or https:// address of an MLflow server")
-        if value and urlsplit(value).password:
-            raise ValueError("holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes instead")
-        return value
+        if self.storage and not os.path.isabs(self.storage):
+            raise ValueError("storage: should be an absolute path: nodes have no common working directory")
+        if self.mlflow:
+            _check_mlflow(self.mlflow)
+        if "RAY_AUTH_TOKEN" in self.env:
+            raise ValueError("env: the token does not belong in a file that is shared; see `token`")
+        return self
 
-    @field_validator("env")
-    @classmethod
-    def _no_token(cls, value: dict[str, str]) -> dict[str, str]:
-        if "RAY_AUTH_TOKEN" in value:
-            raise ValueError("the token does not belong in a file that is shared; see `token`")
-        return value
+
+def _check_mlflow(uri: str) -> None:
+    parts = urlsplit(uri)
+    if parts.scheme == "sqlite":
+        raise ValueError("mlflow: an SQLite file takes one machine; give the address of an `mlflow server`")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
+    if parts.password:
+        raise ValueError("mlflow: holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes instead")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -163,6 +164,22 @@ class Until(Step):
                     f"waited {self.timeout:.0f} s until {self.what}, in vain; {self.otherwise}"
                 )
             time.sleep(0.3)
+
+
+@dataclass(frozen=True)
+class Remove(Step):
+    """Remove folders."""
+
+    paths: tuple[str, ...]
+
+    def shown(self) -> str:
+        """`rm`."""
+        return f"rm -r {shlex.join(self.paths)}"
+
+    def do(self) -> None:
+        """Remove them; one that is gone is no mistake."""
+        for path in self.paths:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
