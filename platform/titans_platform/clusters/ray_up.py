@@ -7,6 +7,7 @@ What is under `ray:` is the launcher's YAML as Ray documents it. Added to it are
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -130,12 +131,16 @@ class RayUp(Cluster[RayUpSpec]):
 
 
 def _check(config: dict[str, Any], where: str) -> None:
-    """Ray's defaults filled in, against Ray's schema. Raises UsageError."""
+    """As it is and with Ray's defaults filled in, against Ray's schema. Raises UsageError."""
     import jsonschema
+    import ray.autoscaler
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     logging.getLogger("ray.autoscaler").setLevel(logging.ERROR)
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     try:
+        # before the defaults, which take for granted what it asks for
+        jsonschema.validate(config, schema)
         validate_config(prepare_config(copy.deepcopy(config)))
     except jsonschema.ValidationError as error:
         place = ".".join([where, *map(str, error.absolute_path)])
