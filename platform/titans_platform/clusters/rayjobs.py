@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -11,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,18 +81,16 @@ class RayJobs(Jobs):
 
     def wait(self, job_id: str, write: Callable[[str], None]) -> int:
         """Follow the log until the job is over; a connection that breaks is made again."""
-        client, seen, tries = self._client(), 0, 0
+        client, log, tries = self._client(), _Log(write), 0
         while True:
-            before = seen
+            before = log.written
             try:
-                for chunk in _tail(client, job_id, skip=seen):
-                    seen += len(chunk)
-                    write(chunk)
+                asyncio.run(log.follow(client, job_id))
                 info = self._info(client, job_id)
-            except ClusterError:
+            except (ClusterError, _ReaderGone):
                 raise
             except Exception as error:
-                tries = tries + 1 if seen == before else 0
+                tries = tries + 1 if log.written == before else 0
                 if tries > _TRIES:
                     raise ClusterError(
                         f"cluster {self.cluster}: the log of {job_id} broke off: {_one_line(error)}; "
@@ -189,22 +187,29 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tail(client: JobSubmissionClient, job_id: str, skip: int) -> Iterator[str]:
-    """The log as it grows, without its first ``skip`` characters; Ray sends it from the beginning."""
-    loop = asyncio.new_event_loop()
-    stream: Any = client.tail_job_logs(job_id)
-    try:
-        while True:
-            try:
-                chunk = loop.run_until_complete(anext(stream))
-            except StopAsyncIteration:
-                return
-            fresh, skip = chunk[skip:], max(0, skip - len(chunk))
-            if fresh:
-                yield fresh
-    finally:
-        loop.run_until_complete(stream.aclose())
-        loop.close()
+class _ReaderGone(BrokenPipeError):
+    """Whoever read what we print has left: not a matter of the connection to the cluster."""
+
+
+class _Log:
+    """A log that is written on where it broke off; Ray sends it from its beginning each time."""
+
+    def __init__(self, write: Callable[[str], None]):
+        self._write = write
+        self.written = 0
+
+    async def follow(self, client: JobSubmissionClient, job_id: str) -> None:
+        """Write what is new until the log ends."""
+        skip = self.written
+        stream: Any = client.tail_job_logs(job_id)
+        async with contextlib.aclosing(stream) as chunks:
+            async for chunk in chunks:
+                fresh, skip = chunk[skip:], max(0, skip - len(chunk))
+                try:
+                    self._write(fresh)
+                except BrokenPipeError as error:
+                    raise _ReaderGone(*error.args) from None
+                self.written += len(fresh)
 
 
 @dataclass(frozen=True)
@@ -270,7 +275,7 @@ class _Stop(Step):
         self.jobs.stop(self.job_id)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _laid_out(files: Mapping[str, bytes]) -> Iterator[Path]:
     """The files in a folder of their own."""
     with tempfile.TemporaryDirectory() as name:
