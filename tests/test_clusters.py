@@ -12,15 +12,18 @@ import pytest
 import yaml
 
 from titans_platform.cli import run
-from titans_platform.clusters import package
+from titans_platform.clusters import joined, package
 from titans_platform.clusters.crd import check_manifests
 from titans_platform.clusters.files import known_clusters, load_cluster
 from titans_platform.clusters.follow import Answer
 from titans_platform.clusters.jobs import Job, shell_code
 from titans_platform.clusters.manifests import as_yaml, ray_job
 from titans_platform.clusters.registry import KINDS
+from titans_platform.clusters.study import environment
 from titans_platform.clusters.tokens import write_token
 from titans_platform.errors import UsageError
+from titans_platform.study.plan import concurrency
+from titans_platform.study.spec import Resources
 
 SECRET = "0123456789abcdef" * 4
 
@@ -253,3 +256,18 @@ def test_an_answer_is_told_from_the_log():
 )
 def test_exit_codes_as_a_shell_has_them(code, state, expected):
     assert shell_code(code, state) == expected
+
+
+def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
+    whole = Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1)
+    for name, cells in (("kuberay", 4), ("aws", 2), ("gcp", 2)):
+        env = environment(load_cluster(name))
+        monkeypatch.setenv(joined.ADDRESS, env[joined.ADDRESS])
+        monkeypatch.setenv(joined.NODES, env[joined.NODES])
+        assert concurrency(whole, joined.machine(whole)) == cells
+    assert joined.NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
+    # a worker is not split over two nodes
+    wide = Resources(workers=1, cpus_per_worker=100)
+    monkeypatch.setenv(joined.NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
+    with pytest.raises(UsageError, match="a cell takes 100 CPU"):
+        concurrency(wide, joined.machine(wide))

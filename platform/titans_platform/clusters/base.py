@@ -40,6 +40,10 @@ class Cluster(ABC, Generic[Spec]):
         """Whether all its workers are on one machine, so that an SQLite file can take their metrics."""
         return False
 
+    def grows_to(self) -> list[dict[str, float]] | None:
+        """The CPUs and GPUs of each node it may grow to; None where what is alive is all there is."""
+        return None
+
     @abstractmethod
     def up_steps(self) -> list[Step]:
         """What `up` does."""

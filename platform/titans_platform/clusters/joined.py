@@ -7,6 +7,7 @@ every node sees the storage, and reaches the MLflow server.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 ADDRESS = "TITANS_RAY_ADDRESS"
 """Set in a job: the Ray to join, `auto`. Without it a study starts a Ray of its own."""
+
+NODES = "TITANS_CLUSTER_NODES"
+"""Set in a job on a cluster that grows: the nodes it may grow to, as JSON."""
 
 
 def address() -> str | None:
@@ -51,12 +55,14 @@ def joined(root: Path) -> Iterator[None]:
 
 
 def machine(resources: Resources) -> Machine:
-    """What cells can be placed on: the whole cluster inside a job, this machine outside."""
+    """What cells can be placed on: the cluster at its largest inside a job, this machine outside."""
     from titans_platform.study.plan import Machine, this_machine
 
     if address() is None:
         return this_machine(resources)
-    slots = sum(_workers(node["Resources"], resources) for node in _nodes())
+    grown = os.environ.get(NODES)
+    nodes = json.loads(grown) if grown else [node["Resources"] for node in _nodes()]
+    slots = sum(_workers(node, resources) for node in nodes)
     return Machine(slots * resources.cpus_per_worker, int(slots * resources.gpus_per_worker))
 
 
@@ -134,23 +140,32 @@ def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, s
 
 def _look(folder: str, node: str, uri: str) -> str:
     """What a node finds wrong; runs there."""
-    import urllib.request
-
     try:
         if (Path(folder) / "driver").read_text() != "here":
             return f"another folder at the storage's path {folder}"
         (Path(folder) / node).write_text("here")
     except OSError as error:
         return f"storage {Path(folder).parent}: {error.strerror}"
-    if uri.startswith("http"):
-        try:
-            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=20):
-                pass
-        except OSError as error:
-            # asked for a password it answered
-            if getattr(error, "code", 0) not in (401, 403):
-                return f"MLflow at {uri}: no answer: {error}"
-    return ""
+    return _ask_mlflow(uri) if uri.startswith("http") else ""
+
+
+def _ask_mlflow(uri: str) -> str:
+    """What is wrong with an MLflow server seen from here; the API is asked, /health says yes to anybody."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        address = f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
+        with urllib.request.urlopen(address, timeout=20):
+            return ""
+    except urllib.error.HTTPError as error:
+        body = error.read(200).decode(errors="replace")
+        if "Host header" in body:
+            return f"MLflow at {uri} takes no requests under this name; start it with --allowed-hosts"
+        # asked for a password it answered: the client will give it
+        return "" if error.code == 401 else f"MLflow at {uri}: {error}"
+    except (OSError, ValueError) as error:
+        return f"MLflow at {uri}: no answer: {error}"
 
 
 def _remove(folder: Path) -> None:

@@ -33,6 +33,13 @@ class KubeRay(Cluster[KubeRaySpec]):
         """Whether clusters are made for jobs."""
         return self.spec.lifetime == "job"
 
+    def grows_to(self) -> list[dict[str, float]] | None:
+        """Every pool at its largest; a job's own cluster is not there yet when it is planned."""
+        pools = self.spec.pools
+        if not any(pool.most > pool.replicas for pool in pools):
+            return None
+        return [{"CPU": pool.cpus, "GPU": pool.gpus} for pool in pools for _ in range(pool.most)]
+
     def kubectl(self, *arguments: str) -> tuple[str, ...]:
         """The start of every command."""
         context = ("--context", self.spec.context) if self.spec.context else ()

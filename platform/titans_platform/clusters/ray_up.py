@@ -79,6 +79,17 @@ class RayUp(Cluster[RayUpSpec]):
             f"--dashboard-host=127.0.0.1 --dashboard-port={self.spec.port}"
         )
 
+    def grows_to(self) -> list[dict[str, float]] | None:
+        """Every type of worker at its most; Ray gets machines as cells wait for them."""
+        ray: Any = self.spec.ray
+        types = {
+            name: kind
+            for name, kind in (ray.get("available_node_types") or {}).items()
+            if name != ray.get("head_node_type")
+        }
+        most = {name: kind.get("max_workers", ray.get("max_workers", 0)) for name, kind in types.items()}
+        return [dict(types[name]["resources"]) for name in types for _ in range(most[name])] or None
+
     def up_steps(self) -> list[Step]:
         """Write the YAML, make a token, `ray up`."""
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job
-from titans_platform.clusters.joined import ADDRESS
+from titans_platform.clusters.joined import ADDRESS, NODES
 from titans_platform.errors import UsageError
 from titans_platform.study.spec import Cell, find_study
 from titans_platform.tracking import STORE
@@ -39,7 +40,8 @@ def check_reachable(cluster: Cluster[Any]) -> None:
     if uri is None and not cluster.one_machine:
         raise UsageError(
             f"{where}: missing: metrics would go to an SQLite file, which workers on several machines cannot "
-            "share; start `mlflow server --host 0.0.0.0` where they reach it, and write its http:// address"
+            "share; start `mlflow server --host 0.0.0.0 --allowed-hosts NAME:5000` where they reach it, and "
+            "write http://NAME:5000"
         )
     if uri and urlsplit(uri).hostname in _HERE and not cluster.one_machine:
         raise UsageError(f"{where}: {uri} is another machine on each node; write a name all of them know")
@@ -49,11 +51,15 @@ def environment(cluster: Cluster[Any]) -> dict[str, str]:
     """The variables of a job: which Ray to join, where to log, how wide to print."""
     from titans_platform.study.run import QUIET
 
+    grown = cluster.grows_to()
     return {
         **QUIET,
         "PYTHONUNBUFFERED": "1",
+        # MLflow tells of each run it ends
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "1",
         "COLUMNS": str(shutil.get_terminal_size((100, 24)).columns),
         ADDRESS: "auto",
+        **({NODES: json.dumps(grown)} if grown else {}),
         **({STORE: cluster.spec.mlflow} if cluster.spec.mlflow else {}),
         **cluster.spec.env,
     }
