@@ -100,6 +100,8 @@ class Nodes(Cluster[NodesSpec]):
             # a job's python and pip are those on the node's PATH
             "PATH": f"{Path(sys.executable).parent}:$PATH",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # as nice as whoever started the nodes, not 15 below everything else on the machine
+            "RAY_worker_niceness": "0",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
 
