@@ -49,9 +49,10 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
             out = capsys.readouterr().out
             assert out.strip()
             assert SECRET not in out
-        # a token is on for every kind that starts Ray, by a file or a Secret
     assert run(["cluster", "list", "--json"]) == 0
-    assert {row["name"] for row in json.loads(capsys.readouterr().out)} == set(shipped)
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(listed) == set(shipped)
+    assert listed["local"]["state"] == "up"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys):
     assert "--rows 'LMM,w/o Momentum' --seeds 0-1 --set optim.steps=3" in out
     assert "--root /mnt/titans" in out
     assert '"NCCL_DEBUG": "WARN"' in out
+    assert '"TITANS_HOME": "/mnt/titans"' in out
     assert '"TITANS_MLFLOW": "http://head.invalid:5000"' in out
     assert run([*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run"]) == 2
     assert "no file none.model here to take along" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def cluster() -> None:
     """
 
 
-@cluster.command("list")
+@cluster.command("list", short_help="List the clusters that can be given by name.")
 @json_option
 def list_clusters(as_json: bool) -> None:
     """List the clusters that can be given by name, with their kind and whether `up` started them here.
@@ -40,20 +40,29 @@ def list_clusters(as_json: bool) -> None:
     Example:
       titans cluster list
     """
-    from titans_platform.clusters.files import known_clusters, load_cluster
+    from titans_platform.clusters.files import known_clusters
 
-    rows: list[dict[str, Any]] = []
-    for name, path in known_clusters().items():
-        found = load_cluster(str(path))
-        state = "up" if found.state.read() else "local" if found.kind == "local" else "-"
-        rows.append({"name": name, "kind": found.kind, "state": state, "path": path})
-        rows[-1]["description"] = " ".join(found.spec.description.split())
+    rows = [_listed(name, path) for name, path in sorted(known_clusters().items())]
     if as_json:
         echo_json(rows)
         return
     for row in rows:
         click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}")
         click.echo(f"  {row['description']}")
+
+
+def _listed(name: str, path: Path) -> dict[str, Any]:
+    """A cluster for the list; one whose file is wrong is listed with what is."""
+    from titans_platform.clusters.files import load_cluster
+    from titans_platform.errors import UsageError
+
+    try:
+        found = load_cluster(str(path))
+    except UsageError as error:
+        return {"name": name, "kind": "?", "state": "wrong", "path": path, "description": str(error)}
+    state = "up" if found.state.read() or found.kind == "local" else "-"
+    about = " ".join(found.spec.description.split())
+    return {"name": name, "kind": found.kind, "state": state, "path": path, "description": about}
 
 
 @cluster.command(short_help="Bring a cluster up.")
@@ -153,7 +162,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 
     \b
     Example:
-      titans cluster submit nodes -- sweep report ablation --scale smoke --root /shared/titans
+      titans cluster submit nodes -- sweep report ablation --scale smoke
     """
     from titans_platform.clusters.files import load_cluster
     from titans_platform.clusters.study import check_reachable, titans_job

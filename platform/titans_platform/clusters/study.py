@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -59,10 +60,19 @@ def environment(cluster: Cluster[Any]) -> dict[str, str]:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "1",
         "COLUMNS": str(shutil.get_terminal_size((100, 24)).columns),
         ADDRESS: "auto",
+        **_home(cluster),
         **({NODES: json.dumps(grown)} if grown else {}),
         **({STORE: cluster.spec.mlflow} if cluster.spec.mlflow else {}),
         **cluster.spec.env,
     }
+
+
+def _home(cluster: Cluster[Any]) -> dict[str, str]:
+    """The root of commands that are given none, as it would be here."""
+    if cluster.spec.storage:
+        return {"TITANS_HOME": cluster.spec.storage}
+    here = Path(os.environ.get("TITANS_HOME", "titans-runs"))
+    return {"TITANS_HOME": str(here.resolve())} if cluster.sees_paths else {}
 
 
 def titans_job(cluster: Cluster[Any], arguments: Sequence[str], name: str | None = None) -> Job:
