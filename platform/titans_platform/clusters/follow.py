@@ -24,7 +24,7 @@ def follow(jobs: Jobs, cluster: str, job_id: str, write: Callable[[str], None]) 
             err=True,
         )
         return DETACHED
-    if code > SIGNALS:
+    if code > SIGNALS and code != DETACHED:
         click.echo(
             f"job {job_id} was ended by signal {code - SIGNALS}; the same command again goes on from there",
             err=True,
