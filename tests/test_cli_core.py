@@ -26,12 +26,20 @@ from titans_platform.errors import ClusterError, IncompleteError, TitansError, U
 FROZEN = {
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
+    "cluster down": "NAME --dry-run",
+    "cluster list": "--json",
+    "cluster logs": "NAME JOB --no-follow --dry-run",
+    "cluster status": "NAME --dry-run --json",
+    "cluster stop": "NAME JOB --dry-run",
+    "cluster submit": "NAME COMMAND --detach --dry-run --json",
+    "cluster up": "NAME --schema --dry-run --json",
     "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
-    "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency --dry-run --json",
+    "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "
+    "--cluster --dry-run --json",
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
     "train": "CONFIG --set --root --workers --gpus --name --dry-run --json",
@@ -216,7 +224,7 @@ def tree(tmp_path: Path) -> Path:
     tree = tmp_path / "tree"
     for part in ("kernels", "titans_core", "platform", "sweeps", "clusters"):
         shutil.copytree(TOP / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("pyproject.toml", "hatch_build.py"):
+    for part in ("pyproject.toml", "hatch_build.py", "constraints.txt"):
         shutil.copy(TOP / part, tree)
     (tree / "README.md").write_text("")
     (tree / "LICENSE").write_text("")

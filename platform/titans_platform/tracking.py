@@ -39,6 +39,8 @@ logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 log = logging.getLogger(__name__)
 
 EXPERIMENT = "titans"
+STORE = "TITANS_MLFLOW"
+"""Address of an MLflow server to use in place of the SQLite file under the root."""
 CELL_TAG = "titans.cell"
 STUDY_TAG = "titans.study"
 # what MLflow takes in one call
@@ -46,12 +48,15 @@ _BATCH_METRICS, _BATCH_PARAMS, _PARAM_LENGTH = 1000, 100, 6000
 
 
 def store_uri(root: Path) -> str:
-    """The address of the store under ``root``, an SQLite file."""
-    return f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    """The address of the store of ``root``: TITANS_MLFLOW where it is set, else an SQLite file under it."""
+    return os.environ.get(STORE) or f"sqlite:///{root.resolve() / 'mlflow.db'}"
 
 
 def check_store(root: Path) -> None:
-    """Refuse a store under ``root`` that is there and cannot be opened; makes none. Raises UsageError."""
+    """Refuse a store of ``root`` that cannot be opened; makes none. Raises UsageError."""
+    if os.environ.get(STORE):
+        _check_server(store_uri(root))
+        return
     path = root.resolve() / "mlflow.db"
     if path.exists():
         _check_sqlite(path)

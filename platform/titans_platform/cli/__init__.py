@@ -18,6 +18,7 @@ INTERRUPTED = 130
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("bench", "bench", "Measure the memory's speed and space, alone or beside another's."),
+    "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Turn sources into token shards, and look at them."),
     "eval": ("eval", "evaluate", "Measure a run or one of its checkpoints."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),

@@ -27,6 +27,12 @@ root_option = click.option(
     help="Folder of data, runs, studies and the MLflow store.",
 )
 
+cluster_option = click.option(
+    "--cluster",
+    metavar="NAME",
+    help="Run as a job on this cluster (clusters/NAME.yaml, or a file)  [this machine]",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")

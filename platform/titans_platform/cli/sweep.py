@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from titans_platform.cli.options import dry_run_option, echo_json, json_option, root_option, set_option
+from titans_platform.cli.options import (
+    cluster_option,
+    dry_run_option,
+    echo_json,
+    json_option,
+    root_option,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from titans_platform.config import TaskConfig
@@ -122,6 +129,7 @@ def _task_text(task: TaskConfig) -> str:
 @root_option
 @click.option("--rerun-stale", is_flag=True, help="Run again the cells that another commit made.")
 @click.option("--concurrency", type=click.IntRange(1), help="Cells at once; as many as fit by default.")
+@cluster_option
 @dry_run_option
 @json_option
 def run(
@@ -133,6 +141,7 @@ def run(
     root: Path,
     rerun_stale: bool,
     concurrency: int | None,
+    cluster: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -145,7 +154,9 @@ def run(
     Example:
       titans sweep run ablation --scale laptop --dry-run
       titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
+      titans sweep run ablation --scale 340M --cluster lab
     """
+    from titans_platform.clusters.joined import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import open_study, plan_study, run_study
 
@@ -153,12 +164,21 @@ def run(
     opened = open_study(
         study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
     )
+    if cluster not in (None, "local"):
+        from titans_platform.cli.cluster import run_study_on
+
+        chosen = {"--rows": ",".join(parse_rows(rows)), "--seeds": seeds, "--concurrency": concurrency}
+        options = [part for key, value in chosen.items() if value for part in (key, str(value))]
+        options += [part for override in overrides for part in ("--set", override)]
+        options += ["--rerun-stale"] * rerun_stale
+        return run_study_on(cluster, study, scale, root, options, opened.cells, dry_run, as_json)
     if dry_run:
         found = show_plan(opened, plan_study(opened, rerun_stale, concurrency), console, quiet=as_json)
         if as_json:
             echo_json(found)
         return 0
-    table = run_study(opened, console, rerun_stale=rerun_stale, concurrency=concurrency)
+    with joined(root):
+        table = run_study(opened, console, rerun_stale=rerun_stale, concurrency=concurrency)
     if as_json:
         echo_json(_table_json(table))
     return 4 if table.missing else 0

@@ -15,7 +15,7 @@ from titans_platform.errors import UsageError, within
 from titans_platform.loading import nearest
 from titans_platform.study import render
 from titans_platform.study.origin import note_command
-from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
+from titans_platform.study.plan import Plan, estimate, make_plan, train_tokens
 from titans_platform.study.progress import clock, look
 from titans_platform.study.report import PAGE, make_report
 from titans_platform.study.run import StudyRun, execute, naming, only_driver, write_manifest
@@ -104,14 +104,16 @@ def _named(opened: Opened, prepared: Any) -> Opened:
 
 
 def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
-    """What is to do; UsageError for what cannot be placed on this machine."""
+    """What is to do; UsageError for what cannot be placed: on this machine, inside a job on its cluster."""
+    from titans_platform.clusters.joined import machine
+
     resources = opened.run.study.scales[opened.run.scale_name].resources
     return make_plan(
         opened.cells,
         opened.run.root,
         opened.run.commit,
         resources=resources,
-        machine=this_machine(resources),
+        machine=machine(resources),
         asked=asked,
         rerun_stale=rerun_stale,
     )

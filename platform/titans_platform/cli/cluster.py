@@ -1,0 +1,303 @@
+"""`titans cluster`: bring clusters up, run commands on them, take them down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titans_platform.cli.options import dry_run_option, echo_json, json_option
+
+if TYPE_CHECKING:
+    from titans_platform.clusters.base import Cluster
+    from titans_platform.clusters.jobs import Job
+    from titans_platform.clusters.steps import Step
+    from titans_platform.study.spec import Cell
+
+name_argument = click.argument("name")
+job_argument = click.argument("job")
+
+
+@click.group()
+def cluster() -> None:
+    """Clusters: files that say where a study runs, and what starts, watches and ends them.
+
+    \b
+    Example:
+      titans cluster up nodes
+    """
+
+
+@cluster.command("list", short_help="List the clusters that can be given by name.")
+@json_option
+def list_clusters(as_json: bool) -> None:
+    """List the clusters that can be given by name, with their kind and whether `up` started them here.
+
+    \b
+    Example:
+      titans cluster list
+    """
+    from titans_platform.clusters.files import known_clusters
+
+    rows = [_listed(name, path) for name, path in sorted(known_clusters().items())]
+    if as_json:
+        echo_json(rows)
+        return
+    for row in rows:
+        click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}")
+        click.echo(f"  {row['description']}")
+
+
+def _listed(name: str, path: Path) -> dict[str, Any]:
+    """A cluster for the list; one whose file is wrong is listed with what is."""
+    from titans_platform.clusters.files import load_cluster
+    from titans_platform.errors import UsageError
+
+    try:
+        found = load_cluster(str(path))
+    except UsageError as error:
+        return {"name": name, "kind": "?", "state": "wrong", "path": path, "description": str(error)}
+    state = "up" if found.state.read() or found.kind == "local" else "-"
+    about = " ".join(found.spec.description.split())
+    return {"name": name, "kind": found.kind, "state": state, "path": path, "description": about}
+
+
+@cluster.command(short_help="Bring a cluster up.")
+@name_argument
+@click.option(
+    "--schema",
+    "schemas",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="kuberay: check the manifests against this CRD first. May be repeated.",
+)
+@dry_run_option
+@json_option
+def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> None:
+    """Bring the cluster NAME up (a name in clusters/, or a YAML file).
+
+    --dry-run prints, as a shell script, the very commands and manifests that would be run and applied.
+
+    \b
+    Example:
+      titans cluster up nodes --dry-run
+    """
+    from titans_platform.clusters.files import load_cluster
+
+    found = load_cluster(name)
+    if schemas:
+        _check_manifests(found, schemas)
+    if dry_run:
+        _show(found.up_steps(), as_json)
+        return
+    where = found.up()
+    if as_json:
+        echo_json({"name": found.name, "kind": found.kind, "where": where})
+    else:
+        click.echo(f"{found.name} is up: {where}")
+        click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
+
+
+def _check_manifests(found: Cluster[Any], schemas: Sequence[Path]) -> None:
+    from titans_platform.clusters.crd import check_manifests
+    from titans_platform.errors import UsageError
+
+    if not found.manifests():
+        raise UsageError(f"--schema: a cluster of kind {found.kind} has no manifests to check")
+    for line in check_manifests(found.manifests(), schemas):
+        click.echo(f"# {line}", err=True)
+
+
+@cluster.command(short_help="Tell how a cluster is: nodes and jobs.")
+@name_argument
+@dry_run_option
+@json_option
+def status(name: str, dry_run: bool, as_json: bool) -> None:
+    """Tell how the cluster NAME is, which nodes it has and which jobs it runs.
+
+    \b
+    Example:
+      titans cluster status nodes
+    """
+    from titans_platform.clusters.files import load_cluster
+
+    found = load_cluster(name)
+    if dry_run:
+        _show(found.status_steps(), as_json)
+        return
+    told = {"name": found.name, "kind": found.kind, **found.status()}
+    if as_json:
+        echo_json(told)
+    else:
+        _print_status(told)
+
+
+def _print_status(told: dict[str, Any]) -> None:
+    version = f", Ray {told['ray_version']}" if "ray_version" in told else ""
+    click.echo(f"{told['name']} ({told['kind']}): {told['state']}, {told['where']}{version}")
+    for node in told.get("nodes", []):
+        role, state = "head" if node["head"] else "worker", "alive" if node["alive"] else "dead"
+        gpus = f" {node['gpus']:g} GPU" if node.get("gpus") else ""
+        click.echo(f"  {node['id']:<10} {role:<7} {state:<6} {node['ip']:<15} {node['cpus']:g} CPU{gpus}")
+    for job in told.get("jobs", []):
+        code = f" (exit code {job['code']})" if job["code"] else ""
+        click.echo(f"  job {job['id']}: {job['state']}{code}")
+
+
+@cluster.command(
+    short_help="Run a titans command as a job.", context_settings={"ignore_unknown_options": True}
+)
+@name_argument
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--detach", is_flag=True, help="Do not follow the job; print its id.")
+@dry_run_option
+@json_option
+def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_json: bool) -> int:
+    """Run COMMAND, what would follow `titans`, as a job on the cluster NAME; its log and exit code come back.
+
+    Put -- before it when it has options of its own. Ctrl-C detaches; the job goes on.
+
+    \b
+    Example:
+      titans cluster submit nodes -- sweep report ablation --scale smoke
+    """
+    from titans_platform.clusters.files import load_cluster
+    from titans_platform.clusters.study import check_reachable, titans_job
+
+    found = load_cluster(name)
+    check_reachable(found)
+    arguments = command[1:] if command[0] == "titans" else command
+    return _submit(found, name, titans_job(found, arguments), dry_run, as_json, detach)
+
+
+@cluster.command(short_help="Follow a job's log again.")
+@name_argument
+@job_argument
+@click.option("--no-follow", is_flag=True, help="Print what is there and return.")
+@dry_run_option
+def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
+    """Print the log of JOB from its beginning and follow it to its end; its exit code is ours.
+
+    \b
+    Example:
+      titans cluster logs nodes ablation-smoke-1f3a9c
+    """
+    from titans_platform.clusters.files import load_cluster
+    from titans_platform.clusters.follow import follow
+
+    found = load_cluster(name)
+    if dry_run:
+        _show(found.log_steps(job), False)
+        return 0
+    with found.jobs() as jobs:
+        if no_follow:
+            click.echo(jobs.logs(job), nl=False)
+            return 0
+        return follow(jobs, name, job, _write(sys.stdout))
+
+
+@cluster.command(short_help="End a job.")
+@name_argument
+@job_argument
+@dry_run_option
+def stop(name: str, job: str, dry_run: bool) -> None:
+    """End JOB. What its study finished is kept; the same command goes on from there.
+
+    \b
+    Example:
+      titans cluster stop nodes ablation-smoke-1f3a9c
+    """
+    from titans_platform.clusters.files import load_cluster
+
+    found = load_cluster(name)
+    if dry_run:
+        before, jobs = found.describe_jobs()
+        _show([*before, *jobs.stop_steps(job)], False)
+        return
+    with found.jobs() as jobs:
+        jobs.stop(job)
+    click.echo(f"{job} is told to stop")
+
+
+@cluster.command(short_help="Take down what `up` started.")
+@name_argument
+@dry_run_option
+def down(name: str, dry_run: bool) -> None:
+    """Take the cluster NAME down: what `titans cluster up` started here, and nothing else.
+
+    \b
+    Example:
+      titans cluster down nodes
+    """
+    from titans_platform.clusters.files import load_cluster
+
+    found = load_cluster(name)
+    if dry_run:
+        _show(found.down_steps(), False)
+        return
+    found.down()
+    click.echo(f"{found.name} is down")
+
+
+def run_study_on(
+    name: str,
+    study: str,
+    scale: str,
+    root: Path,
+    options: Sequence[str],
+    cells: Sequence[Cell],
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """`titans sweep run --cluster NAME`; its exit code."""
+    from titans_platform.clusters.files import load_cluster
+    from titans_platform.clusters.study import check_reachable, root_on, study_job
+
+    found = load_cluster(name)
+    given = click.get_current_context().get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
+    where = root_on(found, root, given)
+    check_reachable(found)
+    job = study_job(found, study, scale, where, [*options, *["--json"] * as_json], cells)
+    return _submit(found, name, job, dry_run, as_json)
+
+
+def _submit(
+    found: Cluster[Any], name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False
+) -> int:
+    """Submit and follow. With ``as_json`` the log goes to stderr, and what the command answers to stdout."""
+    from titans_platform.clusters.follow import Answer, follow
+
+    if dry_run:
+        _show(found.submit_steps(job), as_json)
+        return 0
+    with found.jobs() as jobs:
+        job_id = jobs.submit(job)
+        if detach:
+            click.echo(job_id) if not as_json else echo_json({"job": job_id})
+            return 0
+        click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
+        if not as_json:
+            return follow(jobs, name, job_id, _write(sys.stdout))
+        answer = Answer(_write(sys.stderr))
+        code = follow(jobs, name, job_id, answer.write)
+        click.echo(answer.text(), nl=False)
+        return code
+
+
+def _write(stream: Any) -> Any:
+    def write(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    return write
+
+
+def _show(steps: Sequence[Step], as_json: bool) -> None:
+    if as_json:
+        echo_json([step.shown() for step in steps])
+        return
+    for step in steps:
+        click.echo(step.shown())

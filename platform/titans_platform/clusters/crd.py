@@ -1,0 +1,77 @@
+"""Manifests against the schemas a Kubernetes server would check them with (`--schema FILE`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from titans_platform.errors import UsageError
+
+
+def check_manifests(objects: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
+    """Check each object against the schema of its kind; a line for each. Raises UsageError for a mistake.
+
+    Unknown fields are mistakes too: the server drops them without a word.
+    """
+    schemas = {}
+    for file in files:
+        schemas |= _schemas(file)
+    told = []
+    for item in objects:
+        key = (item["apiVersion"], item["kind"])
+        where = f"{item['kind']} {item['metadata']['name']}"
+        if key not in schemas:
+            told.append(f"{where}: no schema given")
+            continue
+        errors = sorted(
+            jsonschema.Draft202012Validator(schemas[key]).iter_errors(item), key=lambda e: e.json_path
+        )
+        if errors:
+            raise UsageError(f"{where}: {errors[0].json_path}: {errors[0].message[:200]}")
+        told.append(f"{where}: valid")
+    return told
+
+
+def _schemas(file: Path) -> dict[tuple[str, str], Any]:
+    """The schemas of a CustomResourceDefinition, by apiVersion and kind."""
+    try:
+        found = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        spec = found["spec"]
+        return {
+            (f"{spec['group']}/{version['name']}", spec["names"]["kind"]): _strict(
+                version["schema"]["openAPIV3Schema"]
+            )
+            for version in spec["versions"]
+        }
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--schema {file}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    except (KeyError, TypeError):
+        raise UsageError(f"--schema {file}: is no CustomResourceDefinition") from None
+
+
+def _strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with unknown fields refused wherever it names the known ones."""
+    schema = copy.deepcopy(schema)
+    # metadata is Kubernetes' own, and not written out
+    below = {key: value for key, value in schema["properties"].items() if key not in ("metadata", "status")}
+    for part in below.values():
+        _close(part)
+    return schema
+
+
+def _close(schema: Any) -> None:
+    if not isinstance(schema, dict):
+        return
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+        for part in properties.values():
+            _close(part)
+    for key in ("items", "additionalProperties"):
+        _close(schema.get(key))

@@ -1,0 +1,172 @@
+"""Slurm and Kubernetes by fakes of their commands on the PATH: what they are asked, and how a job ends."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titans_platform.cli import run
+from titans_platform.clusters.files import load_cluster
+from titans_platform.clusters.kubejobs import object_name
+from titans_platform.clusters.study import titans_job
+
+SECRET = "feed" * 16
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A folder at the front of the PATH, and what its commands were called with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    # its path must not lead a job to this checkout
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+    def add(name: str, script: str) -> None:
+        path = folder / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$FAKE/calls"\n{script}\n')
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    return add
+
+
+def calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+@pytest.fixture
+def slurm(fake, tmp_path):
+    """A scheduler that runs a job at once; its Ray only runs what it is given."""
+    fake(
+        "sbatch",
+        "export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1 SLURM_CPUS_PER_TASK=2\n"
+        'log=$(sed -n "s/^#SBATCH --output=//p" "$2")\nbash "$2" > "$log" 2>&1\necho 77\nexit 0',
+    )
+    fake("squeue", 'cat "$FAKE/queue" 2>/dev/null; exit 0')
+    fake("scancel", 'rm "$FAKE/queue"')
+    fake("scontrol", "echo n1")
+    fake("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
+    fake(
+        "ray",
+        'env | grep -E "^(RAY_AUTH|TITANS)" > "$FAKE/env"; while [[ $1 != -- ]]; do shift; done; shift; "$@"',
+    )
+    fake("python", f'exec {sys.executable} "$@"')
+    text = f"kind: slurm\nstorage: {tmp_path}/shared\ncpus_per_node: 2\noptions: [--constraint=h100]\n"
+    path = tmp_path / "hpc.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
+    assert run(["cluster", "submit", slurm, "--", "sweep", "list"]) == 0
+    out = capfd.readouterr().out
+    assert "ablation: Table 5" in out
+    (job,) = (tmp_path / "shared" / "slurm" / "hpc").iterdir()
+    # from the wheel that was unpacked for it
+    assert f"{job}/code/titans_platform/_shipped/sweeps/ablation.yaml" in out
+    asked = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    token = Path(asked["RAY_AUTH_TOKEN_PATH"])
+    assert asked["RAY_AUTH_MODE"] == "token"
+    assert asked["TITANS_RAY_ADDRESS"] == "auto"
+    assert token.stat().st_mode & 0o777 == 0o600
+    for text in (*calls(tmp_path), (job / "job.sbatch").read_text(), out):
+        assert token.read_text() not in text
+    assert any(
+        call.startswith("ray symmetric-run --address n1:20077 --min-nodes 1") for call in calls(tmp_path)
+    )
+    assert "#SBATCH --constraint=h100" in (job / "job.sbatch").read_text()
+    subprocess.run(["bash", "-n", str(job / "job.sbatch")], check=True)
+    assert run(["cluster", "logs", slurm, job.name, "--no-follow"]) == 0
+    assert "ablation: Table 5" in capfd.readouterr().out
+
+
+def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
+    assert run(["cluster", "submit", slurm, "sweep", "show", "nothing"]) == 2
+    assert "no study 'nothing'" in capfd.readouterr().out
+    (job,) = (tmp_path / "shared" / "slurm" / "hpc").iterdir()
+    assert run(["cluster", "logs", slurm, job.name]) == 2
+    (job / "exit").unlink()
+    (tmp_path / "queue").write_text("77 RUNNING\n78 RUNNING\n")
+    capfd.readouterr()
+    assert run(["cluster", "status", slurm, "--json"]) == 0
+    status = json.loads(capfd.readouterr().out)
+    assert [(found["id"], found["state"]) for found in status["jobs"]] == [(job.name, "running")]
+    assert run(["cluster", "down", slurm]) == 0
+    # the other job is somebody else's
+    assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 77"]
+    assert run(["cluster", "stop", slurm, "none"]) == 3
+
+
+def test_without_a_scheduler_it_says_so(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "hpc.yaml"
+    path.write_text(f"kind: slurm\nstorage: {tmp_path}/shared\ncpus_per_node: 2\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["cluster", "up", str(path)]) == 3
+    assert "sbatch: not installed here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memory_depth-340M-1f3a9c", "A" * 80])
+def test_names_kubernetes_takes(name):
+    assert len(object_name(name)) <= 47
+    assert object_name(name).replace("-", "").isalnum()
+    assert object_name(name) == object_name(name).lower()
+
+
+def test_a_rayjob_is_followed_to_its_exit_code(fake, tmp_path, capfd):
+    status = {"jobStatus": "FAILED", "message": "Job entrypoint command failed with exit code 4, last logs:"}
+    job = {"metadata": {"name": "x-1"}, "status": status}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    fake(
+        "kubectl",
+        'case "$*" in *apply*) cat > "$FAKE/applied";; *"get rayjob"*) cat "$FAKE/job.json";; '
+        '*logs*) echo "1 cell has no result";; esac',
+    )
+    assert run(["cluster", "submit", "kuberay-job", "--", "sweep", "run", "ablation"]) == 4
+    assert "1 cell has no result" in capfd.readouterr().out
+    assert "authOptions" in (tmp_path / "applied").read_text()
+    assert "auth_token" not in (tmp_path / "applied").read_text()
+
+
+def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
+    coded = base64.b64encode(SECRET.encode()).decode()
+    fake(
+        "kubectl",
+        f'case "$*" in *"get secret"*) printf {coded};; *port-forward*) echo refused >&2; exit 1;; '
+        "*apply*) cat > /dev/null;; esac",
+    )
+    assert run(["cluster", "up", "kuberay"]) == 0
+    assert run(["cluster", "up", "kuberay"]) == 3
+    # no way in: one line, and nothing of the token
+    assert run(["cluster", "status", "kuberay"]) == 3
+    error = capfd.readouterr().err
+    assert "kubectl" in error
+    assert "refused" in error
+    fetched = load_cluster("kuberay")._fetched_token()
+    assert fetched.path.read_text() == SECRET
+    assert fetched.path.stat().st_mode & 0o777 == 0o600
+    assert run(["cluster", "down", "kuberay"]) == 0
+    deleted = [call for call in calls(tmp_path) if " delete " in call]
+    assert deleted == ["kubectl --namespace titans delete raycluster kuberay --ignore-not-found --wait"]
+    assert not fetched.path.exists()
+    assert SECRET not in "".join(calls(tmp_path))
+
+
+def test_ray_up_keeps_the_token_out_of_the_yaml_and_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("aws", "gcp", "onprem"):
+        config = load_cluster(name).config()
+        assert config["file_mounts"]["~/.ray/auth_token"].endswith(f"clusters/{name}/token")
+        for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+            assert "RAY_AUTH_MODE=token" in config[key][-1]
+        assert run(["cluster", "up", name, "--dry-run"]) == 0
+        assert "ray.scripts.scripts up --yes" in capsys.readouterr().out
+    assert titans_job(load_cluster("aws"), ["sweep", "list"]).command[1:3] == ("-m", "titans_platform")
