@@ -52,12 +52,13 @@ def list_studies(as_json: bool) -> None:
         return
     for study, path in studies:
         click.echo(f"{study.name}: {' '.join(study.description.split())}")
-        click.echo(f"  scales {', '.join(study.scales)}; {len(study.rows)} rows; {path}")
+        rows = len(study.rows_at(next(iter(study.scales))))
+        click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
 
 
 def _about(study: Study, path: Path) -> dict[str, Any]:
     scales = {name: {"about": scale.about, "seeds": scale.seeds} for name, scale in study.scales.items()}
-    rows = [row.name for row in study.rows]
+    rows = [row.name for row in study.rows_at(next(iter(study.scales)))]
     return {
         "name": study.name,
         "description": study.description,
@@ -102,7 +103,7 @@ def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
     )
     for key, tasks in config.eval.columns.items():
         console.print(f"  {key}: {', '.join(map(_task_text, tasks))}", highlight=False)
-    for row in study.rows:
+    for row in study.rows_at(study.scale_name(scale)):
         changes = ", ".join(f"{field}={value}" for field, value in compact(row.set).items()) or "the base"
         console.print(f"  {row.name:22} {changes}", highlight=False, markup=False)
 

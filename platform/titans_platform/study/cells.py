@@ -23,6 +23,9 @@ STALE_RESULT = "result.stale.json"
 FAILED = "failed.json"
 PROGRESS = "progress.json"
 ORIGIN = "origin.json"
+RUNGS = "rungs.json"
+STOPPED = "stopped.json"
+SPAN = "span.json"
 CHECKPOINTS = "checkpoints"
 
 

@@ -84,7 +84,7 @@ def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path
         by_row.setdefault(cell.row, []).append(cell)
     rows = [
         _table_row(row, study.columns, by_row[row.name], root, commit)
-        for row in study.rows
+        for row in study.rows_at(scale_name)
         if row.name in by_row
     ]
     return Table(study, scale_name, tuple(rows), _chance(study.columns, rows), commit)
