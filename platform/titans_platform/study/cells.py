@@ -25,6 +25,7 @@ PROGRESS = "progress.json"
 ORIGIN = "origin.json"
 RUNGS = "rungs.json"
 STOPPED = "stopped.json"
+SECONDS = "seconds.json"
 SPAN = "span.json"
 CHECKPOINTS = "checkpoints"
 

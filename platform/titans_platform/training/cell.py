@@ -27,6 +27,7 @@ from titans_platform.study.cells import (
     PROGRESS,
     RESULT,
     RUNGS,
+    SECONDS,
     CellFolder,
     read_json,
     write_json,
@@ -145,7 +146,7 @@ def run_cell(
                 result = _result(cfg, data, folder, trainer, reporter) | dict(extra or {})
         with phases.phase("record"):
             reporter.close(result)
-        result["seconds"] = dict(phases.seconds)
+        write_json(folder.path / SECONDS, phases.seconds)
         reporter.finish(result)
         return result
     except BaseException as error:
