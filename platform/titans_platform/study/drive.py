@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,13 @@ from titans_platform.config import DataConfig, RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import nearest
 from titans_platform.study import render
+from titans_platform.study.cells import CellFolder, read_json
+from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
 from titans_platform.study.progress import clock, look
 from titans_platform.study.report import FIGURE, TABLE, log_views, write_views
-from titans_platform.study.run import StudyRun, execute, naming, only_driver, write_manifest
-from titans_platform.study.spec import Cell, expand, load_study, name_cells
+from titans_platform.study.run import MANIFEST, StudyRun, execute, naming, only_driver, write_manifest
+from titans_platform.study.spec import Cell, expand, load_study
 from titans_platform.study.table import Table, build_table
 
 if TYPE_CHECKING:
@@ -31,11 +33,19 @@ class Opened:
 
     run: StudyRun
     cells: tuple[Cell, ...]
+    whole: tuple[Cell, ...]
+    """All cells of the table: the scale's own, those asked for, and those of other seeds that have begun."""
 
     @property
     def named(self) -> bool:
         """Whether the data are prepared, so that cells have names."""
         return all(cell.name for cell in self.cells)
+
+    @property
+    def unfinished(self) -> int:
+        """Cells asked for that have no result."""
+        root = self.run.root
+        return sum(not (cell.name and cell.folder(root).shown_result()) for cell in self.cells)
 
 
 def open_study(
@@ -48,17 +58,34 @@ def open_study(
     overrides: Sequence[str] = (),
 ) -> Opened:
     """Read and check a study; cells get their names where the data are prepared already."""
-    from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.provenance import commit
 
     found = load_study(study)
+    run = StudyRun(found, found.scale_name(scale), root.resolve(), commit(), tuple(overrides))
     cells = expand(found, scale, rows=rows, seeds=seeds, overrides=overrides)
-    check(cells)
-    opened = Opened(StudyRun(found, found.scale_name(scale), root.resolve(), commit()), tuple(cells))
-    try:
-        return _named(opened, lambda data: open_prepared(data, root.resolve()))
-    except NotPrepared:
-        return opened
+    whole = expand(found, scale, overrides=overrides)
+    check(whole)
+    others = {**_keyed(_begun(run, whole)), **_keyed(cells)}
+    whole += [cell for key, cell in others.items() if key not in _keyed(whole)]
+    return _named(Opened(run, tuple(cells), tuple(whole)))
+
+
+def _keyed(cells: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
+    return {(cell.row, cell.seed): cell for cell in cells}
+
+
+def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
+    """Cells of other seeds that earlier runs were asked for and that have left something."""
+    configs = {cell.row: cell.config for cell in whole}
+    manifest = read_json(run.folder / MANIFEST) or {"cells": []}
+    return [
+        Cell(entry["row"], entry["seed"], configs[entry["row"]].model_copy(update={"seed": entry["seed"]}))
+        for entry in manifest["cells"]
+        if entry["row"] in configs
+        and entry["cell"]
+        # under this name or an older one: its number was wanted
+        and CellFolder(run.root, entry["cell"]).state() != "missing"
+    ]
 
 
 def check(cells: Sequence[Cell]) -> None:
@@ -98,8 +125,24 @@ def _empty_model(config: RunConfig) -> LanguageModel:
         return LanguageModel(config.model)
 
 
-def _named(opened: Opened, prepared: Any) -> Opened:
-    return replace(opened, cells=tuple(name_cells(opened.cells, naming(prepared))))
+def _named(opened: Opened, prepared: Any = None) -> Opened:
+    """Names for the cells asked for, by ``prepared``, and for all whose data are there."""
+    from titans_platform.data import open_prepared
+
+    at_hand = naming(lambda data: open_prepared(data, opened.run.root))
+    asked = naming(prepared) if prepared else at_hand
+    return replace(opened, cells=_with_names(opened.cells, asked), whole=_with_names(opened.whole, at_hand))
+
+
+def _with_names(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> tuple[Cell, ...]:
+    from titans_platform.data import NotPrepared
+
+    named = []
+    for cell in cells:
+        with suppress(NotPrepared):
+            cell = replace(cell, name=name(cell.config))
+        named.append(cell)
+    return tuple(named)
 
 
 def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
@@ -175,7 +218,9 @@ def _print_plan(record: dict[str, Any], opened: Opened, console: Console) -> Non
 def run_study(
     opened: Opened, console: Console, *, rerun_stale: bool = False, concurrency: int | None = None
 ) -> Table:
-    """Prepare data, run what is missing, draw the views. The table, complete or not."""
+    """Prepare data, run what is missing, draw the views. The whole table, complete or not."""
+    marks = Marks()
+    marks.mark("data")
     # what cannot be placed, or logged, is refused before time goes into data
     if plan_study(opened, rerun_stale, concurrency).todo:
         from titans_platform.tracking import check_store
@@ -184,11 +229,20 @@ def run_study(
     with only_driver(opened.run):
         opened = _prepare(opened, console)
         plan = plan_study(opened, rerun_stale, concurrency)
-        write_manifest(opened.run, opened.cells)
+        write_manifest(opened.run, opened.whole)
         if plan.todo:
             with _resumable(opened, console):
-                execute(opened.run, plan, console)
-        return report_study(opened, console, link=bool(plan.todo))
+                execute(opened.run, plan, console, marks)
+        table = report_study(opened, console, link=bool(plan.todo))
+        if plan.todo:
+            _close_ledger(opened.run, plan, marks, console)
+        return table
+
+
+def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> None:
+    record = account(marks, plan.todo, run.root, plan.concurrency)
+    write_ledger(run.folder, record)
+    console.print(ledger_line(record), highlight=False, soft_wrap=True)
 
 
 def _prepare(opened: Opened, console: Console) -> Opened:
@@ -239,9 +293,9 @@ def _resumable(opened: Opened, console: Console) -> Iterator[None]:
 def report_study(opened: Opened, console: Console, link: bool = True) -> Table:
     """Draw the table and the figure from what is there; with ``link`` put them on the MLflow run too."""
     run = opened.run
-    if not opened.named:
+    if not any(cell.name for cell in opened.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run.study, run.scale_name, opened.cells, run.root, run.commit)
+    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
     paths = write_views(table, run.folder)
     if link and any(row.results for row in table.rows):
         from titans_platform.tracking import open_store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -16,6 +17,7 @@ from rich.console import Console
 from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.study.cells import CellFolder, held, write_json
+from titans_platform.study.ledger import Marks
 from titans_platform.study.plan import Plan
 from titans_platform.study.progress import View, showing
 from titans_platform.study.spec import Cell, Study
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from titans_platform.data import PreparedData
     from titans_platform.tracking import Store
 
+MANIFEST, STUDY = "cells.json", "study.json"
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
 
@@ -38,6 +41,8 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # as nice as whoever started the study, not 15 below everything else on the machine
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -49,11 +54,14 @@ class StudyRun:
     scale_name: str
     root: Path
     commit: str
+    overrides: tuple[str, ...] = ()
+    """What --set changed for every row: the table of another study than the file's own."""
 
     @property
     def label(self) -> str:
         """The name of its folder and of its parent run."""
-        return f"{self.study.name}-{self.scale_name}"
+        changed = f"-set-{digest(sorted(self.overrides), 6)}" if self.overrides else ""
+        return f"{self.study.name}-{self.scale_name}{changed}"
 
     @property
     def folder(self) -> Path:
@@ -87,37 +95,50 @@ def only_driver(run: StudyRun) -> Iterator[None]:
 
 
 def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
-    """Say which cells the study has, for whoever looks at it from outside."""
+    """Say which cells the study has, and what it is, for whoever looks at it from outside."""
     listed = [
         {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
         for c in cells
     ]
-    manifest = {"study": run.study.name, "scale": run.scale_name, "commit": run.commit, "cells": listed}
-    write_json(run.folder / "cells.json", manifest)
+    manifest = {
+        "study": run.study.name,
+        "scale": run.scale_name,
+        "set": list(run.overrides),
+        "commit": run.commit,
+        "host": platform.node(),
+        "cells": listed,
+    }
+    write_json(run.folder / STUDY, run.study.model_dump(mode="json"))
+    write_json(run.folder / MANIFEST, manifest)
 
 
-def execute(run: StudyRun, plan: Plan, console: Console) -> None:
+def execute(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None:
     """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
     for cell in plan.todo:
         cell.folder(run.root).forget_failure()
     view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root)
     with showing(view, console), _aside(run.folder / "ray.log"):
         view.note = "opening the MLflow store"
+        marks.mark("MLflow runs")
         store, parent, tasks = _tasks(run, plan)
         for cell in plan.stale:
             if cell in plan.todo:
                 cell.folder(run.root).set_aside()
         view.note = "starting Ray"
+        marks.mark("start of Ray")
         try:
             with _ray(plan):
                 view.note = "starting workers"
+                marks.mark("cells")
                 _tune(run, plan, tasks)
+                marks.mark("end of Ray")
                 view.note = "ending Ray"
         except BaseException:
             # a study that ends by itself is closed with its table; this one would be shown as running
             store.run(parent).close("KILLED")
             raise
         finally:
+            marks.mark("report")
             _settle(store, tasks)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.study.cells import CellFolder
+from titans_platform.study.cells import SPAN, CellFolder, write_json
 
 
 def run_trial(task: dict[str, Any]) -> dict[str, Any]:
@@ -16,6 +19,7 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
     another try of what raised would raise again.
     """
     folder = CellFolder(Path(task["root"]), task["cell"])
+    began = time.time()
     try:
         with folder.hold():
             if folder.result() is None:
@@ -25,6 +29,9 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         folder.record_failure(error, task["commit"])
         return {"state": "failed"}
+    finally:
+        span = {"began": began, "ended": time.time(), "pid": os.getpid(), "host": platform.node()}
+        write_json(folder.path / SPAN, span)
     return {"state": "done"}
 
 
