@@ -125,6 +125,7 @@ class CellFolder:
         """
         if self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+            (self.path / RUNGS).unlink(missing_ok=True)
         self.forget_failure()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid()})
 

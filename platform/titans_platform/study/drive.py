@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from titans_platform.config import DataConfig, RunConfig
-from titans_platform.errors import UsageError, within
+from titans_platform.errors import TitansError, UsageError, within
 from titans_platform.loading import nearest
 from titans_platform.study import render
 from titans_platform.study.cells import CellFolder, read_json
@@ -19,8 +19,30 @@ from titans_platform.study.ledger import Marks, account, ledger_line, write_ledg
 from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
 from titans_platform.study.progress import clock, look
 from titans_platform.study.report import FIGURE, TABLE, log_views, write_views
-from titans_platform.study.run import MANIFEST, StudyRun, execute, naming, only_driver, write_manifest
-from titans_platform.study.spec import Cell, expand, load_study
+from titans_platform.study.run import (
+    MANIFEST,
+    StudyRun,
+    aside,
+    execute,
+    naming,
+    only_driver,
+    ray_of,
+    write_manifest,
+)
+from titans_platform.study.search import (
+    FOUND,
+    Searched,
+    check_space,
+    execute_search,
+    followed,
+    read_search,
+    search_line,
+    set_line,
+    trial_row,
+    write_search,
+)
+from titans_platform.study.space import Search
+from titans_platform.study.spec import Cell, expand, load_study, resolve
 from titans_platform.study.table import Table, build_table
 
 if TYPE_CHECKING:
@@ -62,12 +84,31 @@ def open_study(
 
     found = load_study(study)
     run = StudyRun(found, found.scale_name(scale), root.resolve(), commit(), tuple(overrides))
+    search = read_search(run)
+    if search:
+        _check_search(run, search.search)
+        run = _with_found(run, search)
+    found = run.study
     cells = expand(found, scale, rows=rows, seeds=seeds, overrides=overrides)
     whole = expand(found, scale, overrides=overrides)
     check(whole)
     others = {**_keyed(_begun(run, whole)), **_keyed(cells)}
     whole += [cell for key, cell in others.items() if key not in _keyed(whole)]
     return _named(Opened(run, tuple(cells), tuple(whole)))
+
+
+def _check_search(run: StudyRun, search: Search) -> None:
+    for config in check_space(run, search):
+        _check_model(config)
+
+
+def _with_found(run: StudyRun, searched: Searched) -> StudyRun:
+    """The study with the best trial as a row, where there is one yet and the search is over."""
+    if not searched.over or (best := searched.best) is None:
+        return run
+    rows = [row for row in run.study.rows if row.name != FOUND]
+    study = run.study.model_copy(update={"rows": (*rows, trial_row(run, best.params))})
+    return replace(run, study=study)
 
 
 def _keyed(cells: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
@@ -90,16 +131,25 @@ def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
 
 def check(cells: Sequence[Cell]) -> None:
     """Find a wrong variant, task or option before anything runs."""
-    from titans_core import BLOCKS
-
     for row, config in {cell.row: cell.config for cell in cells}.items():
-        variant = config.model.variant
-        if variant not in BLOCKS:
-            raise UsageError(f"row {row!r}: model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
         try:
+            _check_model(config)
             _check_tasks(config)
         except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
+
+
+def _check_model(config: RunConfig) -> None:
+    """Build the model, without memory for its weights: what its parts refuse is refused here."""
+    from titans_core import BLOCKS
+
+    variant = config.model.variant
+    if variant not in BLOCKS:
+        raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
+    try:
+        _empty_model(config)
+    except ValueError as error:
+        raise UsageError(f"model.{error}") from None
 
 
 def _check_tasks(config: RunConfig) -> None:
@@ -226,17 +276,82 @@ def run_study(
         from titans_platform.tracking import check_store
 
         check_store(opened.run.root)
-    with only_driver(opened.run):
+    with only_driver(opened.run), ExitStack() as stack:
         opened = _prepare(opened, console)
         plan = plan_study(opened, rerun_stale, concurrency)
+        if searching(opened.run):
+            # one Ray for the search and for the cells after it
+            stack.enter_context(ray_of(plan))
+            with _resumable(opened, console):
+                opened = _searched(opened, plan, console)
+            plan = plan_study(opened, rerun_stale, concurrency)
+            marks = Marks()
+            marks.mark("data")
         write_manifest(opened.run, opened.whole)
         if plan.todo:
             with _resumable(opened, console):
                 execute(opened.run, plan, console, marks)
         table = report_study(opened, console, link=bool(plan.todo))
+        if found := read_search(opened.run):
+            _print_search(found, console)
         if plan.todo:
             _close_ledger(opened.run, plan, marks, console)
         return table
+
+
+def searching(run: StudyRun) -> bool:
+    """Whether the study has a search that is not over."""
+    found = read_search(run)
+    return found is not None and not found.over
+
+
+def _searched(opened: Opened, plan: Plan, console: Console) -> Opened:
+    """Run the study's search; the study with what it found as a row more."""
+    found = read_search(opened.run)
+    assert found is not None
+    write_manifest(opened.run, opened.whole)
+    tokens = f"{found.search.trials} trials, rungs at {_steps(found)} steps"
+    with console.status(f"searching: {tokens}") as status, aside(opened.run.folder / "search.log"):
+
+        def tell(line: str) -> None:
+            status.update(line)
+            if not console.is_terminal:
+                console.print(line, highlight=False, soft_wrap=True)
+
+        data = _data_fingerprint(opened)
+        with followed(opened.run, tell):
+            execute_search(opened.run, found.search, data, plan.resources, plan.concurrency)
+    return _with_found_row(opened)
+
+
+def _steps(found: Searched) -> str:
+    return "/".join(map(str, found.search.milestones(found.steps)))
+
+
+def _data_fingerprint(opened: Opened) -> str:
+    from titans_platform.data import open_prepared
+
+    return open_prepared(opened.cells[0].config.data, opened.run.root).fingerprint
+
+
+def _with_found_row(opened: Opened) -> Opened:
+    """The best trial's parameters, run with the seeds that were asked for."""
+    found = read_search(opened.run)
+    assert found is not None
+    if found.best is None:
+        raise TitansError(f"{opened.run.label}: no trial came to its end; {search_line(found)}")
+    run = _with_found(opened.run, found)
+    config = resolve(run.study, run.scale_name, trial_row(run, found.best.params), run.overrides)
+    seeds = dict.fromkeys(cell.seed for cell in opened.cells)
+    new = tuple(Cell(FOUND, seed, config.model_copy(update={"seed": seed})) for seed in seeds)
+    write_search(run, found)
+    return _named(replace(opened, run=run, cells=opened.cells + new, whole=opened.whole + new))
+
+
+def _print_search(found: Searched, console: Console) -> None:
+    console.print(search_line(found), highlight=False, soft_wrap=True)
+    if found.best:
+        console.print(f"Found: {set_line(found.best.params)}", highlight=False, soft_wrap=True)
 
 
 def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> None:

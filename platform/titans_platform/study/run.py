@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.study.cells import CellFolder, held, write_json
 from titans_platform.study.ledger import Marks
-from titans_platform.study.plan import Plan
+from titans_platform.study.plan import DRIVER_CPU, Plan
 from titans_platform.study.progress import View, showing
-from titans_platform.study.spec import Cell, Study
+from titans_platform.study.spec import Cell, Resources, Study
 from titans_platform.study.trial import run_trial
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def execute(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None:
     for cell in plan.todo:
         cell.folder(run.root).forget_failure()
     view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root)
-    with showing(view, console), _aside(run.folder / "ray.log"):
+    with showing(view, console), aside(run.folder / "ray.log"):
         view.note = "opening the MLflow store"
         marks.mark("MLflow runs")
         store, parent, tasks = _tasks(run, plan)
@@ -127,7 +127,7 @@ def execute(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None:
         view.note = "starting Ray"
         marks.mark("start of Ray")
         try:
-            with _ray(plan):
+            with ray_of(plan):
                 view.note = "starting workers"
                 marks.mark("cells")
                 _tune(run, plan, tasks)
@@ -194,7 +194,7 @@ def _cell_run(store: Store, run: StudyRun, cell: Cell, parent: str) -> str:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[None]:
+def aside(path: Path) -> Iterator[None]:
     """Send what Ray prints to a file; the console that draws was opened before and stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
@@ -202,7 +202,7 @@ def _aside(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _ray(plan: Plan) -> Iterator[None]:
+def ray_of(plan: Plan) -> Iterator[None]:
     """A Ray instance of our own, as large as the plan needs, gone when the study ends."""
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
     from titans_platform.training.ray_session import session
@@ -220,23 +220,40 @@ def _tune(run: StudyRun, plan: Plan, tasks: list[dict[str, Any]]) -> None:
     """Every task as a trial, first come first served."""
     from ray import tune
 
-    resources = plan.resources
+    space = {"task": tune.grid_search(tasks)}
+    _record_deaths(run, run_trials(run, _trial, space, plan.resources, plan.concurrency))
+
+
+def run_trials(
+    run: StudyRun,
+    trainable: Callable[[dict[str, Any]], Any],
+    space: dict[str, Any],
+    resources: Resources,
+    slots: int,
+    **config: Any,
+) -> Any:
+    """What Tune's trials of ``trainable`` over ``space`` gave; ``config`` is for its TuneConfig.
+
+    Tune keeps nothing: what a trial leaves lies in its cell's folder.
+    """
+    from ray import tune
+
     alone = resources.workers == 1
-    share: Mapping[str, float] = (
-        {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker} if alone else {"CPU": 0.01}
-    )
+    # a trial that only drives other workers takes a sliver beside theirs
+    share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker} if alone else {}
     storage = run.folder / "tune"
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(_trial, {key: value for key, value in share.items() if value}),
-        param_space={"task": tune.grid_search(tasks)},
+        tune.with_resources(trainable, {k: v for k, v in share.items() if v} or {"CPU": DRIVER_CPU}),
+        param_space=space,
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=plan.concurrency,
+            max_concurrent_trials=slots,
             # the next cell finds torch imported
             reuse_actors=True,
             # the default holds every value of the grid, here a whole config
             trial_name_creator=lambda trial: trial.trial_id,
             trial_dirname_creator=lambda trial: trial.trial_id,
+            **config,
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -245,8 +262,9 @@ def _tune(run: StudyRun, plan: Plan, tasks: list[dict[str, Any]]) -> None:
             failure_config=tune.FailureConfig(max_failures=MAX_DEATHS),
         ),
     )
-    _record_deaths(run, tuner.fit())
+    results = tuner.fit()
     shutil.rmtree(storage, ignore_errors=True)
+    return results
 
 
 def _trial(space: dict[str, Any]) -> dict[str, Any]:

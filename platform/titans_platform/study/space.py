@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 
@@ -21,7 +21,7 @@ class Parameter(Frozen):
     high: float | None = None
     log: bool = False
     """Drawn evenly in its logarithm."""
-    choices: tuple[JsonValue, ...] = ()
+    choices: tuple[bool | int | float | str | None, ...] = ()
 
     @model_validator(mode="after")
     def _one_way(self) -> Parameter:
@@ -63,9 +63,10 @@ class Search(Frozen):
         return self
 
     def milestones(self, steps: int) -> list[int]:
-        """The optimiser steps that are rungs, the last one the end."""
-        parts = (self.reduction ** (self.rungs - 1 - i) for i in range(self.rungs))
-        return sorted({max(1, -(-steps // part)) for part in parts})
+        """The optimiser steps that are rungs, as ASHA counts them, and the end."""
+        first = max(1, steps // self.reduction ** (self.rungs - 1))
+        rungs = [first * self.reduction**i for i in range(self.rungs - 1)]
+        return [rung for rung in rungs if rung < steps] + [steps]
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Settings that together see every value at the edge of the space."""

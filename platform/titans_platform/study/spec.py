@@ -90,7 +90,7 @@ class Scale(Frozen):
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes of the study that are others at this scale."""
     search: Fragment = Field(default_factory=dict)
-    """What of the study's search is another at this scale."""
+    """What of the study's search is another at this scale; of its space, parameter by parameter."""
 
     def fragment(self) -> dict[str, Any]:
         """The part of a RunConfig this scale lays over the base."""
@@ -152,9 +152,11 @@ class Study(Frozen):
         """The search at a scale. Raises UsageError."""
         if self.search is None:
             return None
-        above = self.scales[scale_name].search
-        where = f"{self.name}, scale {scale_name}, search"
-        return validate(Search, overlay(self.search.model_dump(mode="json"), above), where)
+        below, above = self.search.model_dump(mode="json"), self.scales[scale_name].search
+        merged = {**below, **above}
+        if isinstance(given := above.get("space"), dict):
+            merged["space"] = {**below["space"], **given}
+        return validate(Search, merged, f"{self.name}, scale {scale_name}, search")
 
     def scale_name(self, name: str) -> str:
         """The name as the file spells it; UsageError with the nearest name where there is none."""

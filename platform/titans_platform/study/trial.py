@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,24 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
 
 def _fit(task: dict[str, Any]) -> None:
     from titans_platform.training.cell import Tracked
-    from titans_platform.training.ray_trainer import Resources, fit
 
-    resources = task["resources"]
-    # one worker trains in this process: a second one would only cost its start
-    workers = resources["workers"] if resources["workers"] > 1 else 0
-    fit(
+    fit_cell(
         RunConfig.model_validate_json(task["config"]),
         Path(task["root"]),
         task["cell"],
-        Resources(workers, resources["cpus_per_worker"], resources["gpus_per_worker"]),
+        task["resources"],
         extra={"study": task["study"], "row": task["row"]},
         tracked=Tracked(*task["tracked"]),
     )
+
+
+def fit_cell(
+    config: RunConfig, root: Path, cell: str, resources: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Train a cell on what its scale gives it: one worker in this process, several as Ray's."""
+    from titans_platform.training.ray_trainer import Resources, fit
+
+    # a second process for one worker would only cost its start
+    workers = resources["workers"] if resources["workers"] > 1 else 0
+    share = Resources(workers, resources["cpus_per_worker"], resources["gpus_per_worker"])
+    return fit(config, root, cell, share, **more)
