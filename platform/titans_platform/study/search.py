@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -109,13 +110,14 @@ def read_search(run: StudyRun) -> Searched | None:
         return None
     config = resolve(run.study, run.scale_name, run.study.rows_at(run.scale_name)[0], run.overrides)
     listed = [found for path in (run.folder / TRIALS).glob("*.json") if (found := read_json(path))]
-    trials = [_read_trial(run.root, entry, search.metric) for entry in listed]
+    listed.sort(key=lambda entry: entry["began"])
+    trials = tuple(_read_trial(run.root, entry, search.metric) for entry in listed)
     return Searched(
         search,
         run.study.columns[search.metric].higher_is_better,
         config.optim.batch_rows * config.data.sequence_length,
         config.optim.steps,
-        tuple(sorted(trials, key=lambda trial: trial.number)),
+        trials,
     )
 
 
@@ -295,14 +297,11 @@ def _cell_name(config: RunConfig, data: str) -> str:
 
 def _enrol(run: StudyRun, cell: str, params: dict[str, Any]) -> int:
     """Put the trial on the study's list; its number there."""
-    from ray import tune
-
     path = run.folder / TRIALS / f"{cell}.json"
     if (known := read_json(path)) is not None:
         return int(known["number"])
-    # Tune counts its trials; those known before are the first it runs, in their order
-    number = int(str(tune.get_context().get_trial_id()).rpartition("_")[2])
-    write_json(path, {"cell": cell, "number": number, "params": params})
+    number = len(list(path.parent.glob("*.json")))
+    write_json(path, {"cell": cell, "number": number, "began": time.time(), "params": params})
     return number
 
 
@@ -323,6 +322,9 @@ def _climb(
         # a learning rate that diverges would diverge again
         folder.record_failure(error, task["run"].commit)
         write_json(folder.path / STOPPED, {"reason": str(error), "commit": task["run"].commit})
+        return None
+    except Exception as error:
+        folder.record_failure(error, task["run"].commit)
         return None
 
 
