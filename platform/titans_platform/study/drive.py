@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-from titans_platform.config import DataConfig, RunConfig
-from titans_platform.errors import TitansError, UsageError, within
-from titans_platform.loading import nearest
+from titans_platform.config import DataConfig
+from titans_platform.errors import TitansError, UsageError
 from titans_platform.study import render
-from titans_platform.study.cells import CellFolder, read_json
+from titans_platform.study.cells import write_json
 from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
-from titans_platform.study.plan import Plan, estimate, make_plan, this_machine, train_tokens
-from titans_platform.study.progress import clock, look
+from titans_platform.study.opened import Opened, check, named, open_study, with_found
+from titans_platform.study.plan import (
+    Estimate,
+    Machine,
+    Plan,
+    estimate,
+    make_plan,
+    this_machine,
+)
+from titans_platform.study.preview import planned, planned_search, print_plan
+from titans_platform.study.progress import look
 from titans_platform.study.report import FIGURE, TABLE, log_views, write_views
 from titans_platform.study.run import (
-    MANIFEST,
     StudyRun,
     aside,
     execute,
-    naming,
     only_driver,
     ray_of,
     write_manifest,
@@ -32,167 +39,18 @@ from titans_platform.study.run import (
 from titans_platform.study.search import (
     FOUND,
     Searched,
-    check_space,
     execute_search,
     followed,
     read_search,
     search_line,
+    search_record,
     set_line,
     trial_row,
-    write_search,
 )
-from titans_platform.study.space import Search
-from titans_platform.study.spec import Cell, expand, load_study, resolve
+from titans_platform.study.spec import Cell, resolve
 from titans_platform.study.table import Table, build_table
 
-if TYPE_CHECKING:
-    from titans_core import LanguageModel
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A study at a scale with the cells asked for, every config and task checked."""
-
-    run: StudyRun
-    cells: tuple[Cell, ...]
-    whole: tuple[Cell, ...]
-    """All cells of the table: the scale's own, those asked for, and those of other seeds that have begun."""
-
-    @property
-    def named(self) -> bool:
-        """Whether the data are prepared, so that cells have names."""
-        return all(cell.name for cell in self.cells)
-
-    @property
-    def unfinished(self) -> int:
-        """Cells asked for that have no result."""
-        root = self.run.root
-        return sum(not (cell.name and cell.folder(root).shown_result()) for cell in self.cells)
-
-
-def open_study(
-    study: str,
-    scale: str,
-    root: Path,
-    *,
-    rows: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    overrides: Sequence[str] = (),
-) -> Opened:
-    """Read and check a study; cells get their names where the data are prepared already."""
-    from titans_platform.provenance import commit
-
-    found = load_study(study)
-    run = StudyRun(found, found.scale_name(scale), root.resolve(), commit(), tuple(overrides))
-    search = read_search(run)
-    if search:
-        _check_search(run, search.search)
-        run = _with_found(run, search)
-    found = run.study
-    cells = expand(found, scale, rows=rows, seeds=seeds, overrides=overrides)
-    whole = expand(found, scale, overrides=overrides)
-    check(whole)
-    others = {**_keyed(_begun(run, whole)), **_keyed(cells)}
-    whole += [cell for key, cell in others.items() if key not in _keyed(whole)]
-    return _named(Opened(run, tuple(cells), tuple(whole)))
-
-
-def _check_search(run: StudyRun, search: Search) -> None:
-    for config in check_space(run, search):
-        _check_model(config)
-
-
-def _with_found(run: StudyRun, searched: Searched) -> StudyRun:
-    """The study with the best trial as a row, where there is one yet and the search is over."""
-    if not searched.over or (best := searched.best) is None:
-        return run
-    rows = [row for row in run.study.rows if row.name != FOUND]
-    study = run.study.model_copy(update={"rows": (*rows, trial_row(run, best.params))})
-    return replace(run, study=study)
-
-
-def _keyed(cells: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
-    return {(cell.row, cell.seed): cell for cell in cells}
-
-
-def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
-    """Cells of other seeds that earlier runs were asked for and that have left something."""
-    configs = {cell.row: cell.config for cell in whole}
-    manifest = read_json(run.folder / MANIFEST) or {"cells": []}
-    return [
-        Cell(entry["row"], entry["seed"], configs[entry["row"]].model_copy(update={"seed": entry["seed"]}))
-        for entry in manifest["cells"]
-        if entry["row"] in configs
-        and entry["cell"]
-        # under this name or an older one: its number was wanted
-        and CellFolder(run.root, entry["cell"]).state() != "missing"
-    ]
-
-
-def check(cells: Sequence[Cell]) -> None:
-    """Find a wrong variant, task or option before anything runs."""
-    for row, config in {cell.row: cell.config for cell in cells}.items():
-        try:
-            _check_model(config)
-            _check_tasks(config)
-        except UsageError as error:
-            raise UsageError(f"row {row!r}: {error}") from None
-
-
-def _check_model(config: RunConfig) -> None:
-    """Build the model, without memory for its weights: what its parts refuse is refused here."""
-    from titans_core import BLOCKS
-
-    variant = config.model.variant
-    if variant not in BLOCKS:
-        raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
-    try:
-        _empty_model(config)
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
-
-
-def _check_tasks(config: RunConfig) -> None:
-    from titans_platform.evals import build_generated, build_task
-
-    for column, tasks in config.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                build_task(task)
-    for i, source in enumerate(config.data.sources):
-        for j, task in enumerate(source.tasks):
-            with within(f"data.sources.{i}.tasks.{j}"):
-                build_generated(task)
-
-
-def _empty_model(config: RunConfig) -> LanguageModel:
-    """The model without memory for its weights."""
-    import torch
-
-    from titans_core import LanguageModel
-
-    with torch.device("meta"):
-        return LanguageModel(config.model)
-
-
-def _named(opened: Opened, prepared: Any = None) -> Opened:
-    """Names for the cells asked for, by ``prepared``, and for all whose data are there."""
-    from titans_platform.data import open_prepared
-
-    at_hand = naming(lambda data: open_prepared(data, opened.run.root))
-    asked = naming(prepared) if prepared else at_hand
-    return replace(opened, cells=_with_names(opened.cells, asked), whole=_with_names(opened.whole, at_hand))
-
-
-def _with_names(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> tuple[Cell, ...]:
-    from titans_platform.data import NotPrepared
-
-    named = []
-    for cell in cells:
-        with suppress(NotPrepared):
-            cell = replace(cell, name=name(cell.config))
-        named.append(cell)
-    return tuple(named)
+__all__ = ["check", "dry_run", "open_study", "plan_study", "report_study", "run_study"]
 
 
 def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
@@ -209,67 +67,65 @@ def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
     )
 
 
-def dry_run(opened: Opened, plan: Plan, console: Console, quiet: bool = False) -> dict[str, Any]:
-    """Show what would run; nothing is written. The same as a dict."""
-    guess = estimate(plan, opened.run.root)
+def dry_run(
+    opened: Opened, rerun_stale: bool, asked: int | None, console: Console, quiet: bool = False
+) -> tuple[dict[str, Any], TitansError | None]:
+    """Show what would run; nothing is written. The same as a dict, and what a run would be refused for."""
+    refusal = None
+    try:
+        plan = plan_study(opened, rerun_stale, asked)
+    except TitansError as error:
+        # the rest is worth seeing all the same
+        refusal, plan = error, _unplaced(opened, rerun_stale)
+    guess = estimate(plan, opened.run.root) if plan.concurrency else Estimate(None, str(refusal))
+    search = read_search(opened.run)
     record = {
         "study": opened.run.study.name,
         "scale": opened.run.scale_name,
-        "cells": [_planned(opened, plan, cell) for cell in opened.cells],
+        "cells": [planned(opened, plan, cell) for cell in opened.cells],
         "to_run": len(plan.todo),
         "concurrency": plan.concurrency,
         "resources": plan.resources.model_dump(),
         "estimate_seconds": guess.seconds,
         "estimate_basis": guess.basis,
+        "search": planned_search(search) if search else None,
+        "refused": str(refusal) if refusal else None,
     }
     if not quiet:
-        _print_plan(record, opened, console)
-    return record
+        print_plan(record, opened, console)
+    return record, refusal
 
 
-def _planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
-    state = cell.folder(opened.run.root).state() if cell.name else "missing"
-    if cell in plan.stale:
-        state = "stale"
-    return {
-        "cell": cell.name,
-        "row": cell.row,
-        "seed": cell.seed,
-        "parameters": _empty_model(cell.config).num_parameters(),
-        "tokens": train_tokens(cell.config),
-        "state": state,
-    }
-
-
-def _print_plan(record: dict[str, Any], opened: Opened, console: Console) -> None:
-    from rich.table import Table as RichTable
-
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("cell", "left"), ("row", "left"), ("seed", "right"), ("parameters", "right")):
-        grid.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
-    grid.add_column("tokens", justify="right")
-    grid.add_column("state")
-    for cell in record["cells"]:
-        sizes = [render.count(cell["parameters"]), render.count(cell["tokens"])]
-        grid.add_row(cell["cell"] or "—", cell["row"], str(cell["seed"]), *sizes, cell["state"])
-    console.print(grid)
-    if not opened.named:
-        console.print("Cells get their names once the data are prepared; the run does that first.")
-    r = record["resources"]
-    console.print(
-        f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
-        f"each on {r['workers']} worker with {r['cpus_per_worker']} CPU and {r['gpus_per_worker']:g} GPU.",
-        highlight=False,
+def _unplaced(opened: Opened, rerun_stale: bool) -> Plan:
+    """The plan without a place for it."""
+    resources = opened.run.study.scales[opened.run.scale_name].resources
+    everywhere = Machine(10**9, 10**9)
+    run = opened.run
+    plan = make_plan(
+        opened.cells,
+        run.root,
+        run.commit,
+        resources=resources,
+        machine=everywhere,
+        asked=1,
+        rerun_stale=rerun_stale,
     )
-    guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
-    console.print(f"Time: about {guess} (from {record['estimate_basis']}).", highlight=False)
+    return replace(plan, concurrency=0)
 
 
 def run_study(
-    opened: Opened, console: Console, *, rerun_stale: bool = False, concurrency: int | None = None
+    opened: Opened,
+    console: Console,
+    *,
+    rerun_stale: bool = False,
+    concurrency: int | None = None,
+    began: float | None = None,
 ) -> Table:
-    """Prepare data, run what is missing, draw the views. The whole table, complete or not."""
-    marks = Marks()
+    """Prepare data, run what is missing, draw the views. The whole table, complete or not.
+
+    ``began`` is when the command did, for the account of where its time went.
+    """
+    marks = Marks(began or time.time())
     marks.mark("data")
     # what cannot be placed, or logged, is refused before time goes into data
     if plan_study(opened, rerun_stale, concurrency).todo:
@@ -296,7 +152,7 @@ def run_study(
             _print_search(found, console)
         if plan.todo:
             _close_ledger(opened.run, plan, marks, console)
-        return table
+        return replace(table, asked=tuple(cell.name for cell in opened.cells))
 
 
 def searching(run: StudyRun) -> bool:
@@ -340,12 +196,12 @@ def _with_found_row(opened: Opened) -> Opened:
     assert found is not None
     if found.best is None:
         raise TitansError(f"{opened.run.label}: no trial came to its end; {search_line(found)}")
-    run = _with_found(opened.run, found)
+    run = with_found(opened.run, found)
     config = resolve(run.study, run.scale_name, trial_row(run, found.best.params), run.overrides)
     seeds = dict.fromkeys(cell.seed for cell in opened.cells)
     new = tuple(Cell(FOUND, seed, config.model_copy(update={"seed": seed})) for seed in seeds)
-    write_search(run, found)
-    return _named(replace(opened, run=run, cells=opened.cells + new, whole=opened.whole + new))
+    write_json(run.folder / "search.json", search_record(found))
+    return named(replace(opened, run=run, cells=opened.cells + new, whole=opened.whole + new))
 
 
 def _print_search(found: Searched, console: Console) -> None:
@@ -372,10 +228,10 @@ def _prepare(opened: Opened, console: Console) -> Opened:
         def once(data: DataConfig) -> Any:
             return prepare(data, opened.run.root, progress=told)
 
-        named = _named(opened, once)
+        prepared = named(opened, once)
         status.update("checking every row against the data")
-        _check_against_data(named)
-        return named
+        _check_against_data(prepared)
+        return prepared
 
 
 def _check_against_data(opened: Opened) -> None:

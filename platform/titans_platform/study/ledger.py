@@ -21,7 +21,7 @@ OWN = ("train", "evaluate")
 
 @dataclass
 class Marks:
-    """When each part of a study began."""
+    """When each part of a study began, the command that runs it first."""
 
     began: float = field(default_factory=time.time)
     at: dict[str, float] = field(default_factory=dict)

@@ -199,17 +199,18 @@ def search_line(found: Searched) -> str:
     )
 
 
-def write_search(run: StudyRun, found: Searched) -> None:
-    """Keep what the search found beside the study's views."""
+def search_record(found: Searched) -> dict[str, Any]:
+    """How a search stands, as a JSON value; ``set`` is the best configuration for a command line."""
     best = found.best
-    record = {
+    return {
+        "line": search_line(found),
+        "over": found.over,
         "trials": [asdict(trial) for trial in found.trials],
         "tokens": found.tokens,
         "tokens_of_grid": found.tokens_of_grid,
         "best": asdict(best) if best else None,
         "set": set_line(best.params) if best else None,
     }
-    write_json(run.folder / "search.json", record)
 
 
 def set_line(params: dict[str, Any]) -> str:

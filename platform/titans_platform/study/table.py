@@ -65,6 +65,15 @@ class Table:
     rows: tuple[TableRow, ...]
     chance: dict[str, float]
     commit: str
+    asked: tuple[str | None, ...] | None = None
+    """The cells that a run was asked for; None: all."""
+
+    @property
+    def unfinished(self) -> int:
+        """Cells asked for that have no result."""
+        if self.asked is None:
+            return self.missing
+        return len(set(self.asked) - {result["cell"] for row in self.rows for result in row.results})
 
     @property
     def scale(self) -> Scale:
