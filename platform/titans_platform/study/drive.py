@@ -86,7 +86,7 @@ def dry_run(
         "to_run": len(plan.todo),
         "concurrency": plan.concurrency,
         "resources": plan.resources.model_dump(),
-        "estimate_seconds": guess.seconds,
+        "estimate_seconds": _with_search(guess.seconds, opened, plan, search),
         "estimate_basis": guess.basis,
         "search": planned_search(search) if search else None,
         "refused": str(refusal) if refusal else None,
@@ -94,6 +94,18 @@ def dry_run(
     if not quiet:
         print_plan(record, opened, console)
     return record, refusal
+
+
+def _with_search(seconds: float | None, opened: Opened, plan: Plan, search: Searched | None) -> float | None:
+    """The estimate with the search before the cells, whose rows it adds, too."""
+    if seconds is None or search is None or search.over or not plan.todo:
+        return seconds
+    behind = sum(trial.state in ("done", "stopped") for trial in search.trials)
+    # each rung takes about as much as the first did
+    first = search.search.milestones(search.steps)[0]
+    trials = (search.search.trials - behind) * search.search.rungs * first / search.steps
+    cells = len(plan.todo) + len({cell.seed for cell in opened.cells})
+    return seconds * (trials + cells) / len(plan.todo)
 
 
 def _unplaced(opened: Opened, rerun_stale: bool) -> Plan:
@@ -126,7 +138,7 @@ def run_study(
     ``began`` is when the command did, for the account of where its time went.
     """
     marks = Marks(began or time.time())
-    marks.mark("data")
+    marks.mark("preparation")
     # what cannot be placed, or logged, is refused before time goes into data
     if plan_study(opened, rerun_stale, concurrency).todo:
         from titans_platform.tracking import check_store
@@ -142,7 +154,7 @@ def run_study(
                 opened = _searched(opened, plan, console)
             plan = plan_study(opened, rerun_stale, concurrency)
             marks = Marks()
-            marks.mark("data")
+            marks.mark("preparation")
         write_manifest(opened.run, opened.whole)
         if plan.todo:
             with _resumable(opened, console):
