@@ -53,7 +53,8 @@ def open_study(
     search = read_search(run)
     if search:
         _check_search(run, search.search)
-        run = with_found(run, search)
+        # until it is over, the best may yet be another
+        run = with_found(run, search) if search.over else run
     found = run.study
     cells = expand(found, scale, rows=rows, seeds=seeds, overrides=overrides)
     whole = expand(found, scale, overrides=overrides)
@@ -69,8 +70,8 @@ def _check_search(run: StudyRun, search: Search) -> None:
 
 
 def with_found(run: StudyRun, searched: Searched) -> StudyRun:
-    """The study with the best trial as a row, where there is one yet and the search is over."""
-    if not searched.over or (best := searched.best) is None:
+    """The study with the best trial as a row, where there is one yet."""
+    if (best := searched.best) is None:
         return run
     rows = [row for row in run.study.rows if row.name != FOUND]
     study = run.study.model_copy(update={"rows": (*rows, trial_row(run, best.params))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,11 @@ def status_of(label: str, root: Path) -> dict[str, Any]:
         raise UsageError(f"{label}: nothing has run under {root}; start with titans sweep run")
     seen = look([_cell(entry) for entry in manifest["cells"]], root)
     search = _search(folder, manifest, root)
+    # the lock of a driver on another machine may not be seen here; what its cells write is
+    elsewhere = manifest.get("host", platform.node()) != platform.node()
     return {
         "study": label,
-        "running": is_locked(folder / "lock") or any(item.state == "running" for item in seen),
+        "running": is_locked(folder / "lock") or (elsewhere and counts(seen)["running"] > 0),
         "host": manifest.get("host"),
         "counts": counts(seen),
         "overhead": read_ledger(folder),
