@@ -50,6 +50,9 @@ from titans_platform.study.search import (
 from titans_platform.study.spec import Cell, resolve
 from titans_platform.study.table import Table, build_table
 
+SEARCH = "search.json"
+"""The search as it ended, for the views beside it."""
+
 __all__ = ["check", "dry_run", "open_study", "plan_study", "report_study", "run_study"]
 
 
@@ -156,11 +159,13 @@ def run_study(
             marks = Marks()
             marks.mark("preparation")
         write_manifest(opened.run, opened.whole)
+        if found := read_search(opened.run):
+            write_json(opened.run.folder / SEARCH, search_record(found))
         if plan.todo:
             with _resumable(opened, console):
                 execute(opened.run, plan, console, marks)
         table = report_study(opened, console, link=bool(plan.todo))
-        if found := read_search(opened.run):
+        if found:
             _print_search(found, console)
         if plan.todo:
             _close_ledger(opened.run, plan, marks, console)
@@ -212,7 +217,6 @@ def _with_found_row(opened: Opened) -> Opened:
     config = resolve(run.study, run.scale_name, trial_row(run, found.best.params), run.overrides)
     seeds = dict.fromkeys(cell.seed for cell in opened.cells)
     new = tuple(Cell(FOUND, seed, config.model_copy(update={"seed": seed})) for seed in seeds)
-    write_json(run.folder / "search.json", search_record(found))
     return named(replace(opened, run=run, cells=opened.cells + new, whole=opened.whole + new))
 
 
