@@ -21,7 +21,7 @@ from titans_platform.clusters.manifests import as_yaml, ray_job
 from titans_platform.clusters.registry import KINDS
 from titans_platform.clusters.study import environment
 from titans_platform.clusters.tokens import write_token
-from titans_platform.errors import UsageError
+from titans_platform.errors import ClusterError, UsageError
 from titans_platform.study.plan import concurrency
 from titans_platform.study.spec import Resources
 
@@ -271,5 +271,5 @@ def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
     # a worker is not split over two nodes
     wide = Resources(workers=1, cpus_per_worker=100)
     monkeypatch.setenv(joined.NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
-    with pytest.raises(UsageError, match="a cell takes 100 CPU"):
+    with pytest.raises(ClusterError, match="100 CPU"):
         concurrency(wide, joined.machine(wide))

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import ClusterError, UsageError
 from titans_platform.study.cells import CellFolder, held, is_locked, write_json
-from titans_platform.study.plan import Machine, concurrency, make_plan
+from titans_platform.study.plan import Machine, Node, concurrency, make_plan
 from titans_platform.study.progress import View, clock, look
 from titans_platform.study.run import StudyRun, only_driver
 from titans_platform.study.spec import Cell, Column, Resources, Row, Scale, Study
@@ -70,6 +70,15 @@ def test_a_killed_process_lets_go(folder):
         pass
 
 
+def test_a_sign_of_life_from_another_machine_counts(folder):
+    write_json(folder.path / "origin.json", {"commit": "one", "host": "node-7"})
+    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    assert folder.state() == "running"
+    long_ago = time.time() - 1000
+    os.utime(folder.path / "progress.json", (long_ago, long_ago))
+    assert folder.state() == "interrupted"
+
+
 def test_what_other_code_left_half_trained_starts_over(folder):
     (folder.path / "checkpoints" / "step-1").mkdir(parents=True)
     folder.begin("one")
@@ -124,12 +133,40 @@ def test_concurrency_is_what_fits(resources, machine, fit):
 
 
 @pytest.mark.parametrize(
-    ("resources", "machine"),
-    [(Resources(cpus_per_worker=4), Machine(2)), (Resources(gpus_per_worker=1), Machine(8))],
+    ("resources", "machine", "lack"),
+    [
+        (Resources(cpus_per_worker=4), Machine(2), "2 CPU missing"),
+        (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
+        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
+    ],
 )
-def test_what_cannot_be_scheduled_is_refused(resources, machine):
-    with pytest.raises(UsageError, match="a cell takes"):
+def test_what_cannot_be_scheduled_is_refused_with_what_is_missing(resources, machine, lack):
+    with pytest.raises(UsageError, match=f"a cell takes .*: {lack}; choose a smaller scale"):
         concurrency(resources, machine)
+
+
+def cluster(*nodes: tuple[float, float]) -> Machine:
+    return Machine(sum(cpus for cpus, _ in nodes), sum(g for _, g in nodes), tuple(Node(*n) for n in nodes))
+
+
+@pytest.mark.parametrize(
+    ("resources", "nodes", "fit"),
+    [
+        (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
+        # the CPU that a driver takes a sliver of must be somewhere
+        (Resources(workers=2), [(2, 0), (2, 0)], 1),
+        (Resources(workers=2), [(2, 0), (3, 0)], 2),
+        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
+        (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
+    ],
+)
+def test_a_worker_is_not_split_over_nodes(resources, nodes, fit):
+    assert concurrency(resources, cluster(*nodes)) == fit
+
+
+def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
+    with pytest.raises(ClusterError, match="only 0 workers of 4 CPU and 1 GPU fit on its nodes"):
+        concurrency(Resources(cpus_per_worker=4, gpus_per_worker=1), cluster((2, 4), (8, 0)))
 
 
 def test_one_driver_a_study(tmp_path):

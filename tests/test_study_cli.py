@@ -140,6 +140,62 @@ def test_a_truncated_shard_is_not_taken_for_missing_data(tiny, capsys):
         assert f"{shard.name}: truncated shard" in capsys.readouterr().err
 
 
+@pytest.mark.cluster
+def test_a_part_that_is_run_leaves_the_whole_table(tiny, capsys, monkeypatch):
+    assert call("run", "tiny", "--scale", "small", "--rows", "LMM", "--seeds", "0", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["row"], row["columns"]["reasoning"]["seeds"], len(row["cells"])) for row in rows] == [
+        ("LMM", 1, 2),
+        ("Linear Memory", 0, 2),
+    ]
+    # a seed more than the scale's own joins the table, and stays in it
+    assert call("run", "tiny", "--scale", "small", "--rows", "lin*", "--seeds", "0,7") == 0
+    assert "Overhead: " in capsys.readouterr().out
+    assert call("report", "tiny", "--scale", "small", "--rows", "LMM", "--json") == 4
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["columns"]["reasoning"]["seeds"], len(row["cells"])) for row in rows] == [(1, 2), (2, 3)]
+    table = (tiny / "runs" / "studies" / "tiny-small" / "table.md").read_text()
+    assert "| Linear Memory |" in table
+    assert "2 cells have no result yet" in table
+
+    # another table than the file's own has a folder of its own
+    change = ("--set", "optim.steps=5", "--seeds", "0", "--rows", "LMM")
+    assert call("run", "tiny", "--scale", "small", *change) == 0
+    assert (tiny / "runs" / "studies" / "tiny-small" / "table.md").read_text() == table
+
+    # from another folder, without the study's file
+    (tiny / "sweeps" / "tiny.yaml").unlink()
+    monkeypatch.chdir("/")
+    capsys.readouterr()
+    assert call("status", "tiny", "--scale", "small", "--json") == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["counts"] == {"done": 3, "running": 0, "failed": 0, "interrupted": 0, "missing": 2}
+    assert status["overhead"]["cells"] == 2
+    assert call("status") == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny-small")]) == 2
+
+
+@pytest.mark.cluster
+def test_a_cell_on_two_workers_gives_the_numbers_of_one(tiny, capsys):
+    study = STUDY.replace("small: {seeds: [0, 1]}", "small: {seeds: [0]}\n  two: {resources: {workers: 2}}")
+    (tiny / "sweeps" / "tiny.yaml").write_text(study)
+    found = {}
+    for scale in ("two", "small"):
+        assert call("run", "tiny", "--scale", scale, "--rows", "LMM", "--root", scale, "--json") == 0
+        (cell,) = (tiny / scale).glob("cells/*/result.json")
+        found[scale] = json.loads(cell.read_text())
+    assert found["two"]["cell"] == found["small"]["cell"]
+    assert found["two"]["final_train_loss"] == pytest.approx(found["small"]["final_train_loss"], rel=1e-5)
+
+
+def test_a_dry_run_of_what_cannot_be_placed_shows_it_and_refuses(tiny, capsys):
+    assert call("run", "tiny", "--scale", "huge", "--dry-run") == 2
+    out, err = capsys.readouterr()
+    assert "LMM" in out
+    assert "2 of 2 cells to run, 0 at once" in out
+    assert "CPU missing" in err
+
+
 def test_ui_says_what_it_would_run(tiny, capsys):
     assert cli.run(["ui"]) == 2
     assert "mlflow.db" in capsys.readouterr().err

@@ -51,6 +51,12 @@ class MemoryConfig(Frozen):
     max_theta: Annotated[float, Field(gt=0)] = 0.1
     """Upper end of the inner learning rate theta_t. A chunk of b like tokens takes b full steps at once,
     so what is stable falls with chunk_size: 0.1 suits 64, 0.5 suits 16."""
+    alpha_bias: float = -6.0
+    """Where forgetting starts, before the sigmoid: -6 is 0.25% a token, so that M_0 outlives the row."""
+    eta_bias: float = 0.0
+    """Where momentum starts: 0 keeps half of the past surprise."""
+    theta_bias: float = -1.0
+    """Where the inner learning rate starts: -1 is 0.27 of max_theta."""
     surprise_bound: Annotated[float, Field(gt=0)] | None = 1.0
     """Bound c on each token's surprise; None is the paper's unbounded rule."""
     backend: Literal["auto", "reference", "chunked", "triton"] = "auto"

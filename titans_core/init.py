@@ -9,9 +9,7 @@
 | convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
-| alpha | weight 0.02, bias -6: a token forgets 0.25%, so that M_0 outlives the training length |
-| eta | weight 0.02, bias 0: half of the past surprise is kept |
-| theta | weight 0.02, bias -1: 0.27 of max_theta |
+| alpha, eta, theta | weight 0.02, bias `MemoryConfig.alpha_bias`, `eta_bias`, `theta_bias` |
 """
 
 from __future__ import annotations
@@ -25,10 +23,6 @@ from titans_core.attention import Attention
 from titans_core.blocks import Block
 from titans_core.layers import CausalConv, SwiGLU
 from titans_core.memory import NeuralMemory
-
-ALPHA_BIAS = -6.0
-ETA_BIAS = 0.0
-THETA_BIAS = -1.0
 
 
 @torch.no_grad()
@@ -63,7 +57,8 @@ def _memory(memory: NeuralMemory) -> None:
     for W in memory.initial_weights:
         nn.init.normal_(W, std=W.shape[-2] ** -0.5)
     memory.initial_weights[-1].mul_(0.1)
-    biases = {"alpha": ALPHA_BIAS, "eta": ETA_BIAS, "theta": THETA_BIAS}
+    config = memory.config
+    biases = {"alpha": config.alpha_bias, "eta": config.eta_bias, "theta": config.theta_bias}
     for name, bias in biases.items():
         gate = getattr(memory, name)
         if gate is not None:

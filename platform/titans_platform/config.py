@@ -14,6 +14,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
+YOUNGER = {"memory": {"alpha_bias": -6.0, "eta_bias": 0.0, "theta_bias": -1.0}}
+"""Fields of the model that came after cells had names, with what they were before they were fields: a run
+that leaves them there keeps its name."""
+
+
 class TaskConfig(Frozen):
     """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
 
@@ -120,6 +125,9 @@ class RunConfig(Frozen):
         paths it was read from.
         """
         run = self.model_dump(mode="json", exclude={"data"})
+        for part, fields in YOUNGER.items():
+            below = run["model"][part]
+            run["model"][part] = {k: v for k, v in below.items() if k not in fields or fields[k] != v}
         return digest({"run": run, "data": data_fingerprint, "eval": eval_version})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +60,13 @@ def list_studies(as_json: bool) -> None:
         return
     for study, path in studies:
         click.echo(f"{study.name}: {' '.join(study.description.split())}")
-        click.echo(f"  scales {', '.join(study.scales)}; {len(study.rows)} rows; {path}")
+        rows = len(study.rows_at(next(iter(study.scales))))
+        click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
 
 
 def _about(study: Study, path: Path) -> dict[str, Any]:
     scales = {name: {"about": scale.about, "seeds": scale.seeds} for name, scale in study.scales.items()}
-    rows = [row.name for row in study.rows]
+    rows = [row.name for row in study.rows_at(next(iter(study.scales)))]
     return {
         "name": study.name,
         "description": study.description,
@@ -109,7 +111,7 @@ def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
     )
     for key, tasks in config.eval.columns.items():
         console.print(f"  {key}: {', '.join(map(_task_text, tasks))}", highlight=False)
-    for row in study.rows:
+    for row in study.rows_at(study.scale_name(scale)):
         changes = ", ".join(f"{field}={value}" for field, value in compact(row.set).items()) or "the base"
         console.print(f"  {row.name:22} {changes}", highlight=False, markup=False)
 
@@ -148,7 +150,8 @@ def run(
     """Run the cells of STUDY (a name, or a YAML file) that are missing, then draw its table and figure.
 
     A cell's name is a hash of all that decides its numbers, so the same command again runs nothing twice
-    and goes on from the last checkpoint of what was interrupted. Exit code 4: some cells have no result.
+    and goes on from the last checkpoint of what was interrupted. Exit code 4: some of the cells asked for
+    have no result; the table always shows the whole study.
 
     \b
     Example:
@@ -158,8 +161,9 @@ def run(
     """
     from titans_platform.clusters.joined import joined
     from titans_platform.study.drive import dry_run as show_plan
-    from titans_platform.study.drive import open_study, plan_study, run_study
+    from titans_platform.study.drive import open_study, run_study
 
+    began = time.time()
     console = _console(as_json)
     opened = open_study(
         study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
@@ -173,36 +177,47 @@ def run(
         options += ["--rerun-stale"] * rerun_stale
         return run_study_on(cluster, study, scale, root, options, opened.cells, dry_run, as_json)
     if dry_run:
-        found = show_plan(opened, plan_study(opened, rerun_stale, concurrency), console, quiet=as_json)
+        found, refusal = show_plan(opened, rerun_stale, concurrency, console, quiet=as_json)
         if as_json:
             echo_json(found)
+        if refusal:
+            raise refusal
         return 0
     with joined(root):
-        table = run_study(opened, console, rerun_stale=rerun_stale, concurrency=concurrency)
+        table = run_study(opened, console, rerun_stale=rerun_stale, concurrency=concurrency, began=began)
     if as_json:
         echo_json(_table_json(table))
-    return 4 if table.missing else 0
+    return 4 if table.unfinished else 0
 
 
 @sweep.command(short_help="Tell how a study is going, running or dead.")
-@click.argument("study")
+@click.argument("study", required=False)
 @scale_option
 @root_option
 @json_option
-def status(study: str, scale: str, root: Path, as_json: bool) -> None:
-    """Tell how a study is going, from its files alone: also while it runs, or after it died.
+def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
+    """Tell how a study is going, or all of them, from the files under --root alone.
+
+    Any machine that sees the folder can ask: while the study runs, from another shell, or after it died.
 
     \b
     Example:
       titans sweep status ablation --scale laptop
     """
-    from titans_platform.study.status import print_status, read_status
+    from titans_platform.study.status import print_status, read_status, status_of, studies_under
 
-    found = read_status(study, scale, root.resolve())
-    if as_json:
-        echo_json(found)
+    root = root.resolve()
+    if study is not None:
+        found = [read_status(study, scale, root)]
     else:
-        print_status(found, Console())
+        found = [status_of(label, root) for label in studies_under(root)]
+    if as_json:
+        echo_json(found if study is None else found[0])
+        return
+    for each in found:
+        print_status(each, Console())
+    if not found:
+        click.echo(f"no study has run under {root}")
 
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")

@@ -56,20 +56,15 @@ def joined(root: Path) -> Iterator[None]:
 
 def machine(resources: Resources) -> Machine:
     """What cells can be placed on: the cluster at its largest inside a job, this machine outside."""
-    from titans_platform.study.plan import Machine, this_machine
+    from titans_platform.study.plan import Machine, Node, cluster_machine, this_machine
 
     if address() is None:
         return this_machine(resources)
     grown = os.environ.get(NODES)
-    nodes = json.loads(grown) if grown else [node["Resources"] for node in _nodes()]
-    slots = sum(_workers(node, resources) for node in nodes)
-    return Machine(slots * resources.cpus_per_worker, int(slots * resources.gpus_per_worker))
-
-
-def _workers(have: dict[str, float], need: Resources) -> int:
-    """Workers that fit on one node: a worker is not split over two."""
-    fit = int(have.get("CPU", 0) // need.cpus_per_worker)
-    return min(fit, int(have.get("GPU", 0) // need.gpus_per_worker)) if need.gpus_per_worker else fit
+    if not grown:
+        return cluster_machine()
+    nodes = tuple(Node(float(x.get("CPU", 0)), float(x.get("GPU", 0))) for x in json.loads(grown))
+    return Machine(sum(x.cpus for x in nodes), sum(x.gpus for x in nodes), nodes)
 
 
 def _nodes() -> list[dict[str, Any]]:

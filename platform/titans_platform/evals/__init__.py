@@ -5,7 +5,17 @@ A new task is one file with a class under `@register`, and its line in the impor
 
 from __future__ import annotations
 
-from titans_platform.evals import babi, choice, lambada, lm_harness, needle, perplexity, reasoning, recall
+from titans_platform.evals import (
+    babi,
+    choice,
+    lambada,
+    lm_harness,
+    needle,
+    perplexity,
+    reasoning,
+    recall,
+    throughput,
+)
 from titans_platform.evals.items import Item, encode_item
 from titans_platform.evals.registry import (
     TASKS,
@@ -20,7 +30,7 @@ from titans_platform.evals.registry import (
 from titans_platform.evals.runner import evaluate, row_length
 from titans_platform.evals.scoring import Request, Score, Scorer
 
-TASK_MODULES = (babi, choice, lambada, lm_harness, needle, perplexity, reasoning, recall)
+TASK_MODULES = (babi, choice, lambada, lm_harness, needle, perplexity, reasoning, recall, throughput)
 
 EVAL_VERSION = eval_version()
 """Digest of the versions of all tasks; `eval_version(config)` is that of the tasks a run uses."""

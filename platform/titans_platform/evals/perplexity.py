@@ -101,6 +101,19 @@ class Perplexity(Task):
             totals.add(nll, sizes[row], batch.loss[row, :length])
 
 
+@register
+class HeldOutLoss(Perplexity):
+    """The same in nats a token: what a search makes smaller, and what standard deviations suit."""
+
+    name = "loss"
+
+    def measure(self, context: Context) -> Measurement:
+        """Mean negative log-likelihood a token, on the rows of `Perplexity`."""
+        found = super().measure(context)
+        chance = math.log(found.chance)
+        return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
+
+
 def _stderr(rows: list[tuple[float, int]], mean: float) -> float:
     """Standard error of the mean nll a token, rows taken as independent (a ratio estimator)."""
     tokens = sum(count for _, count in rows)

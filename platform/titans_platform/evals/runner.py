@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def evaluate(
                 values.append(fmean(m.value for m in found))
                 chances.append(fmean(m.chance for m in found))
             result["columns"][column] = fmean(values)
-            result["chance"][column] = fmean(chances)
+            result["chance"][column] = _known(fmean(chances))
     return result
 
 
@@ -98,11 +99,16 @@ def _record(result: dict[str, Any], key: str, measured: Measurement) -> None:
     result["tasks"][key] = {
         "value": measured.value,
         "stderr": measured.stderr,
-        "chance": measured.chance,
+        "chance": _known(measured.chance),
         "items": measured.items,
     }
     if measured.buckets:
         result["buckets"][key] = measured.buckets
+
+
+def _known(chance: float) -> float | None:
+    """None where there is nothing to guess, as with a time: JSON has no word for NaN."""
+    return chance if math.isfinite(chance) else None
 
 
 @contextmanager

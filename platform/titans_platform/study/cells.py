@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import shutil
 import time
 import traceback
@@ -23,6 +24,12 @@ STALE_RESULT = "result.stale.json"
 FAILED = "failed.json"
 PROGRESS = "progress.json"
 ORIGIN = "origin.json"
+RUNGS = "rungs.json"
+STOPPED = "stopped.json"
+SECONDS = "seconds.json"
+SPAN = "span.json"
+ALIVE = 120.0
+"""Seconds after which a cell of another machine that says nothing is taken for dead."""
 CHECKPOINTS = "checkpoints"
 
 
@@ -85,8 +92,16 @@ class CellFolder:
         return {**found, "age": max(0.0, time.time() - changed)}
 
     def is_held(self) -> bool:
-        """Whether a living process works on the cell."""
-        return is_locked(self.path / "lock")
+        """Whether a living process works on the cell.
+
+        Locks are not seen across machines on every file system: of a cell that another machine began, a
+        sign of life in the last minutes counts too.
+        """
+        if is_locked(self.path / "lock"):
+            return True
+        origin, progress = read_json(self.path / ORIGIN) or {}, self.progress()
+        elsewhere = origin.get("host", platform.node()) != platform.node()
+        return elsewhere and progress is not None and progress["age"] < ALIVE
 
     def state(self) -> str:
         """One of done, running, failed, interrupted (begun, and nobody works on it), missing."""
@@ -121,8 +136,9 @@ class CellFolder:
         """
         if self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
+            (self.path / RUNGS).unlink(missing_ok=True)
         self.forget_failure()
-        write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid()})
+        write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})
 
     def set_aside(self) -> None:
         """Put a finished result aside, to be made again from nothing; it is shown until replaced."""

@@ -2,105 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-from titans_platform.config import DataConfig, RunConfig
-from titans_platform.errors import UsageError, within
-from titans_platform.loading import nearest
+from titans_platform.config import DataConfig
+from titans_platform.errors import TitansError, UsageError
 from titans_platform.study import render
+from titans_platform.study.cells import write_json
+from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
+from titans_platform.study.opened import Opened, check, named, open_study, with_found
 from titans_platform.study.origin import note_command
-from titans_platform.study.plan import Plan, estimate, make_plan, train_tokens
-from titans_platform.study.progress import clock, look
+from titans_platform.study.plan import (
+    Estimate,
+    Machine,
+    Plan,
+    estimate,
+    make_plan,
+)
+from titans_platform.study.preview import planned, planned_search, print_plan
+from titans_platform.study.progress import look
 from titans_platform.study.report import PAGE, make_report
-from titans_platform.study.run import StudyRun, execute, naming, only_driver, write_manifest
-from titans_platform.study.spec import Cell, expand, load_study, name_cells
+from titans_platform.study.run import (
+    StudyRun,
+    aside,
+    execute,
+    only_driver,
+    ray_of,
+    write_manifest,
+)
+from titans_platform.study.search import (
+    FOUND,
+    Searched,
+    execute_search,
+    followed,
+    read_search,
+    search_line,
+    search_record,
+    set_line,
+    trial_row,
+)
+from titans_platform.study.spec import Cell, resolve
 from titans_platform.study.table import Table, build_table
 
-if TYPE_CHECKING:
-    from titans_core import LanguageModel
+SEARCH = "search.json"
+"""The search as it ended, for the views beside it."""
 
-
-@dataclass(frozen=True)
-class Opened:
-    """A study at a scale with the cells asked for, every config and task checked."""
-
-    run: StudyRun
-    cells: tuple[Cell, ...]
-
-    @property
-    def named(self) -> bool:
-        """Whether the data are prepared, so that cells have names."""
-        return all(cell.name for cell in self.cells)
-
-
-def open_study(
-    study: str,
-    scale: str,
-    root: Path,
-    *,
-    rows: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    overrides: Sequence[str] = (),
-) -> Opened:
-    """Read and check a study; cells get their names where the data are prepared already."""
-    from titans_platform.data import NotPrepared, open_prepared
-    from titans_platform.provenance import commit
-
-    found = load_study(study)
-    cells = expand(found, scale, rows=rows, seeds=seeds, overrides=overrides)
-    check(cells)
-    opened = Opened(StudyRun(found, found.scale_name(scale), root.resolve(), commit()), tuple(cells))
-    try:
-        return _named(opened, lambda data: open_prepared(data, root.resolve()))
-    except NotPrepared:
-        return opened
-
-
-def check(cells: Sequence[Cell]) -> None:
-    """Find a wrong variant, task or option before anything runs."""
-    from titans_core import BLOCKS
-
-    for row, config in {cell.row: cell.config for cell in cells}.items():
-        variant = config.model.variant
-        if variant not in BLOCKS:
-            raise UsageError(f"row {row!r}: model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
-        try:
-            _check_tasks(config)
-        except UsageError as error:
-            raise UsageError(f"row {row!r}: {error}") from None
-
-
-def _check_tasks(config: RunConfig) -> None:
-    from titans_platform.evals import build_generated, build_task
-
-    for column, tasks in config.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                build_task(task)
-    for i, source in enumerate(config.data.sources):
-        for j, task in enumerate(source.tasks):
-            with within(f"data.sources.{i}.tasks.{j}"):
-                build_generated(task)
-
-
-def _empty_model(config: RunConfig) -> LanguageModel:
-    """The model without memory for its weights."""
-    import torch
-
-    from titans_core import LanguageModel
-
-    with torch.device("meta"):
-        return LanguageModel(config.model)
-
-
-def _named(opened: Opened, prepared: Any) -> Opened:
-    return replace(opened, cells=tuple(name_cells(opened.cells, naming(prepared))))
+__all__ = ["check", "dry_run", "open_study", "plan_study", "report_study", "run_study"]
 
 
 def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
@@ -119,80 +72,167 @@ def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
     )
 
 
-def dry_run(opened: Opened, plan: Plan, console: Console, quiet: bool = False) -> dict[str, Any]:
-    """Show what would run; nothing is written. The same as a dict."""
-    guess = estimate(plan, opened.run.root)
+def dry_run(
+    opened: Opened, rerun_stale: bool, asked: int | None, console: Console, quiet: bool = False
+) -> tuple[dict[str, Any], TitansError | None]:
+    """Show what would run; nothing is written. The same as a dict, and what a run would be refused for."""
+    refusal = None
+    try:
+        plan = plan_study(opened, rerun_stale, asked)
+    except TitansError as error:
+        # the rest is worth seeing all the same
+        refusal, plan = error, _unplaced(opened, rerun_stale)
+    guess = estimate(plan, opened.run.root) if plan.concurrency else Estimate(None, str(refusal))
+    search = read_search(opened.run)
     record = {
         "study": opened.run.study.name,
         "scale": opened.run.scale_name,
-        "cells": [_planned(opened, plan, cell) for cell in opened.cells],
+        "cells": [planned(opened, plan, cell) for cell in opened.cells],
         "to_run": len(plan.todo),
         "concurrency": plan.concurrency,
         "resources": plan.resources.model_dump(),
-        "estimate_seconds": guess.seconds,
+        "estimate_seconds": _with_search(guess.seconds, opened, plan, search),
         "estimate_basis": guess.basis,
+        "search": planned_search(search) if search else None,
+        "refused": str(refusal) if refusal else None,
     }
     if not quiet:
-        _print_plan(record, opened, console)
-    return record
+        print_plan(record, opened, console)
+    return record, refusal
 
 
-def _planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
-    state = cell.folder(opened.run.root).state() if cell.name else "missing"
-    if cell in plan.stale:
-        state = "stale"
-    return {
-        "cell": cell.name,
-        "row": cell.row,
-        "seed": cell.seed,
-        "parameters": _empty_model(cell.config).num_parameters(),
-        "tokens": train_tokens(cell.config),
-        "state": state,
-    }
+def _with_search(seconds: float | None, opened: Opened, plan: Plan, search: Searched | None) -> float | None:
+    """The estimate with the search before the cells, whose rows it adds, too."""
+    if seconds is None or search is None or search.over or not plan.todo:
+        return seconds
+    behind = sum(trial.state in ("done", "stopped") for trial in search.trials)
+    # each rung takes about as much as the first did
+    first = search.search.milestones(search.steps)[0]
+    trials = (search.search.trials - behind) * search.search.rungs * first / search.steps
+    cells = len(plan.todo) + len({cell.seed for cell in opened.cells})
+    return seconds * (trials + cells) / len(plan.todo)
 
 
-def _print_plan(record: dict[str, Any], opened: Opened, console: Console) -> None:
-    from rich.table import Table as RichTable
-
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("cell", "left"), ("row", "left"), ("seed", "right"), ("parameters", "right")):
-        grid.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
-    grid.add_column("tokens", justify="right")
-    grid.add_column("state")
-    for cell in record["cells"]:
-        sizes = [render.count(cell["parameters"]), render.count(cell["tokens"])]
-        grid.add_row(cell["cell"] or "—", cell["row"], str(cell["seed"]), *sizes, cell["state"])
-    console.print(grid)
-    if not opened.named:
-        console.print("Cells get their names once the data are prepared; the run does that first.")
-    r = record["resources"]
-    console.print(
-        f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
-        f"each on {r['workers']} worker with {r['cpus_per_worker']} CPU and {r['gpus_per_worker']:g} GPU.",
-        highlight=False,
+def _unplaced(opened: Opened, rerun_stale: bool) -> Plan:
+    """The plan without a place for it."""
+    resources = opened.run.study.scales[opened.run.scale_name].resources
+    everywhere = Machine(10**9, 10**9)
+    run = opened.run
+    plan = make_plan(
+        opened.cells,
+        run.root,
+        run.commit,
+        resources=resources,
+        machine=everywhere,
+        asked=1,
+        rerun_stale=rerun_stale,
     )
-    guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
-    console.print(f"Time: about {guess} (from {record['estimate_basis']}).", highlight=False)
+    return replace(plan, concurrency=0)
 
 
 def run_study(
-    opened: Opened, console: Console, *, rerun_stale: bool = False, concurrency: int | None = None
+    opened: Opened,
+    console: Console,
+    *,
+    rerun_stale: bool = False,
+    concurrency: int | None = None,
+    began: float | None = None,
 ) -> Table:
-    """Prepare data, run what is missing, draw the views. The table, complete or not."""
+    """Prepare data, run what is missing, draw the views. The whole table, complete or not.
+
+    ``began`` is when the command did, for the account of where its time went.
+    """
+    marks = Marks(began or time.time())
+    marks.mark("preparation")
     # what cannot be placed, or logged, is refused before time goes into data
     if plan_study(opened, rerun_stale, concurrency).todo:
         from titans_platform.tracking import check_store
 
         check_store(opened.run.root)
-    with only_driver(opened.run):
+    with only_driver(opened.run), ExitStack() as stack:
         opened = _prepare(opened, console)
         plan = plan_study(opened, rerun_stale, concurrency)
-        write_manifest(opened.run, opened.cells)
+        if searching(opened.run):
+            # one Ray for the search and for the cells after it
+            stack.enter_context(ray_of(plan))
+            with _resumable(opened, console):
+                opened = _searched(opened, plan, console)
+            plan = plan_study(opened, rerun_stale, concurrency)
+            marks = Marks()
+            marks.mark("preparation")
+        write_manifest(opened.run, opened.whole)
         note_command(opened.run.folder)
+        if found := read_search(opened.run):
+            write_json(opened.run.folder / SEARCH, search_record(found))
         if plan.todo:
             with _resumable(opened, console):
-                execute(opened.run, plan, console)
-        return report_study(opened, console, link=bool(plan.todo))
+                execute(opened.run, plan, console, marks)
+        table = report_study(opened, console, link=bool(plan.todo))
+        if found:
+            _print_search(found, console)
+        if plan.todo:
+            _close_ledger(opened.run, plan, marks, console)
+        return replace(table, asked=tuple(cell.name for cell in opened.cells))
+
+
+def searching(run: StudyRun) -> bool:
+    """Whether the study has a search that is not over."""
+    found = read_search(run)
+    return found is not None and not found.over
+
+
+def _searched(opened: Opened, plan: Plan, console: Console) -> Opened:
+    """Run the study's search; the study with what it found as a row more."""
+    found = read_search(opened.run)
+    assert found is not None
+    write_manifest(opened.run, opened.whole)
+    tokens = f"{found.search.trials} trials, rungs at {_steps(found)} steps"
+    with console.status(f"searching: {tokens}") as status, aside(opened.run.folder / "search.log"):
+
+        def tell(line: str) -> None:
+            status.update(line)
+            if not console.is_terminal:
+                console.print(line, highlight=False, soft_wrap=True)
+
+        data = _data_fingerprint(opened)
+        with followed(opened.run, tell):
+            execute_search(opened.run, found.search, data, plan.resources, plan.concurrency)
+    return _with_found_row(opened)
+
+
+def _steps(found: Searched) -> str:
+    return "/".join(map(str, found.search.milestones(found.steps)))
+
+
+def _data_fingerprint(opened: Opened) -> str:
+    from titans_platform.data import open_prepared
+
+    return open_prepared(opened.cells[0].config.data, opened.run.root).fingerprint
+
+
+def _with_found_row(opened: Opened) -> Opened:
+    """The best trial's parameters, run with the seeds that were asked for."""
+    found = read_search(opened.run)
+    assert found is not None
+    if found.best is None:
+        raise TitansError(f"{opened.run.label}: no trial came to its end; {search_line(found)}")
+    run = with_found(opened.run, found)
+    config = resolve(run.study, run.scale_name, trial_row(run, found.best.params), run.overrides)
+    seeds = dict.fromkeys(cell.seed for cell in opened.cells)
+    new = tuple(Cell(FOUND, seed, config.model_copy(update={"seed": seed})) for seed in seeds)
+    return named(replace(opened, run=run, cells=opened.cells + new, whole=opened.whole + new))
+
+
+def _print_search(found: Searched, console: Console) -> None:
+    console.print(search_line(found), highlight=False, soft_wrap=True)
+    if found.best:
+        console.print(f"Found: {set_line(found.best.params)}", highlight=False, soft_wrap=True)
+
+
+def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> None:
+    record = account(marks, plan.todo, run.root, plan.concurrency)
+    write_ledger(run.folder, record)
+    console.print(ledger_line(record), highlight=False, soft_wrap=True)
 
 
 def _prepare(opened: Opened, console: Console) -> Opened:
@@ -207,10 +247,10 @@ def _prepare(opened: Opened, console: Console) -> Opened:
         def once(data: DataConfig) -> Any:
             return prepare(data, opened.run.root, progress=told)
 
-        named = _named(opened, once)
+        prepared = named(opened, once)
         status.update("checking every row against the data")
-        _check_against_data(named)
-        return named
+        _check_against_data(prepared)
+        return prepared
 
 
 def _check_against_data(opened: Opened) -> None:
@@ -243,9 +283,9 @@ def _resumable(opened: Opened, console: Console) -> Iterator[None]:
 def report_study(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
     """Draw the views from what is there; with ``link`` put them on the MLflow run too."""
     run = opened.run
-    if not opened.named:
+    if not any(cell.name for cell in opened.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run.study, run.scale_name, opened.cells, run.root, run.commit)
+    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
     paths = make_report(table, run.folder, run.root, run.label if link else None, address)
     console.print(render.terminal(table, console.width))
     console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)

@@ -11,22 +11,57 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import ClusterError, UsageError
 from titans_platform.study.spec import Cell, Resources
 
 CALIBRATION_LIMIT = 50e6
 """Parameters above which steps are not timed on the spot."""
+
+TIMED = 5
+"""Rows that are timed, spread over the grid: a deep memory takes longer than a linear one."""
 
 STARTUP, CELL_OVERHEAD = 15.0, 2.0
 """Seconds before the first step, and of each cell beside training and evaluation (measured on two cores)."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What cells can be placed on."""
+class Node:
+    """CPUs and GPUs that are together: a worker needs all of its own on one node."""
 
-    cpus: int
-    gpus: int = 0
+    cpus: float
+    gpus: float = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What cells can be placed on: this machine, or the nodes of a cluster."""
+
+    cpus: float
+    gpus: float = 0
+    nodes: tuple[Node, ...] = ()
+    """Empty: one node, this machine."""
+
+    def workers(self, resources: Resources) -> int:
+        """How many workers of a cell fit at once."""
+        nodes = self.nodes or (Node(self.cpus, self.gpus),)
+        return sum(_on_node(node, resources) for node in nodes)
+
+
+def _on_node(node: Node, resources: Resources) -> int:
+    fit = int(node.cpus // resources.cpus_per_worker)
+    if resources.gpus_per_worker:
+        # ten thousandths, as Ray counts them: 1 // 0.1 is 9
+        fit = min(fit, round(node.gpus * 10_000) // round(resources.gpus_per_worker * 10_000))
+    return fit
+
+
+def cluster_machine() -> Machine:
+    """The nodes of the Ray cluster this process is connected to."""
+    import ray
+
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = tuple(Node(float(found.get("CPU", 0)), float(found.get("GPU", 0))) for found in alive)
+    return Machine(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes), nodes)
 
 
 def this_machine(resources: Resources) -> Machine:
@@ -39,19 +74,43 @@ def this_machine(resources: Resources) -> Machine:
     return Machine(cpus, torch.cuda.device_count())
 
 
+DRIVER_CPU = 0.01
+"""What a trial that drives other workers takes of a CPU beside theirs; Tune refuses to give it none."""
+
+
 def concurrency(resources: Resources, machine: Machine, asked: int | None = None) -> int:
-    """How many cells fit at once; UsageError where not one does, or not as many as asked."""
-    cpus, gpus = resources.workers * resources.cpus_per_worker, resources.workers * resources.gpus_per_worker
-    fit = machine.cpus // cpus
-    if gpus:
-        fit = min(fit, int(machine.gpus // gpus))
-    need = f"a cell takes {cpus} CPU" + (f" and {gpus:g} GPU" if gpus else "")
-    have = f"there are {machine.cpus} CPU" + (f" and {machine.gpus} GPU" if gpus else "")
+    """How many cells fit at once. Raises UsageError, of a cluster ClusterError, where not one does or fewer
+    than asked."""
+    fit = machine.workers(resources) // resources.workers
+    if machine.nodes and resources.workers > 1:
+        cpus = resources.workers * resources.cpus_per_worker
+        fit = min(fit, int(machine.cpus / (cpus + DRIVER_CPU)))
     if fit < 1:
-        raise UsageError(f"resources: {need}, {have}; choose a smaller scale or another machine")
+        where = "cluster" if machine.nodes else "machine"
+        refused = ClusterError if machine.nodes else UsageError
+        raise refused(f"{_lack(resources, machine)}; choose a smaller scale or a larger {where}")
     if asked is not None and not 1 <= asked <= fit:
-        raise UsageError(f"--concurrency {asked}: {need}, {have}; give 1 to {fit}")
+        raise UsageError(f"--concurrency {asked}: {_lack(resources, machine)}; give 1 to {fit}")
     return asked or fit
+
+
+def _lack(resources: Resources, machine: Machine) -> str:
+    """What a cell takes, what there is, and what of it is missing."""
+    cpus, gpus = resources.workers * resources.cpus_per_worker, resources.workers * resources.gpus_per_worker
+    spread = f" on {resources.workers} workers" if resources.workers > 1 else ""
+    need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
+    lack = _amount(max(0, cpus - machine.cpus), max(0, gpus - machine.gpus))
+    said = f"resources: a cell takes {need}{spread}, there are {have}"
+    if lack:
+        return f"{said}: {lack} missing"
+    if machine.workers(resources) < resources.workers:
+        each = _amount(resources.cpus_per_worker, resources.gpus_per_worker)
+        return f"{said}, but only {machine.workers(resources)} workers of {each} fit on its nodes"
+    return said
+
+
+def _amount(cpus: float, gpus: float) -> str:
+    return " and ".join([f"{cpus:g} CPU"] * bool(cpus) + [f"{gpus:g} GPU"] * bool(gpus))
 
 
 @dataclass(frozen=True)
@@ -131,9 +190,12 @@ def _calibrated(plan: Plan) -> Estimate:
     if parameters > CALIBRATION_LIMIT:
         flop = sum(6 * parameters * train_tokens(cell.config) for cell in plan.todo)
         return Estimate(None, f"no cell is finished yet; about 6ND = {flop:.1e} FLOP of training in all")
-    per_token = _seconds_per_token(config)
+    rows = {cell.row: cell.config for cell in plan.todo}
+    timed = dict(list(rows.items())[:: -(-len(rows) // TIMED)])
+    per_token = statistics.fmean(_seconds_per_token(config) for config in timed.values())
     each = [per_token * (train_tokens(cell.config) + eval_tokens(cell.config) / 3) for cell in plan.todo]
-    return Estimate(_wall(plan, each), f"two optimiser steps of {plan.todo[0].row} timed now")
+    of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} rows"
+    return Estimate(_wall(plan, each), f"two optimiser steps of {of} timed now")
 
 
 def train_tokens(config: RunConfig) -> int:

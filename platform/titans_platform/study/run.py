@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,17 @@ from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.study.cells import CellFolder, held, write_json
 from titans_platform.study.columns import params
-from titans_platform.study.plan import Plan
+from titans_platform.study.ledger import Marks
+from titans_platform.study.plan import DRIVER_CPU, Plan
 from titans_platform.study.progress import View, showing
-from titans_platform.study.spec import Cell, Study
+from titans_platform.study.spec import Cell, Resources, Study
 from titans_platform.study.trial import run_trial
 
 if TYPE_CHECKING:
     from titans_platform.data import PreparedData
     from titans_platform.tracking import Store
 
+MANIFEST, STUDY = "cells.json", "study.json"
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
 
@@ -39,6 +42,8 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # as nice as whoever started the study, not 15 below everything else on the machine
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -50,11 +55,14 @@ class StudyRun:
     scale_name: str
     root: Path
     commit: str
+    overrides: tuple[str, ...] = ()
+    """What --set changed for every row: the table of another study than the file's own."""
 
     @property
     def label(self) -> str:
         """The name of its folder and of its parent run."""
-        return f"{self.study.name}-{self.scale_name}"
+        changed = f"-set-{digest(sorted(self.overrides), 6)}" if self.overrides else ""
+        return f"{self.study.name}-{self.scale_name}{changed}"
 
     @property
     def folder(self) -> Path:
@@ -88,37 +96,50 @@ def only_driver(run: StudyRun) -> Iterator[None]:
 
 
 def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
-    """Say which cells the study has, for whoever looks at it from outside."""
+    """Say which cells the study has, and what it is, for whoever looks at it from outside."""
     listed = [
         {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
         for c in cells
     ]
-    manifest = {"study": run.study.name, "scale": run.scale_name, "commit": run.commit, "cells": listed}
-    write_json(run.folder / "cells.json", manifest)
+    manifest = {
+        "study": run.study.name,
+        "scale": run.scale_name,
+        "set": list(run.overrides),
+        "commit": run.commit,
+        "host": platform.node(),
+        "cells": listed,
+    }
+    write_json(run.folder / STUDY, run.study.model_dump(mode="json"))
+    write_json(run.folder / MANIFEST, manifest)
 
 
-def execute(run: StudyRun, plan: Plan, console: Console) -> None:
+def execute(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None:
     """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
     for cell in plan.todo:
         cell.folder(run.root).forget_failure()
     view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root)
-    with showing(view, console), _aside(run.folder / "ray.log"):
+    with showing(view, console), aside(run.folder / "ray.log"):
         view.note = "opening the MLflow store"
+        marks.mark("MLflow runs")
         store, parent, tasks = _tasks(run, plan)
         for cell in plan.stale:
             if cell in plan.todo:
                 cell.folder(run.root).set_aside()
         view.note = "starting Ray"
+        marks.mark("start of Ray")
         try:
-            with _ray(plan):
+            with ray_of(plan):
                 view.note = "starting workers"
+                marks.mark("cells")
                 _tune(run, plan, tasks)
+                marks.mark("end of Ray")
                 view.note = "ending Ray"
         except BaseException:
             # a study that ends by itself is closed with its table; this one would be shown as running
             store.run(parent).close("KILLED")
             raise
         finally:
+            marks.mark("report")
             _settle(store, tasks)
 
 
@@ -163,7 +184,7 @@ def _cell_run(store: Store, run: StudyRun, cell: Cell, parent: str) -> str:
 
     def create() -> str:
         name = f"{cell.row} · seed {cell.seed}"
-        columns = params(cell, run.study.rows)
+        columns = params(cell, run.study.rows_at(run.scale_name))
         return store.cell_run(str(cell.name), name, parent=parent, params=columns, config=config, tags=tags)
 
     run_id = create()
@@ -175,7 +196,7 @@ def _cell_run(store: Store, run: StudyRun, cell: Cell, parent: str) -> str:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[None]:
+def aside(path: Path) -> Iterator[None]:
     """Send what Ray prints to a file; the console that draws was opened before and stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
@@ -183,7 +204,7 @@ def _aside(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _ray(plan: Plan) -> Iterator[None]:
+def ray_of(plan: Plan) -> Iterator[None]:
     """A Ray instance of our own, as large as the plan needs, gone when the study ends."""
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
     from titans_platform.training.ray_session import session
@@ -201,23 +222,40 @@ def _tune(run: StudyRun, plan: Plan, tasks: list[dict[str, Any]]) -> None:
     """Every task as a trial, first come first served."""
     from ray import tune
 
-    resources = plan.resources
+    space = {"task": tune.grid_search(tasks)}
+    _record_deaths(run, run_trials(run, _trial, space, plan.resources, plan.concurrency))
+
+
+def run_trials(
+    run: StudyRun,
+    trainable: Callable[[dict[str, Any]], Any],
+    space: dict[str, Any],
+    resources: Resources,
+    slots: int,
+    **config: Any,
+) -> Any:
+    """What Tune's trials of ``trainable`` over ``space`` gave; ``config`` is for its TuneConfig.
+
+    Tune keeps nothing: what a trial leaves lies in its cell's folder.
+    """
+    from ray import tune
+
     alone = resources.workers == 1
-    share: Mapping[str, float] = (
-        {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker} if alone else {"CPU": 0.01}
-    )
+    # a trial that only drives other workers takes a sliver beside theirs
+    share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker} if alone else {}
     storage = run.folder / "tune"
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(_trial, {key: value for key, value in share.items() if value}),
-        param_space={"task": tune.grid_search(tasks)},
+        tune.with_resources(trainable, {k: v for k, v in share.items() if v} or {"CPU": DRIVER_CPU}),
+        param_space=space,
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=plan.concurrency,
+            max_concurrent_trials=slots,
             # the next cell finds torch imported
             reuse_actors=True,
             # the default holds every value of the grid, here a whole config
             trial_name_creator=lambda trial: trial.trial_id,
             trial_dirname_creator=lambda trial: trial.trial_id,
+            **config,
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -226,8 +264,9 @@ def _tune(run: StudyRun, plan: Plan, tasks: list[dict[str, Any]]) -> None:
             failure_config=tune.FailureConfig(max_failures=MAX_DEATHS),
         ),
     )
-    _record_deaths(run, tuner.fit())
+    results = tuner.fit()
     shutil.rmtree(storage, ignore_errors=True)
+    return results
 
 
 def _trial(space: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """A study file: a grid of runs as data, checked whole before anything runs.
 
 A run is ``base``, then the scale's fragment, then the row's ``set``, then ``--set`` of the command line,
-each laid over the one before. Its name comes later, when the data are prepared and have a fingerprint.
+each laid over the one before. Rows are listed one by one (``rows``), or are the product of ``axes``, or
+both: every listed row at every point of the axes. A run's name comes later, when the data are prepared
+and have a fingerprint.
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import apply_override, nearest, read_yaml, validate
 from titans_platform.study.cells import CellFolder
+from titans_platform.study.space import Search
 
 Fragment = dict[str, JsonValue]
+UNNAMED = ".unnamed"
 
 
 class Resources(Frozen):
@@ -30,6 +36,40 @@ class Resources(Frozen):
     workers: PositiveInt = 1
     cpus_per_worker: PositiveInt = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+
+
+class Axis(Frozen):
+    """One direction of a grid: a field and its values, or points by name, each with all that it sets."""
+
+    title: str = ""
+    field: str = ""
+    """The field that ``values`` are given to, e.g. model.memory.depth."""
+    values: tuple[JsonValue, ...] = ()
+    points: dict[str, Fragment] = Field(default_factory=dict)
+    """In place of field and values: a name, and the fields it sets."""
+    label: str = "{}"
+    """How a value stands in a row's name: `depth {}`."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Axis:
+        if bool(self.field) != bool(self.values) or bool(self.field) == bool(self.points):
+            raise ValueError("field: an axis has either a field with its values, or points")
+        if "{}" not in self.label:
+            raise ValueError(f"label: {self.label!r} should hold {{}}, where the value stands")
+        return self
+
+    def steps(self) -> list[tuple[JsonValue, Fragment]]:
+        """Each value and what it sets; a point named by a number is that number."""
+        if self.points:
+            return [(_number(name), change) for name, change in self.points.items()]
+        return [(value, {self.field: value}) for value in self.values]
+
+
+def _number(name: str) -> JsonValue:
+    try:
+        return int(name)
+    except ValueError:
+        return name
 
 
 class Scale(Frozen):
@@ -47,6 +87,10 @@ class Scale(Frozen):
     optim: Fragment = Field(default_factory=dict)
     eval: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
+    axes: dict[str, Axis] = Field(default_factory=dict)
+    """Axes of the study that are others at this scale."""
+    search: Fragment = Field(default_factory=dict)
+    """What of the study's search is another at this scale; of its space, parameter by parameter."""
 
     def fragment(self) -> dict[str, Any]:
         """The part of a RunConfig this scale lays over the base."""
@@ -62,6 +106,8 @@ class Row(Frozen):
     paper: dict[str, float | None] = Field(default_factory=dict)
     reference: bool = False
     """A row shown for comparison that the paper's table does not have: left out of best and worst."""
+    axes: dict[str, JsonValue] = Field(default_factory=dict)
+    """Where the row stands in the grid: its value on each axis. The study's axes give it."""
 
 
 class Column(Frozen):
@@ -83,7 +129,34 @@ class Study(Frozen):
     columns: Annotated[dict[str, Column], Field(min_length=1)]
     base: Fragment = Field(default_factory=dict)
     scales: Annotated[dict[str, Scale], Field(min_length=1)]
-    rows: Annotated[tuple[Row, ...], Field(min_length=1)]
+    rows: tuple[Row, ...] = ()
+    axes: dict[str, Axis] = Field(default_factory=dict)
+    """Directions of a grid; each listed row (one without a name where none is) is run at all their points."""
+    search: Search | None = None
+    """A search whose best configuration becomes a row below the listed ones."""
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Study:
+        if not self.rows and not self.axes:
+            raise ValueError("rows: a study needs rows, or axes whose product they are")
+        return self
+
+    def rows_at(self, scale_name: str) -> tuple[Row, ...]:
+        """The rows of the table at a scale: those listed, at every point of the axes."""
+        axes = self.axes | self.scales[scale_name].axes
+        rows = self.rows or (Row(name=""),)
+        grid = list(product(*(axis.steps() for axis in axes.values())))
+        return tuple(_at_point(row, axes, point) for row in rows for point in grid)
+
+    def search_at(self, scale_name: str) -> Search | None:
+        """The search at a scale. Raises UsageError."""
+        if self.search is None:
+            return None
+        below, above = self.search.model_dump(mode="json"), self.scales[scale_name].search
+        merged = {**below, **above}
+        if isinstance(given := above.get("space"), dict):
+            merged["space"] = {**below["space"], **given}
+        return validate(Search, merged, f"{self.name}, scale {scale_name}, search")
 
     def scale_name(self, name: str) -> str:
         """The name as the file spells it; UsageError with the nearest name where there is none."""
@@ -92,6 +165,16 @@ class Study(Frozen):
     def scale(self, name: str) -> Scale:
         """A scale by name; UsageError with the nearest name where there is none."""
         return self.scales[self.scale_name(name)]
+
+
+def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValue, Fragment]]) -> Row:
+    """The row at one point of the grid, named by both."""
+    words, change, at = [row.name] * bool(row.name), overlay({}, row.set), dict(row.axes)
+    for (key, axis), (value, sets) in zip(axes.items(), point, strict=True):
+        words.append(axis.label.format(value))
+        change = overlay(change, sets)
+        at[key] = value
+    return row.model_copy(update={"name": " ".join(words), "set": change, "axes": at} if point else {})
 
 
 @dataclass(frozen=True)
@@ -104,9 +187,8 @@ class Cell:
     name: str | None = None
 
     def folder(self, root: Path) -> CellFolder:
-        """Where the cell lives under a storage root."""
-        assert self.name is not None, "a cell has no folder before its data are prepared"
-        return CellFolder(root, self.name)
+        """Where the cell lives under a storage root; before it has a name, a folder that is never there."""
+        return CellFolder(root, self.name or UNNAMED)
 
 
 def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
@@ -147,14 +229,24 @@ def load_study(name: str) -> Study:
     """Read a study by name or path; UsageError, one line, for anything wrong in it."""
     path = find_study(name)
     study = validate(Study, read_yaml(path), path.name)
-    rows = [row.name for row in study.rows]
-    twice = sorted({row for row in rows if rows.count(row) > 1})
-    if twice:
-        raise UsageError(f"{path.name}: rows: {twice[0]!r} is there twice; give each row its own name")
-    for row in study.rows:
-        for column in row.paper:
-            pick(column, study.columns, f"column (row {row.name!r}, paper)", path.name)
+    for scale_name, scale in study.scales.items():
+        for axis in scale.axes:
+            pick(axis, study.axes, f"axis (scale {scale_name})", path.name)
+        study.search_at(scale_name)
+        _check_rows(study, study.rows_at(scale_name), path.name)
+    if study.search:
+        pick(study.search.metric, study.columns, "column (search.metric)", path.name)
     return study
+
+
+def _check_rows(study: Study, rows: Sequence[Row], where: str) -> None:
+    names = [row.name for row in rows]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"{where}: rows: {twice[0]!r} is there twice; give each row its own name")
+    for row in rows:
+        for column in row.paper:
+            pick(column, study.columns, f"column (row {row.name!r}, paper)", where)
 
 
 def expand(
@@ -167,13 +259,13 @@ def expand(
 ) -> list[Cell]:
     """The cells of a scale, seed by seed so that a whole table of one seed is there first.
 
-    Every row is checked, also those that ``rows`` leaves out. ``seeds`` replaces the scale's own;
-    ``overrides`` are ``a.b=c`` and come last.
+    Every row is checked, also those that ``rows`` (names, or patterns with `*`) leaves out. ``seeds``
+    replaces the scale's own; ``overrides`` are ``a.b=c`` and come last.
     """
     scale_name = study.scale_name(scale_name)
     scale = study.scales[scale_name]
-    configs = {row.name: _resolve(study, scale_name, row, overrides) for row in study.rows}
-    chosen = [pick(row, configs, "row", study.name) for row in rows] or list(configs)
+    configs = {row.name: resolve(study, scale_name, row, overrides) for row in study.rows_at(scale_name)}
+    chosen = {name for row in rows for name in matching(row, configs, study.name)} or set(configs)
     ordered = [row for row in configs if row in chosen]
     return [
         Cell(row, seed, configs[row].model_copy(update={"seed": seed}))
@@ -182,7 +274,19 @@ def expand(
     ]
 
 
-def _resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str]) -> RunConfig:
+def matching(name: str, known: Iterable[str], where: str) -> list[str]:
+    """The rows a name or pattern means, in any capitals; UsageError where there is none."""
+    known = list(known)
+    if not any(sign in name for sign in "*?["):
+        return [pick(name, known, "row", where)]
+    found = [row for row in known if fnmatchcase(row.casefold(), name.casefold())]
+    if not found:
+        raise UsageError(f"{where}: no row matches {name!r}; {nearest(name.strip('*'), known)}")
+    return found
+
+
+def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a row at a scale, every key and shape checked. Raises UsageError."""
     where = f"{study.name}, scale {scale_name}, row {row.name!r}"
     fragment: dict[str, Any] = {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,48 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import validate
 from titans_platform.study.cells import is_locked, read_json
+from titans_platform.study.ledger import ledger_line, read_ledger
 from titans_platform.study.progress import clock, counts, look, running_line
-from titans_platform.study.spec import Cell, load_study
+from titans_platform.study.run import MANIFEST, STUDY, StudyRun
+from titans_platform.study.search import Searched, read_search, search_record
+from titans_platform.study.spec import Cell, Study, load_study
+
+
+def studies_under(root: Path) -> list[str]:
+    """The names of all studies that have run under a storage root."""
+    return sorted(path.parent.name for path in (root / "studies").glob(f"*/{MANIFEST}"))
 
 
 def read_status(study: str, scale: str, root: Path) -> dict[str, Any]:
-    """Counts and, for every cell that is not done, what is known of it. Raises UsageError."""
-    found = load_study(study)
-    label = f"{found.name}-{found.scale_name(scale)}"
+    """Counts and, for every cell that is not done, what is known of it. Raises UsageError.
+
+    The folder of a study that has run says all that is needed: the study's own file need not be at hand.
+    """
+    known = {label.casefold(): label for label in studies_under(root)}
+    label = known.get(f"{study}-{scale}".casefold())
+    if label is None:
+        found = load_study(study)
+        label = f"{found.name}-{found.scale_name(scale)}"
+    return status_of(label, root)
+
+
+def status_of(label: str, root: Path) -> dict[str, Any]:
+    """The status of the study in a folder of ``root/studies``. Raises UsageError."""
     folder = root / "studies" / label
-    manifest = read_json(folder / "cells.json")
+    manifest = read_json(folder / MANIFEST)
     if manifest is None:
         raise UsageError(f"{label}: nothing has run under {root}; start with titans sweep run")
     seen = look([_cell(entry) for entry in manifest["cells"]], root)
+    search = _search(folder, manifest, root)
+    # the lock of a driver on another machine may not be seen here; what its cells write is
+    elsewhere = manifest.get("host", platform.node()) != platform.node()
     return {
         "study": label,
-        "running": is_locked(folder / "lock"),
+        "running": is_locked(folder / "lock") or (elsewhere and counts(seen)["running"] > 0),
+        "host": manifest.get("host"),
         "counts": counts(seen),
+        "overhead": read_ledger(folder),
+        "search": search and search_record(search),
         "cells": [
             {
                 "cell": item.cell.name,
@@ -42,6 +68,15 @@ def read_status(study: str, scale: str, root: Path) -> dict[str, Any]:
             for item in seen
         ],
     }
+
+
+def _search(folder: Path, manifest: dict[str, Any], root: Path) -> Searched | None:
+    study = read_json(folder / STUDY)
+    if study is None:
+        return None
+    found = validate(Study, study, str(folder / STUDY))
+    overrides = tuple(manifest.get("set", ()))
+    return read_search(StudyRun(found, manifest["scale"], root, manifest["commit"], overrides))
 
 
 def _cell(entry: dict[str, Any]) -> Cell:
@@ -62,7 +97,14 @@ def print_status(status: dict[str, Any], console: Console) -> None:
         elif cell["state"] == "interrupted":
             at = f"{cell['progress'].get('step', 0)}/{cell['progress'].get('steps', '?')}"
             grid.add_row("interrupted", cell["row"], f"seed {cell['seed']}", at)
-    console.print(grid)
+    if grid.rows:
+        console.print(grid)
+    if status["search"]:
+        console.print(status["search"]["line"], highlight=False, soft_wrap=True)
+        if status["search"]["set"]:
+            console.print(f"Found: {status['search']['set']}", highlight=False, soft_wrap=True)
+    if status["overhead"]:
+        console.print(ledger_line(status["overhead"]), highlight=False, soft_wrap=True)
     for cell in status["cells"]:
         if cell["state"] == "failed":
             line = f"failed  {cell['row']}, seed {cell['seed']} ({cell['cell']}): {cell['reason']}"

@@ -79,6 +79,15 @@ class Table:
     rows: tuple[TableRow, ...]
     chance: dict[str, float]
     commit: str
+    asked: tuple[str | None, ...] | None = None
+    """The cells that a run was asked for; None: all."""
+
+    @property
+    def unfinished(self) -> int:
+        """Cells asked for that have no result."""
+        if self.asked is None:
+            return self.missing
+        return len(set(self.asked) - {result["cell"] for row in self.rows for result in row.results})
 
     @property
     def scale(self) -> Scale:
@@ -98,7 +107,7 @@ def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path
         by_row.setdefault(cell.row, []).append(cell)
     rows = [
         _table_row(row, study.columns, by_row[row.name], root, commit)
-        for row in study.rows
+        for row in study.rows_at(scale_name)
         if row.name in by_row
     ]
     return Table(study, scale_name, tuple(rows), _chance(study.columns, rows), commit)

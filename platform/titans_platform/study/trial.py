@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.study.cells import CellFolder
+from titans_platform.study.cells import SPAN, CellFolder, write_json
 
 
 def run_trial(task: dict[str, Any]) -> dict[str, Any]:
@@ -16,6 +20,7 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
     another try of what raised would raise again.
     """
     folder = CellFolder(Path(task["root"]), task["cell"])
+    began = time.time()
     try:
         with folder.hold():
             if folder.result() is None:
@@ -25,21 +30,32 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         folder.record_failure(error, task["commit"])
         return {"state": "failed"}
+    finally:
+        span = {"began": began, "ended": time.time(), "pid": os.getpid(), "host": platform.node()}
+        write_json(folder.path / SPAN, span)
     return {"state": "done"}
 
 
 def _fit(task: dict[str, Any]) -> None:
     from titans_platform.training.cell import Tracked
-    from titans_platform.training.ray_trainer import Resources, fit
 
-    resources = task["resources"]
-    # one worker trains in this process: a second one would only cost its start
-    workers = resources["workers"] if resources["workers"] > 1 else 0
-    fit(
+    fit_cell(
         RunConfig.model_validate_json(task["config"]),
         Path(task["root"]),
         task["cell"],
-        Resources(workers, resources["cpus_per_worker"], resources["gpus_per_worker"]),
+        task["resources"],
         extra={"study": task["study"], "row": task["row"]},
         tracked=Tracked(*task["tracked"]),
     )
+
+
+def fit_cell(
+    config: RunConfig, root: Path, cell: str, resources: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Train a cell on what its scale gives it: one worker in this process, several as Ray's."""
+    from titans_platform.training.ray_trainer import Resources, fit
+
+    # a second process for one worker would only cost its start
+    workers = resources["workers"] if resources["workers"] > 1 else 0
+    share = Resources(workers, resources["cpus_per_worker"], resources["gpus_per_worker"])
+    return fit(config, root, cell, share, **more)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,21 @@ from titans_platform.config import RunConfig
 from titans_platform.data import PreparedData, open_prepared
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, build_task, eval_version, evaluate, row_length
+from titans_platform.evals.perplexity import Perplexity
 from titans_platform.provenance import commit, environment
-from titans_platform.study.cells import CHECKPOINTS, PROGRESS, RESULT, CellFolder, write_json
+from titans_platform.study.cells import (
+    CHECKPOINTS,
+    PROGRESS,
+    RESULT,
+    RUNGS,
+    SECONDS,
+    CellFolder,
+    read_json,
+    write_json,
+)
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
+from titans_platform.training.timing import Phases
 
 if TYPE_CHECKING:
     from titans_platform.tracking import RunLog
@@ -42,6 +52,14 @@ class Tracked:
 
     uri: str
     run_id: str
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Where a run is looked at on its way: after ``step`` steps, by one column."""
+
+    step: int
+    column: str
 
 
 def cell_name(cfg: RunConfig, data: PreparedData) -> str:
@@ -73,7 +91,7 @@ def check(cfg: RunConfig, data: PreparedData, workers: int = 1) -> None:
                 built = build_task(task)
                 if isinstance(built, GeneratedTask):
                     _check_fits(built, task.lengths, cfg, data)
-            if task.task == "perplexity":
+            if isinstance(built, Perplexity):
                 data.validation(1)
     if cfg.optim.batch_rows < workers:
         raise UsageError(
@@ -95,6 +113,7 @@ def run_cell(
     extra: Mapping[str, Any] | None = None,
     tracked: Tracked | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
+    rung: Rung | None = None,
     checkpoint_every: int | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
@@ -102,20 +121,32 @@ def run_cell(
 
     ``name`` is the cell's folder, ``cell_name`` where None; ``extra`` goes into the result as it is. In a
     process group every rank calls this; rank 0 evaluates, writes and returns the result, the others return
-    {}. Raises UsageError, Diverged.
+    {}. With a ``rung`` the run stops there, at a checkpoint, and what is returned is {column: value}; the
+    next call goes on. Raises UsageError, Diverged.
     """
-    data = open_prepared(cfg.data, root)
-    folder = CellFolder(root.resolve(), name or cell_name(cfg, data))
+    phases = Phases()
+    with phases.phase("data"):
+        data = open_prepared(cfg.data, root)
+        folder = CellFolder(root.resolve(), name or cell_name(cfg, data))
     if (done := folder.result()) is not None:
         return done
     rank = dist.get_rank() if dist.is_initialized() else 0
-    reporter = _Reporter(cfg, folder, on_progress, tracked) if rank == 0 else None
+    with phases.phase("record"):
+        reporter = _Reporter(cfg, folder, on_progress, tracked) if rank == 0 else None
     try:
         with deterministic(cfg.seed, cfg.threads):
-            trainer = _train(cfg, data, folder, reporter, checkpoint_every, device)
+            trainer = _train(
+                cfg, data, folder, reporter, checkpoint_every, device, phases, rung.step if rung else None
+            )
             if reporter is None:
                 return {}
-            result = _result(cfg, data, folder, trainer, reporter) | dict(extra or {})
+            if rung:
+                return reporter.reached(rung, _measured(cfg, data, trainer, rung.column))
+            with phases.phase("evaluate"):
+                result = _result(cfg, data, folder, trainer, reporter) | dict(extra or {})
+        with phases.phase("record"):
+            reporter.close(result)
+        write_json(folder.path / SECONDS, phases.seconds)
         reporter.finish(result)
         return result
     except BaseException as error:
@@ -131,25 +162,44 @@ def _train(
     reporter: _Reporter | None,
     checkpoint_every: int | None,
     device: torch.device | str,
+    phases: Phases,
+    until: int | None = None,
 ) -> Trainer:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check(cfg, data, world_size)
-    stream = data.train_stream(cfg.optim.batch_rows, cfg.seed, rank=rank, world_size=world_size)
-    trainer = Trainer(build_model(cfg, data), cfg.optim, stream, device)
+    with phases.phase("build"):
+        check(cfg, data, world_size)
+        stream = data.train_stream(cfg.optim.batch_rows, cfg.seed, rank=rank, world_size=world_size)
+        trainer = Trainer(build_model(cfg, data), cfg.optim, stream, device)
     checkpoints = folder.path / CHECKPOINTS
-    checkpoint.restore(checkpoints, trainer)
+    with phases.phase("checkpoint"):
+        checkpoint.restore(checkpoints, trainer)
     if reporter:
         reporter.start(trainer.progress.step)
     steps = cfg.optim.steps
-    trainer.run(
-        Hooks(
-            on_step=reporter.on_step if reporter else lambda step, metrics: None,
-            on_checkpoint=partial(checkpoint.save, checkpoints, trainer),
-            checkpoint_every=checkpoint_every or min(500, max(1, steps // _SAVED)),
-            telemetry_every=max(1, steps // _WATCHED),
+
+    def save() -> None:
+        with phases.phase("checkpoint"):
+            checkpoint.save(checkpoints, trainer)
+
+    with phases.phase("train"):
+        trainer.run(
+            Hooks(
+                on_step=reporter.on_step if reporter else lambda step, metrics: None,
+                on_checkpoint=save,
+                checkpoint_every=checkpoint_every or min(500, max(1, steps // _SAVED)),
+                telemetry_every=max(1, steps // _WATCHED),
+            ),
+            until,
         )
-    )
     return trainer
+
+
+def _measured(cfg: RunConfig, data: PreparedData, trainer: Trainer, column: str) -> dict[str, float]:
+    """One column alone, of the model as it stands."""
+    assert isinstance(trainer.model, LanguageModel)
+    only = cfg.eval.model_copy(update={"columns": {column: cfg.eval.columns[column]}})
+    found = evaluate(trainer.model, data, only, cfg.data.sequence_length, device=trainer.device)
+    return found["columns"]
 
 
 def _result(
@@ -238,7 +288,17 @@ class _Reporter:
         self._state["phase"] = name
         self._write()
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def reached(self, rung: Rung, columns: dict[str, float]) -> dict[str, float]:
+        """Keep what a rung measured, in the folder and in MLflow; the same columns."""
+        path = self.folder.path / RUNGS
+        write_json(path, (read_json(path) or {}) | {str(rung.step): columns[rung.column]})
+        if self._log:
+            self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
+            self._log.flush()
+        return columns
+
+    def close(self, result: dict[str, Any]) -> None:
+        """End the MLflow run with the final numbers."""
         if self._log:
             try:
                 self._log.summary(_summary(result))
@@ -246,6 +306,8 @@ class _Reporter:
                 self._log.close()
             except Exception as error:  # the numbers are in result.json whatever became of the store
                 log.warning("cell %s: its MLflow run is not complete: %s", self.folder.name, error)
+
+    def finish(self, result: dict[str, Any]) -> None:
         # last: who sees the result finds everything else of the cell complete
         self.phase("done")
         write_json(self.folder.path / RESULT, result)

@@ -94,11 +94,12 @@ class Trainer:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._forward: Any = self.model if self.world_size == 1 else DistributedDataParallel(self.model)
 
-    def run(self, hooks: Hooks) -> Progress:
-        """Train from the current step to the last. Raises Diverged."""
+    def run(self, hooks: Hooks, until: int | None = None) -> Progress:
+        """Train from the current step to the last, or to step ``until``. Raises Diverged."""
         progress, steps = self.progress, self.cfg.steps
+        last = min(steps, until or steps)
         self.model.train()
-        while progress.step < steps:
+        while progress.step < last:
             number = progress.step + 1
             watched = _due(number, hooks.telemetry_every, steps)
             started = time.perf_counter()
@@ -107,7 +108,7 @@ class Trainer:
             progress.seconds += seconds
             metrics["tokens_per_second"] = self.tokens_per_step / seconds
             hooks.on_step(number, metrics)
-            if hooks.checkpoint_every and _due(number, hooks.checkpoint_every, steps):
+            if hooks.checkpoint_every and _due(number, hooks.checkpoint_every, last):
                 hooks.on_checkpoint()
         return progress
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.training.cell import Tracked, run_cell
+from titans_platform.training.cell import Rung, Tracked, run_cell
 
 # how often the controller looks after its workers; small runs would do little but wait for its default of 2 s
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
@@ -37,11 +37,13 @@ def fit(
     *,
     extra: Mapping[str, Any] | None = None,
     tracked: Tracked | None = None,
+    rung: Rung | None = None,
     checkpoint_every: int | None = None,
 ) -> dict[str, Any]:
-    """Run the cell called ``name`` under Ray Train; its result. Data must be prepared under ``root``.
+    """Run the cell called ``name`` under Ray Train; its result, or at a ``rung`` its column there.
 
-    With workers a cluster must be there (`ray.init`), and ``root`` be one folder to all of them.
+    Data must be prepared under ``root``. With workers a cluster must be there (`ray.init`), and ``root`` be
+    one folder to all of them.
     Raises TitansError: UsageError and Diverged as ``run_cell`` does, or what ended the workers.
     """
     from ray.train import FailureConfig, ScalingConfig
@@ -55,6 +57,7 @@ def fit(
         "name": name,
         "extra": dict(extra or {}),
         "tracked": (tracked.uri, tracked.run_id) if tracked else None,
+        "rung": (rung.step, rung.column) if rung else None,
         "checkpoint_every": checkpoint_every,
     }
     quiet()
@@ -111,6 +114,7 @@ def _worker(task: dict[str, Any]) -> dict[str, Any]:
             task["name"],
             extra=task["extra"],
             tracked=Tracked(*task["tracked"]) if task["tracked"] else None,
+            rung=Rung(*task["rung"]) if task["rung"] else None,
             checkpoint_every=task["checkpoint_every"],
             device=get_device(),
         )

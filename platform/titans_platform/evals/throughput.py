@@ -1,0 +1,69 @@
+"""Training throughput: how fast the model reads a row of some length forward and backward."""
+
+from __future__ import annotations
+
+import math
+import time
+from statistics import fmean, median, pvariance
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from titans_core.config import Frozen, PositiveInt
+from titans_platform.evals.registry import Context, Measurement, Task, register
+
+
+class ThroughputOptions(Frozen):
+    """How much is read, how often, and in which precision."""
+
+    rows: PositiveInt | None = None
+    """Rows of a pass; as many as make `eval.batch_tokens` where None."""
+    repeats: Annotated[int, Field(ge=1, le=100)] = 5
+    """Timed passes, after one to warm up; the value is their median."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+@register
+class Throughput(Task):
+    """Tokens a second, forward and backward, on one worker: a time, so no two machines measure the same."""
+
+    name = "throughput"
+    Options = ThroughputOptions
+
+    @property
+    def chance(self) -> float:
+        """There is nothing to guess."""
+        return math.nan
+
+    def measure(self, context: Context) -> Measurement:
+        """Median over passes on random tokens of `context.length`; gradients are left as they were: none."""
+        scorer = context.scorer
+        rows = self.options.rows or scorer.rows(context.length)
+        tokens = torch.randint(scorer.tokenizer.vocab_size, (rows, context.length + 1)).to(scorer.device)
+        # evaluation runs without gradients, whose graph is half of what is timed here
+        with torch.inference_mode(False), torch.enable_grad():
+            seconds = [self._pass(scorer.model, tokens.clone()) for _ in range(1 + self.options.repeats)][1:]
+        rates = [rows * context.length / second for second in seconds]
+        stderr = math.sqrt(pvariance(rates, fmean(rates)) / len(rates))
+        return Measurement(median(rates), stderr, self.chance, rows * context.length)
+
+    def _pass(self, model: nn.Module, tokens_BT: Tensor) -> float:
+        device = tokens_BT.device
+        _wait_for(device)
+        started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+            logits_BTV = model(tokens_BT[:, :-1], document_starts=None).logits
+        loss = nn.functional.cross_entropy(logits_BTV.float().transpose(1, 2), tokens_BT[:, 1:])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        # returned, not added to .grad, and dropped
+        torch.autograd.grad(loss, trained, allow_unused=True)
+        _wait_for(device)
+        return time.perf_counter() - started
+
+
+def _wait_for(device: torch.device) -> None:
+    """Kernels of a GPU run on after their call; the clock must not."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

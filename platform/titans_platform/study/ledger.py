@@ -1,0 +1,114 @@
+"""Where a study's time went: what its cells took for themselves, and what was spent around them.
+
+Counted in seconds of a slot, of which as many run side by side as cells do: wall time x concurrency is the
+whole, a cell's own are its training loop and its evaluation, and everything else is overhead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titans_platform.study.cells import SECONDS, SPAN, CellFolder, read_json, write_json
+from titans_platform.study.spec import Cell
+
+LEDGER = "ledger.json"
+OWN = ("train", "evaluate")
+
+
+@dataclass
+class Marks:
+    """When each part of a study began, the command that runs it first."""
+
+    began: float = field(default_factory=time.time)
+    at: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """From now on it is ``name``; what was before has ended."""
+        self.at[name] = time.time()
+
+    def spent(self, slots: int) -> dict[str, float]:
+        """Seconds of all slots for each part but the one the cells ran in."""
+        names, times = [*self.at], [*self.at.values(), time.time()]
+        parts = {"the command": times[0] - self.began} | {
+            name: times[i + 1] - times[i] for i, name in enumerate(names) if name != "cells"
+        }
+        return {name: slots * seconds for name, seconds in parts.items()}
+
+
+def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
+    """The ledger of a run of ``cells``, those that ended in it counted."""
+    folders = [cell.folder(root) for cell in cells]
+    spans = [span for folder in folders if (span := read_json(folder.path / SPAN))]
+    spans = [span for span in spans if span["began"] >= marks.began]
+    inside = _inside(folders, marks.began)
+    own = sum(inside.pop(name, 0.0) for name in OWN)
+    parts = marks.spent(slots) | _around(marks, spans, slots) | inside
+    parts["start of a cell"] = max(
+        0.0, sum(s["ended"] - s["began"] for s in spans) - own - sum(inside.values())
+    )
+    wall, count = time.time() - marks.began, len(spans)
+    overhead = wall * slots - own
+    return {
+        "cells": count,
+        "slots": slots,
+        "wall_seconds": wall,
+        "own_seconds": own,
+        "overhead_seconds_a_cell": overhead / count if count else None,
+        "wall_over_own": wall * slots / own if own else None,
+        "parts_seconds_a_cell": {k: v / count for k, v in parts.items()} if count else {},
+    }
+
+
+def _inside(folders: Sequence[CellFolder], since: float) -> dict[str, float]:
+    """Phases of the cells, summed."""
+    total: dict[str, float] = {}
+    for folder in folders:
+        path = folder.path / SECONDS
+        if path.exists() and path.stat().st_mtime >= since:
+            for name, seconds in (read_json(path) or {}).items():
+                total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def _around(marks: Marks, spans: Sequence[dict[str, Any]], slots: int) -> dict[str, float]:
+    """The time of slots without a cell: before the first, between two, after the last."""
+    first, last = marks.at["cells"], _end_of(marks, "cells")
+    begins = sorted(span["began"] for span in spans)[:slots]
+    ends = sorted(span["ended"] for span in spans)[-slots:]
+    never = (slots - len(begins)) * (last - first)
+    before, after = sum(b - first for b in begins), sum(last - e for e in ends)
+    busy = sum(span["ended"] - span["began"] for span in spans)
+    between = slots * (last - first) - before - after - never - busy
+    return {"start of workers": before, "between cells": max(0.0, between), "idle at the end": after + never}
+
+
+def _end_of(marks: Marks, name: str) -> float:
+    names = [*marks.at]
+    following = names[names.index(name) + 1 :]
+    return marks.at[following[0]] if following else time.time()
+
+
+def write_ledger(folder: Path, record: dict[str, Any]) -> None:
+    """Keep the ledger of the latest run beside the study's views."""
+    write_json(folder / LEDGER, record)
+
+
+def read_ledger(folder: Path) -> dict[str, Any] | None:
+    """The ledger of the latest run, None before there is one."""
+    return read_json(folder / LEDGER)
+
+
+def ledger_line(record: dict[str, Any]) -> str:
+    """The ledger in a sentence, the largest parts first."""
+    if not record["cells"]:
+        return "Overhead: no cell ended in this run."
+    parts = sorted(record["parts_seconds_a_cell"].items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts if seconds >= 0.005)
+    return (
+        f"Overhead: {record['overhead_seconds_a_cell']:.1f} s a cell ({record['cells']} cells, "
+        f"{record['slots']} at once; wall time {record['wall_over_own']:.2f} times the cells' own): {listed}."
+    )

@@ -1,0 +1,54 @@
+"""Throughput and the held-out loss, measured on a real model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from titans_core import LanguageModel
+from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
+from titans_platform.data import prepare
+from titans_platform.evals import evaluate
+
+
+@pytest.fixture
+def measured(tiny_run: RunConfig, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for part in range(20):
+        (tmp_path / "texts" / f"{part}.txt").write_text(f"text number {part}; " * 40)
+    source = {"kind": "files", "path": str(tmp_path / "texts"), "validation_fraction": 0.3}
+    fields = tiny_run.data.model_dump(mode="json") | {"sources": [source]}
+    data = prepare(DataConfig.model_validate_json(json.dumps(fields)), tmp_path)
+    torch.manual_seed(0)
+    model = LanguageModel(tiny_run.model)
+    config = EvalConfig(
+        columns={
+            "speed": (TaskConfig(task="throughput", options={"rows": 2, "repeats": 2}, lengths=(1.0, 2.0)),),
+            "ppl": (TaskConfig(task="perplexity"),),
+            "loss": (TaskConfig(task="loss"),),
+        },
+        perplexity_tokens=512,
+    )
+    return model, evaluate(model, data, config, 32)
+
+
+def test_throughput_is_a_rate_with_no_chance_and_leaves_no_gradients(measured):
+    model, found = measured
+    assert found["columns"]["speed"] > 10
+    assert found["chance"]["speed"] is None
+    assert {key for key in found["tasks"] if key.startswith("speed")} == {
+        "speed/throughput@32",
+        "speed/throughput@64",
+    }
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+
+
+def test_the_held_out_loss_is_the_logarithm_of_perplexity(measured):
+    _, found = measured
+    assert found["columns"]["loss"] == pytest.approx(math.log(found["columns"]["ppl"]))
+    assert found["chance"]["loss"] == pytest.approx(math.log(found["chance"]["ppl"]))
+    assert 0 < found["tasks"]["loss/loss@32"]["stderr"] < 1

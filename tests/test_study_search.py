@@ -1,0 +1,149 @@
+"""A search: its trials are cells, which are never run twice, and its best becomes a row."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from titans_platform import cli
+from titans_platform.errors import UsageError
+from titans_platform.study.run import StudyRun
+from titans_platform.study.search import check_space, read_search, set_line
+from titans_platform.study.space import Parameter, Search
+from titans_platform.study.spec import load_study
+
+STUDY = {
+    "name": "hunt",
+    "columns": {"loss": {"title": "Loss", "higher_is_better": False, "decimals": 3}},
+    "base": {
+        "model": {
+            "vocab_size": 260,
+            "d_model": 16,
+            "n_layers": 1,
+            "memory": {"heads": 2, "chunk_size": 8},
+            "attention": {"heads": 2},
+        },
+        "data": {"sequence_length": 32, "sources": [{"kind": "files", "path": "texts"}]},
+        "optim": {"steps": 27, "batch_rows": 4, "lr": 1e-5},
+        "eval": {"perplexity_tokens": 512, "columns": {"loss": [{"task": "loss"}]}},
+    },
+    "scales": {"small": {"seeds": [0, 1]}},
+    "rows": [{"name": "default"}],
+    "search": {
+        "metric": "loss",
+        "trials": 6,
+        "space": {
+            "optim.lr": {"low": 1e-4, "high": 3e-2, "log": True},
+            "model.memory.eta_bias": {"low": -1, "high": 1},
+            "model.d_model": {"choices": [16, 24]},
+        },
+    },
+}
+
+
+@pytest.fixture
+def hunt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TITANS_HOME", str(tmp_path / "runs"))
+    (tmp_path / "texts").mkdir()
+    for part in range(40):
+        lines = (f"line {i} of {i * i} words, {i % 7}\n" for i in range(80 * part, 80 * part + 80))
+        (tmp_path / "texts" / f"{part}.txt").write_text("".join(lines))
+    (tmp_path / "hunt.yaml").write_text(json.dumps(STUDY))
+    return tmp_path
+
+
+def call(*more: str) -> int:
+    return cli.run(["sweep", "run", "hunt.yaml", "--scale", "small", *more])
+
+
+def searched(folder):
+    study = load_study("hunt.yaml")
+    found = read_search(StudyRun(study, "small", folder / "runs", "c0ffee"))
+    assert found is not None
+    return found
+
+
+def written(folder) -> dict[str, int]:
+    """When each result was."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("runs/cells/*/result.json")}
+
+
+@pytest.mark.cluster
+def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys):
+    assert call("--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    default, found = (row["columns"]["loss"]["mean"] for row in table["rows"])
+    assert [row["row"] for row in table["rows"]] == ["default", "found"]
+    assert found < default - 0.1
+    before = searched(hunt)
+    assert before.over
+    assert len(before.trials) == 6
+    assert {trial.state for trial in before.trials} == {"done", "stopped"}
+    assert before.tokens < before.tokens_of_grid
+    cells = {
+        path.parent.name: path.stat().st_mtime_ns for path in (hunt / "runs").glob("cells/*/result.json")
+    }
+    assert len(cells) == 4 + sum(trial.state == "done" for trial in before.trials)
+
+    # the same again runs nothing; one trial lost and two more wanted runs three
+    assert call() == 0
+    line = set_line(before.best.params)
+    assert line in capsys.readouterr().out.replace("\n", " ")
+    lost = next(trial for trial in before.trials if trial != before.best)
+    shutil.rmtree(hunt / "runs" / "cells" / lost.cell)
+    wider = {**STUDY, "search": {**STUDY["search"], "trials": 8}}
+    (hunt / "hunt.yaml").write_text(json.dumps(wider))
+    assert call() == 0
+    after = searched(hunt)
+    assert [trial.params for trial in after.trials[:6]] == [trial.params for trial in before.trials]
+    assert len({json.dumps(trial.params) for trial in after.trials}) == 8
+    kept = set(cells) - {lost.cell}
+    assert {name: written(hunt)[name] for name in kept} == {name: cells[name] for name in kept}
+    capsys.readouterr()
+    assert cli.run(["sweep", "status", "--json"]) == 0
+    (status,) = json.loads(capsys.readouterr().out)
+    assert status["search"]["set"] == set_line(after.best.params)
+    assert status["overhead"]["overhead_seconds_a_cell"] > 0
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"optim.lr": {"low": 1e-3}}, "needs low and high"),
+        ({"optim.lr": {"low": 2.0, "high": 1.0}}, "should be below"),
+        ({"optim.steps": {"choices": [1, 2]}}, "cannot be searched"),
+        ({"data.seed": {"choices": [1, 2]}}, "data.seed cannot be searched"),
+        ({"optim.lrr": {"low": 1e-3, "high": 1e-2}}, "did you mean lr?"),
+        ({"model.d_model": {"choices": [16, 15]}}, "search.space at model.d_model=15"),
+    ],
+)
+def test_a_space_is_checked_to_its_corners(hunt, space, said):
+    (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "space": space}}))
+    with pytest.raises(UsageError) as error:
+        _checked(hunt)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def _checked(folder) -> None:
+    study = load_study("hunt.yaml")
+    check_space(StudyRun(study, "small", folder, "c0ffee"), study.search_at("small"))
+
+
+def test_a_dry_run_tells_of_the_search(hunt, capsys):
+    assert call("--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)["search"]
+    assert plan["rungs"] == [3, 9, 27]
+    assert (plan["tokens_least"], plan["tokens_at_most"]) == (6 * 3 * 128, 6 * 27 * 128)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rungs", "milestones"),
+    [(90, 3, [10, 30, 90]), (100, 3, [11, 33, 100]), (2, 3, [1, 2]), (5, 1, [5])],
+)
+def test_milestones_are_ashas(steps, rungs, milestones):
+    search = Search(metric="loss", rungs=rungs, space={"optim.lr": Parameter(low=1e-4, high=1e-2)})
+    assert search.milestones(steps) == milestones
