@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from titans_core.config import ModelConfig
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import nearest
@@ -16,9 +18,6 @@ from titans_platform.study.run import MANIFEST, StudyRun, naming
 from titans_platform.study.search import FOUND, Searched, check_space, read_search, trial_row
 from titans_platform.study.space import Search
 from titans_platform.study.spec import Cell, expand, load_study
-
-if TYPE_CHECKING:
-    from titans_core import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _check_model(config: RunConfig) -> None:
     if variant not in BLOCKS:
         raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
     try:
-        empty_model(config)
+        parameters(config.model)
     except ValueError as error:
         raise UsageError(f"model.{error}") from None
 
@@ -132,14 +131,19 @@ def _check_tasks(config: RunConfig) -> None:
                 build_generated(task)
 
 
-def empty_model(config: RunConfig) -> LanguageModel:
-    """The model without memory for its weights."""
+def parameters(model: ModelConfig) -> int:
+    """Parameters of the model, built without memory for them. Raises ValueError for what a part refuses."""
+    return _parameters(model.model_dump_json())
+
+
+@cache
+def _parameters(model: str) -> int:
     import torch
 
     from titans_core import LanguageModel
 
     with torch.device("meta"):
-        return LanguageModel(config.model)
+        return LanguageModel(ModelConfig.model_validate_json(model)).num_parameters()
 
 
 def named(opened: Opened, prepared: Any = None) -> Opened:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from titans_platform.study import render
-from titans_platform.study.opened import Opened, empty_model
+from titans_platform.study.opened import Opened, parameters
 from titans_platform.study.plan import Plan, train_tokens
 from titans_platform.study.progress import clock
 from titans_platform.study.search import Searched
@@ -36,7 +36,7 @@ def planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
         "cell": cell.name,
         "row": cell.row,
         "seed": cell.seed,
-        "parameters": empty_model(cell.config).num_parameters(),
+        "parameters": parameters(cell.config.model),
         "tokens": train_tokens(cell.config),
         "state": state,
     }
