@@ -38,9 +38,7 @@ COVERED = {
 
 def compiled(path: Path, *arguments: str) -> list[dict]:
     """Reports, from a process whose kernels are not interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    # the compiler says once that its default for fused multiply-adds will change
-    environment["PYTHONWARNINGS"] = "ignore::UserWarning:triton.knobs"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", "titans_kernels.bench.aot", "--json", str(path), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

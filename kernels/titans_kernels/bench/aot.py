@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
-from titans_kernels.memory.triton.launch import Launch, written_down
+from titans_kernels.memory.triton.launch import OPTIONS, Launch, written_down
 from titans_kernels.memory.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.triton.pieces import INTERPRETED
 
@@ -90,7 +90,7 @@ def source(launch: Launch) -> ASTSource:
 
 def compiled(launch: Launch, target: int) -> Any:
     """Triton's result for one target."""
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, **OPTIONS}
     return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=options)
 
 
