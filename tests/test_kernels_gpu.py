@@ -48,8 +48,11 @@ def on_gpu(test):
 def poisoned() -> Iterator[None]:
     """Memory nothing has written yet holds NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(2).isnan().all()
     yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(False)
 
 

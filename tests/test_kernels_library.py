@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels import neural_memory
-from titans_kernels.memory import chunked, layout
+from titans_kernels.memory import chunked, gates, layout
 from titans_kernels.memory.chunked_op import memory_chunked, memory_chunked_backward
 
 BORDERS = [0, 5, 6, 20]
@@ -132,3 +132,14 @@ def test_borders_read_in_inference_serve_a_training_step():
     y = arguments.run()[0]
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     y.sum().backward()
+
+
+def test_what_inference_keeps_serves_training_too():
+    """Masks are made once; one made in inference mode could not be saved for a backward."""
+    gates._kept_not_later.cache_clear()
+    r = torch.rand(2, 7)
+    with torch.inference_mode():
+        gates.decay_products(r)
+    gates.decay_products(r.requires_grad_()).sum().backward()
+    assert r.grad is not None
+    assert r.grad.isfinite().all()

@@ -212,6 +212,50 @@ def test_a_shape_without_a_kernel_takes_chunked_and_one_line_says_so(caplog):
     caplog.clear()
 
 
+def test_without_a_gradient_a_long_row_goes_through_in_parts(monkeypatch):
+    call, calls = Call(Case((16, 32, 16), 100, 16, B=2)), []
+    monkeypatch.setattr(triton_op, "KEEP_BYTES", 2 * 2 * triton_op._chunk_bytes([16, 32, 16], 16, 4))
+    whole = triton_op.phases.forward
+    monkeypatch.setattr(
+        phases, "forward", lambda shape, *a, **k: calls.append(shape) or whole(shape, *a, **k)
+    )
+    tokens = [x.float() for x in call.tokens]
+    weights = tuple(x.float() for x in call.weights)
+    with torch.no_grad():
+        y, state = neural_memory(*tokens, weights, chunk_size=16, backend="triton")
+    assert [shape.tokens for shape in calls] == [64, 64, 64, 8]
+    expected, after = neural_memory(*tokens, weights, chunk_size=16, backend="chunked")
+    torch.testing.assert_close(y, expected)
+    for found, wanted in zip(
+        (*state.weights, *state.momentum), (*after.weights, *after.momentum), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_borders_that_a_compiler_lets_pass_are_looked_at_when_it_runs():
+    call = Call(Case((16, 16), 20, 16))
+    tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
+    compiled = torch.compile(
+        lambda borders: neural_memory(*tokens, weights, chunk_size=16, backend="triton", cu_seqlens=borders)[
+            0
+        ],
+        backend="aot_eager",
+    )
+    assert compiled(torch.tensor([0, 20], dtype=torch.int32)).isfinite().all()
+    with pytest.raises(ValueError, match="cu_seqlens: must rise from 0 to T = 20"):
+        compiled(torch.tensor([0, 40], dtype=torch.int32))
+
+
+def test_packed_documents_in_inference_mode():
+    call = Call(Case(SHORT, 20, 16))
+    tokens, weights = [x.float() for x in call.tokens], tuple(x[0].float() for x in call.weights)
+    with torch.inference_mode():
+        rule = {"chunk_size": 16, "cu_seqlens": torch.tensor([0, 5, 20])}
+        y = neural_memory(*tokens, weights, backend="triton", **rule)[0]
+        expected = neural_memory(*tokens, weights, backend="chunked", **rule)[0]
+    torch.testing.assert_close(y, expected)
+
+
 def test_tables_of_packed_documents():
     found = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
     assert found.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]

@@ -54,7 +54,10 @@ def _not_later(b: int, device: torch.device) -> Tensor:
     return torch.ones(b, b, dtype=torch.bool, device=device).tril_()
 
 
-_kept_not_later = lru_cache(maxsize=32)(_not_later)
+@lru_cache(maxsize=32)
+def _kept_not_later(b: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # what is made once serves training too
+        return _not_later(b, device)
 
 
 def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:

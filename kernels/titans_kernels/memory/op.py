@@ -136,6 +136,8 @@ def _log_once(reason: str) -> None:
 def _operands(q: Tensor) -> torch.dtype:
     """The type in which products take their operands: autocast's where it is on."""
     kind = q.device.type
+    if q.dtype == torch.float64:  # which autocast leaves alone
+        return q.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 

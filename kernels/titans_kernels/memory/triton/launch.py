@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
 
 OPTIONS = {"enable_fp_fusion": True}
 """What every kernel is compiled with: a product and a sum in one rounding, said because defaults change."""
@@ -25,31 +25,38 @@ class Launch(NamedTuple):
     stages: int
 
 
-_written_down: list[list[Launch]] = []
+class _Here(threading.local):
+    """Of one thread: another's kernels start as ever."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Launch]] = []
+
+
+_here = _Here()
 
 
 @contextmanager
 def written_down() -> Iterator[list[Launch]]:
     """Within, kernels do not start; what would have started is in the list."""
     launches: list[Launch] = []
-    _written_down.append(launches)
+    _here.lists.append(launches)
     try:
         yield launches
     finally:
-        _written_down.pop()
+        _here.lists.pop()
 
 
 def writing_down() -> bool:
     """Whether kernels are written down at the moment, over tensors that may hold nothing."""
-    return bool(_written_down)
+    return bool(_here.lists)
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **constants: Any
 ) -> None:
     """Start ``kernel`` on the device of its first tensor."""
-    if _written_down:
-        _written_down[-1].append(Launch(kernel, grid, arguments, constants, warps, stages))
+    if _here.lists:
+        _here.lists[-1].append(Launch(kernel, grid, arguments, constants, warps, stages))
         return
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -8,20 +8,22 @@ not disagree about a size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.layout import borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.triton import phases
 from titans_kernels.memory.triton.launch import written_down
 from titans_kernels.memory.triton.phases import Kept, Tokens
 from titans_kernels.memory.triton.pieces import INTERPRETED
 from titans_kernels.memory.triton.shapes import Shape, flatten, layers_of, unflatten
-from titans_kernels.memory.triton.tables import chunk_count, tables
+from titans_kernels.memory.triton.tables import chunk_count, of_the_moment, tables
 
-KEEP_BYTES = 256 * 2**20
-"""Chunk-start states up to this size are kept for the backward pass; else it finds them again."""
+KEEP_BYTES = 512 * 2**20
+"""What the forward found is kept for the backward up to this size; else the backward finds it again."""
 
 WIDTHS = (16, 32, 64, 128)
 HIDDEN = (16, 32, 64, 128, 256, 512)
@@ -53,23 +55,35 @@ def forget_and_learn(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, dtype: torch.dtype
 ) -> Result:
     """The same function as `reference.forget_and_learn`, with operands of ``dtype``."""
-    q, k, v, *gates = inputs
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    start = flatten(weights, momentum)
-    widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
-    y, after, *_ = torch.ops.titans.memory_triton(
-        q, k, v, *(x.float() for x in gates), start, options.cu_seqlens, widths, options.chunk_size,
-        options.activation, options.surprise_bound or 0.0, _keeps(q, start, options),
-    )  # fmt: skip
+    tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:]))
+    widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
+    y, after = _in_parts(tokens, flatten(weights, momentum), options, widths)
     return y, *unflatten(after, layers_of(tuple(widths))[0])
 
 
-def _keeps(q: Tensor, start: Tensor, options: Options) -> bool:
-    """Whether what the backward needs is kept: where there will be one, and it is not too much."""
-    B, T, H, _ = q.shape
-    packed = options.cu_seqlens is not None
-    chunks = chunk_count(B * T, start.shape[0], options.chunk_size, packed)
-    return torch.is_grad_enabled() and chunks * H * start.shape[-1] * q.element_size() <= KEEP_BYTES
+def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]) -> tuple[Tensor, Tensor]:
+    """y and the state after; without a gradient long rows go through a part at a time, in bounded space."""
+    B, T, H, _ = tokens.q.shape
+    b, packed = options.chunk_size, options.cu_seqlens is not None
+    each = H * _chunk_bytes(widths, b, tokens.q.element_size())
+    total = each * chunk_count(B * T, start.shape[0], b, packed)
+    rule = (widths, b, options.activation, options.surprise_bound or 0.0)
+    if torch.is_grad_enabled() or packed or total <= KEEP_BYTES:
+        keep = torch.is_grad_enabled() and total <= KEEP_BYTES
+        return torch.ops.titans.memory_triton(*tokens, start, options.cu_seqlens, *rule, keep)[:2]
+    out, length = [], b * max(1, KEEP_BYTES // (each * B))
+    for t in range(0, T, length):
+        part = (x[:, t : t + length] for x in tokens)
+        y, start = torch.ops.titans.memory_triton(*part, start, None, *rule, False)[:2]
+        out.append(y)
+    return torch.cat(out, 1), start
+
+
+def _chunk_bytes(widths: list[int], b: int, element: int) -> int:
+    """What `Kept` holds for a chunk of one head."""
+    states = sum(2 * D * F for D, F in pairwise(widths)) * element
+    hidden = 3 * sum(widths[1:-1]) + widths[-1]
+    return states + 4 * b * b + b * (element * hidden + 4 * (5 + len(widths) - 1))
 
 
 def _shape(
@@ -79,10 +93,16 @@ def _shape(
     B, T, H, _ = q.shape
     layers, size = layers_of(tuple(widths))
     found = tables(B, T, cu_seqlens, b, q.device)
-    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
     return Shape(
         start.shape[0], H, B * T, found.chunks.shape[0], b, layers, size, activation, bound, precision, found
     )
+
+
+def _check_borders(q: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Borders that a compiler let pass unseen are looked at here, once for each tensor."""
+    if cu_seqlens is not None and not of_the_moment():
+        borders(cu_seqlens, q.shape[1])
 
 
 def _flat(*xs: Tensor) -> list[Tensor]:
@@ -97,6 +117,7 @@ def memory_triton(
     keep: bool,
 ) -> list[Tensor]:  # fmt: skip
     """y, the state after [N, H, size], and, with ``keep``, what the backward needs."""
+    _check_borders(q, cu_seqlens)
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
     y, after, kept = phases.forward(shape, x, start.contiguous(), keep=keep)
@@ -136,7 +157,8 @@ def _setup_context(ctx, inputs, output) -> None:
     _, _, *kept = output
     ctx.save_for_backward(*tensors, *kept)
     ctx.options = list(widths), chunk_size, activation, bound
-    ctx.set_materialize_grads(True)
+    # most outputs are what the backward needs: they have no gradients, and zeros for them would cost as much
+    ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx, grads):

@@ -98,20 +98,19 @@ def _backward(
             x_tile = value(x_tile.to(tl.float32), ACTIVATION)
             X_tile = value(X_tile.to(tl.float32), ACTIVATION)
         scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
-    P = (C_bb * scores).to(TYPE)
     inner = tl.zeros((b, b), tl.float32)  # dz d^T
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
         dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
         d_tile = load_rows(d, t, row, valid, h, H, F, f)
         inner += dot(dz_tile, tl.trans(d_tile), TYPE, PRECISION)
-        dd_tile = -dot(tl.trans(P), dz_tile, TYPE, PRECISION)
+        dd_tile = -dot(tl.trans(C_bb * scores), dz_tile, TYPE, PRECISION)
         store_rows(dd, dd_tile, t, row, valid, h, H, F, f)
     dC_bb = -inner * scores
     if ADD:
         dC_bb += tl.load(dC + at_C)
     tl.store(dC + at_C, dC_bb)
-    dscores = (-inner * C_bb).to(TYPE)
+    dscores = -inner * C_bb
     dbeta = tl.zeros((b,), tl.float32)
     dmix = tl.zeros((b,), tl.float32)
     for i in range(0, D, BD):

@@ -84,6 +84,15 @@ def _times_transpose(
 
 
 @triton.jit
+def _in_range(error, to, BOUND: tl.constexpr):
+    """Errors on their way to be bounded: what half precision can not hold would come back as infinite."""
+    if BOUND > 0 and to.dtype.element_ty == tl.float16:
+        return tl.minimum(tl.maximum(error, -65504.0), 65504.0)
+    else:
+        return error
+
+
+@triton.jit
 def _bound_errors(
     d, norm, scale, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
 ):  # fmt: skip
@@ -118,7 +127,7 @@ def _keys_up(
         else:
             out = 2 * (out - load_rows(v, t, row, valid, h, H, F, f).to(tl.float32))
             norm += tl.sum(tl.where(valid[:, None], out * out, 0.0), 1)
-            store_rows(d, out, t, row, valid, h, H, F, f)
+            store_rows(d, _in_range(out, d, BOUND), t, row, valid, h, H, F, f)
     tl.debug_barrier()
     if BOUND > 0 and LAYER == L - 1:
         _bound_errors(d, norm, scale, t, row, valid, h, H, F, BLOCK, BOUND)
@@ -137,7 +146,7 @@ def _errors_down(
         error = _times_transpose(above, state, t, row, valid, h, H, f, b, OUT, BLOCK, PRECISION)
         error *= slope(load_rows(z, t, row, valid, h, H, F, f).to(tl.float32), ACT)
         norm += tl.sum(error * error, 1)
-        store_rows(d, error, t, row, valid, h, H, F, f)
+        store_rows(d, _in_range(error, d, BOUND), t, row, valid, h, H, F, f)
     tl.debug_barrier()
     if BOUND > 0:
         _bound_errors(d, norm, scale, t, row, valid, h, H, F, BLOCK, BOUND)
@@ -186,7 +195,8 @@ def _write(
     stride = tl.cast(tokens, tl.int64) * H
     hidden_stride = stride * F
     state += nh.to(tl.int64) * SIZE
-    _copy(state, states + (m * H + h) * SIZE, SIZE)
+    if first < end:
+        _copy(state, states + (m * H + h) * SIZE, SIZE)
     tl.debug_barrier()
     for t in range(first, end, b):
         valid = t + row < end

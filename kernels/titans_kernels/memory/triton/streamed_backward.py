@@ -204,7 +204,8 @@ def _backward(
     stride = tl.cast(tokens, tl.int64) * H
     hidden = stride * F
     dstate += nh.to(tl.int64) * SIZE
-    _copy(dstate, dstates + ((m - 1) * H + h) * SIZE, SIZE)
+    if count > 0:
+        _copy(dstate, dstates + ((m - 1) * H + h) * SIZE, SIZE)
     tl.debug_barrier()
     for i in range(count):
         m -= 1

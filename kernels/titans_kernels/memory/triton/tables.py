@@ -33,15 +33,22 @@ def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> i
 def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: torch.device) -> Tables:
     """Tables of a batch of equal rows, or of documents packed into one row."""
     if cu_seqlens is None:
-        return (_equal_fresh if writing_down() else _equal)(batch, length, b, device)
-    if not writing_down() and cu_seqlens not in _packed:
-        _packed[cu_seqlens] = {}
-    kept: dict[tuple, Tables] = {} if writing_down() else _packed[cu_seqlens]
-    key = (b, device, cu_seqlens._version)
-    if key not in kept:
-        room = chunk_count(length, cu_seqlens.shape[0] - 1, b, True)
-        kept[key] = _make(cu_seqlens.to(device, non_blocking=True), b, room)
-    return kept[key]
+        return (_equal_fresh if of_the_moment() else _equal)(batch, length, b, device)
+    room = chunk_count(length, cu_seqlens.shape[0] - 1, b, True)
+    if of_the_moment() or cu_seqlens.is_inference():  # which has no version to know a change by
+        return _make(cu_seqlens.to(device), b, room)
+    version, kept = _packed.get(cu_seqlens) or (-1, {})
+    if version != cu_seqlens._version:
+        version, kept = cu_seqlens._version, {}
+        _packed[cu_seqlens] = version, kept
+    if (b, device) not in kept:
+        kept[b, device] = _make(cu_seqlens.to(device), b, room)
+    return kept[b, device]
+
+
+def of_the_moment() -> bool:
+    """Whether tensors made now are not to be kept: they hold nothing, or belong to a graph being captured."""
+    return writing_down() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
