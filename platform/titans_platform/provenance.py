@@ -64,7 +64,9 @@ def _device() -> str:
 
 def command_line() -> str:
     """The command this process was called with, as it can be typed again."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    # a job runs the package as a module
+    return shlex.join(["titans" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def _git(tree: Path, *arguments: str) -> str:

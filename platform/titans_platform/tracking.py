@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
@@ -49,7 +50,11 @@ _BATCH_METRICS, _BATCH_PARAMS, _PARAM_LENGTH = 1000, 100, 6000
 
 def store_uri(root: Path) -> str:
     """The address of the store of ``root``: TITANS_MLFLOW where it is set, else an SQLite file under it."""
-    return os.environ.get(STORE) or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    if (given := os.environ.get(STORE)) and urlsplit(given).password:
+        raise UsageError(
+            f"{STORE}: holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+        )
+    return given or f"sqlite:///{root.resolve() / 'mlflow.db'}"
 
 
 def check_store(root: Path) -> None:
@@ -123,7 +128,7 @@ def _check_server(uri: str) -> None:
             raise UsageError(f"tracking store {uri}: {_first_line(error)}; is it an MLflow server?") from None
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"tracking store {uri}: no answer: {_first_line(error)}; start `titans ui`"
+            f"tracking store {uri}: no answer: {_first_line(error)}; is the server up?"
         ) from None
 
 
@@ -142,7 +147,7 @@ class Store:
 
     def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
         """The parent run of a study, created the first time; its run id."""
-        run_id = self._find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
+        run_id = self.find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
         self._tag(run_id, tags or {})
         self.client.update_run(run_id, status="RUNNING")
         return run_id
@@ -161,7 +166,7 @@ class Store:
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
         """
-        run_id = self._find(CELL_TAG, cell)
+        run_id = self.find(CELL_TAG, cell)
         if run_id is None:
             nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self._create(name, {CELL_TAG: cell} | nested)
@@ -204,7 +209,8 @@ class Store:
         """Where `titans ui` shows the run, below the address of the server."""
         return f"#/experiments/{self.experiment}/runs/{run_id}"
 
-    def _find(self, tag: str, value: str) -> str | None:
+    def find(self, tag: str, value: str) -> str | None:
+        """The run id of the newest run with this tag."""
         runs = self.client.search_runs(
             [self.experiment], f"tags.`{tag}` = '{value}'", max_results=1, order_by=["start_time DESC"]
         )

@@ -52,9 +52,17 @@ def list_studies(as_json: bool) -> None:
     Example:
       titans sweep list
     """
+    from titans_platform.errors import UsageError
     from titans_platform.study.spec import known_studies, load_study
 
-    studies = [(load_study(str(path)), path) for path in known_studies().values()]
+    studies, wrong = [], []
+    for path in known_studies().values():
+        try:
+            studies.append((load_study(str(path)), path))
+        except UsageError as error:
+            wrong.append(str(error))
+    for line in wrong:
+        click.echo(f"wrong: {line}", err=True)
     if as_json:
         echo_json([_about(study, path) for study, path in studies])
         return
@@ -240,7 +248,7 @@ def report(
     as_json: bool,
 ) -> int:
     """Write the report of a study anew: one HTML page that needs nothing beside it, and the table as
-    Markdown, LaTeX and CSV. Exit code 4: cells are missing.
+    Markdown, LaTeX and CSV. The table is the whole study's; exit code 4: cells asked for are missing.
 
     \b
     Example:
@@ -255,7 +263,7 @@ def report(
     table = report_study(opened, console, address=ui)
     if as_json:
         echo_json(_table_json(table))
-    return 4 if table.missing else 0
+    return 4 if table.unfinished else 0
 
 
 def _console(as_json: bool) -> Console:

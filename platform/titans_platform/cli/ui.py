@@ -71,7 +71,7 @@ def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dr
 def _local(root: Path) -> Path:
     from titans_platform.errors import UsageError
 
-    if not (root / "mlflow.db").exists():
+    if not os.environ.get("TITANS_MLFLOW") and not (root / "mlflow.db").exists():
         raise UsageError(f"{root / 'mlflow.db'}: no store there; run a study or give another --root")
     return root
 

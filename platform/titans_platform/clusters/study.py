@@ -25,6 +25,10 @@ def root_on(cluster: Cluster[Any], root: Path, explicit: bool) -> Path:
 
     Raises UsageError where it would be this machine's folder and the nodes do not see it.
     """
+    if explicit and not cluster.sees_paths and not root.is_absolute():
+        raise UsageError(
+            f"--root {root}: should be an absolute path on the nodes of {cluster.name}; or leave it out"
+        )
     if explicit or not cluster.spec.storage:
         if not cluster.sees_paths and not (explicit and root.is_absolute()):
             raise UsageError(

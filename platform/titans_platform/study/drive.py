@@ -286,6 +286,8 @@ def report_study(opened: Opened, console: Console, link: bool = True, address: s
     if not any(cell.name for cell in opened.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
     table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
+    asked = tuple(cell.name for cell in opened.cells)
+    table = replace(table, overrides=tuple(run.overrides), asked=asked)
     paths = make_report(table, run.folder, run.root, run.label if link else None, address)
     console.print(render.terminal(table, console.width))
     console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)

@@ -108,7 +108,10 @@ def ledger_line(record: dict[str, Any]) -> str:
         return "Overhead: no cell ended in this run."
     parts = sorted(record["parts_seconds_a_cell"].items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts if seconds >= 0.005)
+    # no cell trained where all failed
+    ratio = record["wall_over_own"]
+    wall = "" if ratio is None else f"; wall time {ratio:.2f} times the cells' own"
     return (
         f"Overhead: {record['overhead_seconds_a_cell']:.1f} s a cell ({record['cells']} cells, "
-        f"{record['slots']} at once; wall time {record['wall_over_own']:.2f} times the cells' own): {listed}."
+        f"{record['slots']} at once{wall}): {listed}."
     )

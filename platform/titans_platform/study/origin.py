@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -64,9 +65,9 @@ def commands(folder: Path) -> list[str]:
 def again(table: Table) -> str:
     """The command that makes the whole table from nothing."""
     seeds = sorted({cell.seed for row in table.rows for cell in row.cells})
-    return (
-        f"titans sweep run {table.study.name} --scale {table.scale_name} --seeds {','.join(map(str, seeds))}"
-    )
+    changed = "".join(f" --set {shlex.quote(override)}" for override in table.overrides)
+    listed = ",".join(map(str, seeds))
+    return f"titans sweep run {table.study.name} --scale {table.scale_name} --seeds {listed}{changed}"
 
 
 def facts(table: Table) -> dict[str, str]:

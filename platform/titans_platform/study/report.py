@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from titans_platform.errors import UsageError
 from titans_platform.study import export, render
 from titans_platform.study.cells import read_json, write_text
 from titans_platform.study.columns import shown
 from titans_platform.study.origin import Links, commands, facts
+from titans_platform.study.run import MANIFEST
 from titans_platform.study.table import Table
 
 if TYPE_CHECKING:
@@ -28,15 +33,28 @@ def make_report(
     table: Table, folder: Path, root: Path, label: str | None = None, address: str | None = None
 ) -> dict[str, Path]:
     """Write the views of a table; with ``label`` put them on that study's MLflow run too. Their paths."""
-    if not any(row.results for row in table.rows):
+    if not label and not any(row.results for row in table.rows):
         return write_views(table, folder)
-    from titans_platform.tracking import open_store
-
-    store = open_store(root)
+    store = _store_of(folder, root)
     paths = write_views(table, folder, store, address)
-    if label:
+    if label and store:
         log_views(store, table, label, paths)
     return paths
+
+
+def _store_of(folder: Path, root: Path) -> Store | None:
+    """Where the study's runs are: a job on a cluster logs to a server, which a report made elsewhere may not
+    reach; then None, which is said."""
+    from titans_platform.tracking import STORE, open_store
+
+    kept = (read_json(folder / MANIFEST) or {}).get("mlflow")
+    if not kept or os.environ.get(STORE):
+        return open_store(root)
+    try:
+        return open_store(str(kept))
+    except UsageError as error:
+        click.echo(f"without learning curves and links: {error}", err=True)
+        return None
 
 
 def write_views(

@@ -107,6 +107,7 @@ def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
         "set": list(run.overrides),
         "commit": run.commit,
         "host": platform.node(),
+        "mlflow": os.environ.get("TITANS_MLFLOW"),
         "cells": listed,
     }
     write_json(run.folder / STUDY, run.study.model_dump(mode="json"))
@@ -172,8 +173,8 @@ def _settle(store: Store, tasks: list[dict[str, Any]]) -> None:
     """End the MLflow runs of cells whose process had no chance to."""
     for task in tasks:
         folder = CellFolder(Path(task["root"]), task["cell"])
-        state = folder.state()
-        if state in ("failed", "interrupted"):
+        # those too that were listed and never begun
+        if (state := folder.state()) != "done":
             store.run(task["tracked"][1]).close("FAILED" if state == "failed" else "KILLED")
 
 

@@ -150,16 +150,36 @@ def execute_search(run: StudyRun, search: Search, data: str, resources: Resource
         max_t=steps[-1],
         reduction_factor=search.reduction,
     )
-    run_trials(
-        run,
-        _trial,
-        {"task": _task(run, search, data, resources, steps)},
-        resources,
-        slots,
-        search_alg=_sampler(search, mode, [trial.params for trial in known.trials]),
-        scheduler=asha,
-        num_samples=search.trials,
-    )
+    task = _task(run, search, data, resources, steps)
+    try:
+        run_trials(
+            run,
+            _trial,
+            {"task": task},
+            resources,
+            slots,
+            search_alg=_sampler(search, mode, [trial.params for trial in known.trials]),
+            scheduler=asha,
+            num_samples=search.trials,
+        )
+    except BaseException:
+        _end_runs(run, task, "KILLED")
+        raise
+    _end_runs(run, task, None)
+
+
+def _end_runs(run: StudyRun, task: dict[str, Any], parent: str | None) -> None:
+    """End the MLflow runs of trials that did not end them, and with ``parent`` the study's own so."""
+    from titans_platform.tracking import CELL_TAG, open_store
+
+    store = open_store(task["store"])
+    ends = {"stopped": "FINISHED", "failed": "FAILED"}
+    found = read_search(run)
+    for trial in found.trials if found else ():
+        if trial.state != "done" and (run_id := store.find(CELL_TAG, trial.cell)):
+            store.run(run_id).close(ends.get(trial.state, "KILLED"))
+    if parent:
+        store.run(task["parent"]).close(parent)
 
 
 @contextmanager

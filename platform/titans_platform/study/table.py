@@ -81,6 +81,8 @@ class Table:
     commit: str
     asked: tuple[str | None, ...] | None = None
     """The cells that a run was asked for; None: all."""
+    overrides: tuple[str, ...] = ()
+    """What --set changed in every row."""
 
     @property
     def unfinished(self) -> int:
