@@ -30,19 +30,6 @@ from titans_kernels.memory.triton.shapes import Layer, Shape
 
 
 @triton.jit
-def _load_input(
-    x, t, row, valid, h, H, D: tl.constexpr, column, HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr
-):
-    """A tile of a layer's input: as given, or above the first layer f of what the layer below put out."""
-    tile = load_rows(x, t, row, valid, h, H, D, column)
-    if HIDDEN:
-        # rounded to the operands' type by the products alone: sooner, and ptxas for sm_80 gives up on them
-        return value(tile.to(tl.float32), ACTIVATION)
-    else:
-        return tile
-
-
-@triton.jit
 def _forward(
     x, X, d, states, C, gates, out, chunks, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, b: tl.constexpr,
@@ -64,8 +51,11 @@ def _forward(
     from_S = tl.zeros((b, BF), tl.float32)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
-        x_tile = _load_input(x, t, row, valid, h, H, D, k, HIDDEN, ACTIVATION)
-        X_tile = _load_input(X, t, row, valid, h, H, D, k, HIDDEN, ACTIVATION)
+        x_tile = load_rows(x, t, row, valid, h, H, D, k)
+        X_tile = load_rows(X, t, row, valid, h, H, D, k)
+        if HIDDEN:
+            x_tile = value(x_tile.to(tl.float32), ACTIVATION)
+            X_tile = value(X_tile.to(tl.float32), ACTIVATION)
         scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
         from_W += dot(x_tile, tl.load(state + tile_at(k, column, F)), TYPE, PRECISION)
         from_S += dot(x_tile, tl.load(state + D * F + tile_at(k, column, F)), TYPE, PRECISION)
@@ -102,8 +92,11 @@ def _backward(
     scores = tl.zeros((b, b), tl.float32)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
-        x_tile = _load_input(x, t, row, valid, h, H, D, k, HIDDEN, ACTIVATION)
-        X_tile = _load_input(X, t, row, valid, h, H, D, k, HIDDEN, ACTIVATION)
+        x_tile = load_rows(x, t, row, valid, h, H, D, k)
+        X_tile = load_rows(X, t, row, valid, h, H, D, k)
+        if HIDDEN:
+            x_tile = value(x_tile.to(tl.float32), ACTIVATION)
+            X_tile = value(X_tile.to(tl.float32), ACTIVATION)
         scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
     inner = tl.zeros((b, b), tl.float32)  # dz d^T
     for j in range(0, F, BF):
@@ -130,10 +123,11 @@ def _backward(
             to_W += dot(dz_tile, tl.trans(tl.load(state + tile_at(k, f, F))), TYPE, PRECISION)
             to_S += dot(dz_tile, tl.trans(tl.load(state + D * F + tile_at(k, f, F))), TYPE, PRECISION)
         u_tile = load_rows(x, t, row, valid, h, H, D, k).to(tl.float32)
-        X_tile = _load_input(X, t, row, valid, h, H, D, k, HIDDEN, ACTIVATION)
+        X_tile = load_rows(X, t, row, valid, h, H, D, k)
         x_tile = u_tile
         if HIDDEN:
             x_tile = value(u_tile, ACTIVATION)
+            X_tile = value(X_tile.to(tl.float32), ACTIVATION)
         dbeta += tl.sum(to_W * x_tile, 1)
         dmix += tl.sum(to_S * x_tile, 1)
         dx_tile = beta[:, None] * to_W + mix[:, None] * to_S + dot(dscores, X_tile, TYPE, PRECISION)
