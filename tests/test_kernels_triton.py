@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from titans_kernels import neural_memory
+from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory import op
 from titans_kernels.memory.triton import op as triton_op
 from titans_kernels.memory.triton import phases, pieces, tables
@@ -176,6 +177,15 @@ def test_every_path_is_among_the_cases():
         shape = triton_op._shape(q, start, None, case.widths, case.b, case.activation, case.bound or 0.0)
         paths.add((phases.path(shape), bool(case.bound)))
     assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
+
+
+@pytest.mark.parametrize("dtype", triton_op.TYPES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_that_is_measured_has_its_kernels(name, dtype):
+    shape = SHAPES[name]
+    q = torch.empty(1, 1, 1, shape.head_dim, dtype=dtype)
+    weights = tuple(torch.empty(1, *pair) for pair in shape.pairs)
+    assert triton_op.refusal(q, q, q, weights, shape.chunk_size) is None
 
 
 REFUSED = {

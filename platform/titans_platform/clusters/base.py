@@ -56,9 +56,9 @@ class Cluster(ABC, Generic[Spec]):
     def open_jobs(self) -> Iterator[Jobs]:
         """Its jobs, for as long as the generator lives. Raises ClusterError where it cannot be reached."""
 
+    @abstractmethod
     def describe_jobs(self) -> tuple[list[Step], Jobs]:
         """The steps that lead to its jobs, and the jobs, without reaching for anything: for --dry-run."""
-        raise NotImplementedError
 
     def manifests(self) -> list[dict[str, Any]]:
         """The Kubernetes objects `up` and `submit` apply; none elsewhere."""
