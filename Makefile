@@ -23,7 +23,7 @@ bench: .venv/ready
 
 # Needs torch, Triton, numpy, click and pytest only, and installs nothing: with .venv where it is made.
 test-gpu:
-	PYTHONPATH=$(CURDIR)/kernels $(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu -rs tests/test_kernels_*.py
+	PYTHONPATH=$(CURDIR)/kernels $(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu -rs tests/kernels
 
 # The stamp is written last: an installation that was cut off starts over.
 .venv/ready: pyproject.toml constraints.txt

@@ -21,8 +21,8 @@ from titans_platform.cli.options import (
 
 if TYPE_CHECKING:
     from titans_platform.config import TaskConfig
+    from titans_platform.report.table import Table
     from titans_platform.study.spec import Cell, Study
-    from titans_platform.study.table import Table
 
 scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
 rows_option = click.option(
@@ -167,7 +167,7 @@ def run(
       titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.clusters.joined import joined
+    from titans_platform.runs.joined import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import open_study, run_study
 
@@ -272,7 +272,7 @@ def _console(as_json: bool) -> Console:
 
 
 def _table_json(table: Table) -> dict[str, Any]:
-    from titans_platform.study.table import as_record
+    from titans_platform.report.table import as_record
 
     return as_record(table)
 

@@ -19,8 +19,8 @@ from titans_platform.cli.options import dry_run_option, echo_json, json_option, 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.data import PreparedData
-    from titans_platform.study.cells import CellFolder
-    from titans_platform.training.cell import Tracked
+    from titans_platform.runs.execute import Tracked
+    from titans_platform.runs.folder import RunFolder
 
 
 @click.command()
@@ -81,16 +81,16 @@ def _run(
 ) -> dict[str, Any]:
     from titans_platform.data import prepare
     from titans_platform.provenance import commit
-    from titans_platform.study.cells import CellFolder
+    from titans_platform.runs.execute import cell_name, check
+    from titans_platform.runs.folder import RunFolder
+    from titans_platform.runs.session import session
+    from titans_platform.runs.workers import Resources, fit
     from titans_platform.tracking import check_store
-    from titans_platform.training.cell import cell_name, check
-    from titans_platform.training.ray_session import session
-    from titans_platform.training.ray_trainer import Resources, fit
 
     check_store(root)
     with console.status("preparing data"):
         data = prepare(cfg.data, root)
-    folder = CellFolder(root.resolve(), cell_name(cfg, data))
+    folder = RunFolder(root.resolve(), cell_name(cfg, data))
     if (done := folder.result()) is not None:
         console.print(f"run {folder.name} is finished; nothing to do")
         return done
@@ -104,7 +104,7 @@ def _run(
 
 
 @contextmanager
-def _held(folder: CellFolder) -> Iterator[None]:
+def _held(folder: RunFolder) -> Iterator[None]:
     from titans_platform.errors import TitansError
     from titans_platform.provenance import commit
 
@@ -121,10 +121,10 @@ def _held(folder: CellFolder) -> Iterator[None]:
 
 def _tracked(cfg: RunConfig, root: Path, data: PreparedData, cell: str, name: str) -> Tracked:
     from titans_platform.provenance import commit
+    from titans_platform.runs.execute import Tracked
     from titans_platform.study.columns import params
     from titans_platform.study.spec import Cell
     from titans_platform.tracking import open_store
-    from titans_platform.training.cell import Tracked
 
     store = open_store(root)
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
@@ -134,7 +134,7 @@ def _tracked(cfg: RunConfig, root: Path, data: PreparedData, cell: str, name: st
 
 
 @contextmanager
-def _display(folder: CellFolder, console: Console) -> Iterator[None]:
+def _display(folder: RunFolder, console: Console) -> Iterator[None]:
     """A live line fed by the run's progress.json, wherever the run is."""
     columns = (
         TextColumn("{task.description}"),
@@ -177,8 +177,8 @@ def shown(state: dict[str, Any]) -> str:
 def _plan(cfg: RunConfig, root: Path, workers: int, as_json: bool, console: Console) -> None:
     from titans_core import LanguageModel
     from titans_platform.data import NotPrepared, open_prepared
-    from titans_platform.study.cells import CellFolder
-    from titans_platform.training.cell import build_model, cell_name
+    from titans_platform.runs.execute import build_model, cell_name
+    from titans_platform.runs.folder import RunFolder
 
     plan: dict[str, Any] = {"workers": workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
@@ -187,7 +187,7 @@ def _plan(cfg: RunConfig, root: Path, workers: int, as_json: bool, console: Cons
         plan |= {"data": "to be prepared", "state": "missing"}
         model = LanguageModel(cfg.model)
     else:
-        folder = CellFolder(root.resolve(), cell_name(cfg, data))
+        folder = RunFolder(root.resolve(), cell_name(cfg, data))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
         model = build_model(cfg, data)
     plan["tokens"] = cfg.optim.steps * cfg.optim.batch_rows * cfg.data.sequence_length

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titans_platform.study.cells import read_json, write_json
+from titans_platform.files import read_json, write_json
 
 
 def state_home() -> Path:

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job
-from titans_platform.clusters.joined import ADDRESS, NODES
 from titans_platform.errors import UsageError
+from titans_platform.runs.joined import ADDRESS, NODES
 from titans_platform.study.spec import Cell, find_study
 from titans_platform.tracking import STORE
 

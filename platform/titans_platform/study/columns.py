@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from titans_platform.study.series import flat
+from titans_platform.report.series import flat
 from titans_platform.study.spec import Cell, Row
 
 ALWAYS = {

@@ -13,11 +13,13 @@ from rich.console import Console
 
 from titans_platform.config import DataConfig
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.study import render
-from titans_platform.study.cells import write_json
+from titans_platform.files import write_json
+from titans_platform.report import render
+from titans_platform.report.origin import note_command
+from titans_platform.report.publish import PAGE, make_report
+from titans_platform.report.table import Table, build_table
 from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
 from titans_platform.study.opened import Opened, check, named, open_study, with_found
-from titans_platform.study.origin import note_command
 from titans_platform.study.plan import (
     Estimate,
     Machine,
@@ -27,7 +29,6 @@ from titans_platform.study.plan import (
 )
 from titans_platform.study.preview import planned, planned_search, print_plan
 from titans_platform.study.progress import look
-from titans_platform.study.report import PAGE, make_report
 from titans_platform.study.run import (
     StudyRun,
     aside,
@@ -48,7 +49,6 @@ from titans_platform.study.search import (
     trial_row,
 )
 from titans_platform.study.spec import Cell, resolve
-from titans_platform.study.table import Table, build_table
 
 SEARCH = "search.json"
 """The search as it ended, for the views beside it."""
@@ -58,7 +58,7 @@ __all__ = ["check", "dry_run", "open_study", "plan_study", "report_study", "run_
 
 def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
     """What is to do; UsageError for what cannot be placed: on this machine, inside a job on its cluster."""
-    from titans_platform.clusters.joined import machine
+    from titans_platform.runs.joined import machine
 
     resources = opened.run.study.scales[opened.run.scale_name].resources
     return make_plan(
@@ -256,7 +256,7 @@ def _prepare(opened: Opened, console: Console) -> Opened:
 def _check_against_data(opened: Opened) -> None:
     """What a cell would find out on a worker, found here: one line, and no cell is begun."""
     from titans_platform.data import open_prepared
-    from titans_platform.training.cell import check as check_run
+    from titans_platform.runs.execute import check as check_run
 
     workers = opened.run.study.scales[opened.run.scale_name].resources.workers
     for row, config in {cell.row: cell.config for cell in opened.cells}.items():

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titans_platform.study.cells import SECONDS, SPAN, CellFolder, read_json, write_json
+from titans_platform.files import read_json, write_json
+from titans_platform.runs.folder import SECONDS, SPAN, RunFolder
 from titans_platform.study.spec import Cell
 
 LEDGER = "ledger.json"
@@ -63,7 +64,7 @@ def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict
     }
 
 
-def _inside(folders: Sequence[CellFolder], since: float) -> dict[str, float]:
+def _inside(folders: Sequence[RunFolder], since: float) -> dict[str, float]:
     """Phases of the cells, summed."""
     total: dict[str, float] = {}
     for folder in folders:

@@ -12,8 +12,9 @@ from typing import Any
 from titans_core.config import ModelConfig
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError, within
+from titans_platform.files import read_json
 from titans_platform.loading import nearest
-from titans_platform.study.cells import CellFolder, read_json
+from titans_platform.runs.folder import RunFolder
 from titans_platform.study.run import MANIFEST, StudyRun, naming
 from titans_platform.study.search import FOUND, Searched, check_space, read_search, trial_row
 from titans_platform.study.space import Search
@@ -91,7 +92,7 @@ def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
         if entry["row"] in configs
         and entry["cell"]
         # under this name or an older one: its number was wanted
-        and CellFolder(run.root, entry["cell"]).state() != "missing"
+        and RunFolder(run.root, entry["cell"]).state() != "missing"
     ]
 
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from titans_platform.study.render import count
+from titans_platform.report.render import count
 from titans_platform.study.spec import Cell
 
 TRAINING_SHARE = 0.9

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.study.cells import CellFolder, held, write_json
+from titans_platform.files import held, write_json
+from titans_platform.runs.folder import RunFolder
 from titans_platform.study.columns import params
 from titans_platform.study.ledger import Marks
 from titans_platform.study.plan import DRIVER_CPU, Plan
@@ -72,7 +73,7 @@ class StudyRun:
 
 def naming(prepare: Callable[[DataConfig], PreparedData]) -> Callable[[RunConfig], str]:
     """Names of cells, each data config prepared (or opened) once."""
-    from titans_platform.training.cell import cell_name
+    from titans_platform.runs.execute import cell_name
 
     known: dict[str, PreparedData] = {}
 
@@ -172,7 +173,7 @@ def _tasks(run: StudyRun, plan: Plan) -> tuple[Store, str, list[dict[str, Any]]]
 def _settle(store: Store, tasks: list[dict[str, Any]]) -> None:
     """End the MLflow runs of cells whose process had no chance to."""
     for task in tasks:
-        folder = CellFolder(Path(task["root"]), task["cell"])
+        folder = RunFolder(Path(task["root"]), task["cell"])
         # those too that were listed and never begun
         if (state := folder.state()) != "done":
             store.run(task["tracked"][1]).close("FAILED" if state == "failed" else "KILLED")
@@ -208,7 +209,7 @@ def aside(path: Path) -> Iterator[None]:
 def ray_of(plan: Plan) -> Iterator[None]:
     """A Ray instance of our own, as large as the plan needs, gone when the study ends."""
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
-    from titans_platform.training.ray_session import session
+    from titans_platform.runs.session import session
 
     resources = plan.resources
     # a trial that only drives other workers takes a sliver of a CPU beside theirs
@@ -278,5 +279,5 @@ def _record_deaths(run: StudyRun, results: Any) -> None:
     """A trial whose process kept dying had no chance to say so itself."""
     for result in results:
         if result.error is not None:
-            folder = CellFolder(run.root, result.config["task"]["cell"])
+            folder = RunFolder(run.root, result.config["task"]["cell"])
             folder.record_failure(TitansError(f"its process died {MAX_DEATHS + 1} times"), run.commit)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.study.cells import RUNGS, STOPPED, CellFolder, read_json, write_json
+from titans_platform.files import read_json, write_json
+from titans_platform.runs.folder import RUNGS, STOPPED, RunFolder
 from titans_platform.study.columns import params as columns
 from titans_platform.study.run import StudyRun, run_trials
 from titans_platform.study.space import Parameter, Search
@@ -123,7 +124,7 @@ def read_search(run: StudyRun) -> Searched | None:
 
 
 def _read_trial(root: Path, entry: dict[str, Any], metric: str) -> Trial:
-    folder = CellFolder(root, entry["cell"])
+    folder = RunFolder(root, entry["cell"])
     rungs = {int(step): value for step, value in (read_json(folder.path / RUNGS) or {}).items()}
     result, stopped = folder.result(), read_json(folder.path / STOPPED)
     if result:
@@ -295,7 +296,7 @@ def _trial(space: dict[str, Any]) -> None:
     run, search = task["run"], task["search"]
     params = {key: value for key, value in space.items() if key != "task"}
     config = trial_config(run, search, params)
-    folder = CellFolder(run.root, _cell_name(config, task["data"]))
+    folder = RunFolder(run.root, _cell_name(config, task["data"]))
     number = _enrol(run, folder.name, params)
     try:
         with folder.hold():
@@ -328,7 +329,7 @@ def _enrol(run: StudyRun, cell: str, params: dict[str, Any]) -> int:
 
 
 def _climb(
-    task: dict[str, Any], config: RunConfig, folder: CellFolder, number: int, step: int
+    task: dict[str, Any], config: RunConfig, folder: RunFolder, number: int, step: int
 ) -> float | None:
     """The metric at a rung, from the files or by training up to it; None where the trial ended before."""
     metric = task["search"].metric
@@ -351,11 +352,11 @@ def _climb(
 
 
 def _fit(
-    task: dict[str, Any], config: RunConfig, folder: CellFolder, number: int, step: int
+    task: dict[str, Any], config: RunConfig, folder: RunFolder, number: int, step: int
 ) -> dict[str, Any]:
     """Train on to ``step``; the columns measured there."""
+    from titans_platform.runs.execute import Rung, Tracked
     from titans_platform.tracking import open_store
-    from titans_platform.training.cell import Rung, Tracked
 
     run, last = task["run"], step == config.optim.steps
     folder.begin(run.commit)

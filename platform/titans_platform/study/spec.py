@@ -23,7 +23,7 @@ from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import apply_override, nearest, read_yaml, validate
-from titans_platform.study.cells import CellFolder
+from titans_platform.runs.folder import RunFolder
 from titans_platform.study.space import Search
 
 Fragment = dict[str, JsonValue]
@@ -186,9 +186,9 @@ class Cell:
     config: RunConfig
     name: str | None = None
 
-    def folder(self, root: Path) -> CellFolder:
+    def folder(self, root: Path) -> RunFolder:
         """Where the cell lives under a storage root; before it has a name, a folder that is never there."""
-        return CellFolder(root, self.name or UNNAMED)
+        return RunFolder(root, self.name or UNNAMED)
 
 
 def pick(name: str, known: Iterable[str], what: str, where: str) -> str:

@@ -11,8 +11,8 @@ from rich.table import Table as RichTable
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
+from titans_platform.files import is_locked, read_json
 from titans_platform.loading import validate
-from titans_platform.study.cells import is_locked, read_json
 from titans_platform.study.ledger import ledger_line, read_ledger
 from titans_platform.study.progress import clock, counts, look, running_line
 from titans_platform.study.run import MANIFEST, STUDY, StudyRun

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.study.cells import SPAN, CellFolder, write_json
+from titans_platform.files import write_json
+from titans_platform.runs.folder import SPAN, RunFolder
 
 
 def run_trial(task: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
     A failure is written down and returned, never raised: Tune starts a trial again whose process died, and
     another try of what raised would raise again.
     """
-    folder = CellFolder(Path(task["root"]), task["cell"])
+    folder = RunFolder(Path(task["root"]), task["cell"])
     began = time.time()
     try:
         with folder.hold():
@@ -37,7 +38,7 @@ def run_trial(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fit(task: dict[str, Any]) -> None:
-    from titans_platform.training.cell import Tracked
+    from titans_platform.runs.execute import Tracked
 
     fit_cell(
         RunConfig.model_validate_json(task["config"]),
@@ -53,7 +54,7 @@ def fit_cell(
     config: RunConfig, root: Path, cell: str, resources: Mapping[str, Any], **more: Any
 ) -> dict[str, Any]:
     """Train a cell on what its scale gives it: one worker in this process, several as Ray's."""
-    from titans_platform.training.ray_trainer import Resources, fit
+    from titans_platform.runs.workers import Resources, fit
 
     # a second process for one worker would only cost its start
     workers = resources["workers"] if resources["workers"] > 1 else 0

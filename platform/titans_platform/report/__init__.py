@@ -1,0 +1,1 @@
+"""What a study found, as tables, figures and pages; reads results and writes nothing else."""

@@ -1,0 +1,239 @@
+"""What figures are drawn of: the rows with their axis values and, seed by seed, every measure.
+
+Nothing here knows how a study file spells its axes: a row's ``axes`` if it has them, otherwise the fields
+that every row sets.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from titans_platform.report.table import Table, TableRow, task_of
+from titans_platform.study.spec import Column, Row, overlay
+
+Value = float | str
+Curve = Sequence[tuple[int, float]]
+Spread = Mapping[str, Mapping[float, str]]
+"""Tasks of which each length is a column of its own: the column at each length."""
+THROUGHPUT = "throughput"
+LENGTH_FIELDS = ("sequence_length", "length", "tokens")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A field that the rows of a study vary."""
+
+    key: str
+    values: tuple[Value, ...]
+    title: str
+
+    @property
+    def numeric(self) -> bool:
+        """Whether its values can be placed on a scale."""
+        return all(isinstance(value, int | float) for value in self.values)
+
+    @property
+    def is_length(self) -> bool:
+        """Whether it is a number of tokens of context, which others are drawn against."""
+        return self.numeric and self.key.rpartition(".")[2] in LENGTH_FIELDS
+
+
+@dataclass(frozen=True)
+class Series:
+    """A row as figures see it."""
+
+    name: str
+    axes: Mapping[str, Value]
+    values: Mapping[str, tuple[float, ...]]
+    """Every measure, a number for each seed that is done."""
+    lengths: Mapping[str, Mapping[float, tuple[float, ...]]]
+    """Every column or task that was taken at several lengths: the numbers at each of them."""
+    paper: Mapping[str, float | None] = field(default_factory=dict)
+    printed: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    """The paper's numbers at each of these lengths, where they were measured as the paper's."""
+    curves: Sequence[Curve] = ()
+    """Training loss by step, for each seed."""
+    reference: bool = False
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of a search: what it was given, how far it went, and what it measured there."""
+
+    params: Mapping[str, Value]
+    steps: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """All that a study's figures are drawn of."""
+
+    rows: tuple[Series, ...]
+    axes: tuple[Axis, ...]
+    columns: Mapping[str, Column]
+    """The columns of the table."""
+    measures: Mapping[str, Column]
+    """The columns, and what is known of every run besides."""
+    chance: Mapping[str, float]
+    lengths: Mapping[str, Column] = field(default_factory=dict)
+    """What was taken at several lengths."""
+    trials: tuple[Trial, ...] = ()
+
+
+def sheet(
+    table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None
+) -> Sheet:
+    """A table's rows as series.
+
+    ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
+    search: its trials with their params, steps and value.
+    """
+    spread = _spread_tasks(table)
+    rows = tuple(_series(table, row, curves or {}, spread) for row in table.rows)
+    measures = dict(table.study.columns)
+    if any(row.values.get(THROUGHPUT) for row in rows):
+        measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
+    axes, columns = _axes(rows, getattr(table.study, "axes", {})), table.study.columns
+    lengths = _at_lengths(table, rows, spread)
+    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search))
+
+
+def _trials(search: Mapping[str, Any] | None) -> tuple[Trial, ...]:
+    return tuple(
+        Trial({key: _value(value) for key, value in trial["params"].items()}, trial["steps"], trial["value"])
+        for trial in (search or {}).get("trials", ())
+        if trial.get("value") is not None
+    )
+
+
+def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Spread) -> Series:
+    runs = [str(result.get("mlflow_run_id")) for result in row.results]
+    values = {key: entry.values for key, entry in row.entries.items()}
+    return Series(
+        row.row.name,
+        axis_values(row.row),
+        {THROUGHPUT: _throughput(row.results), **values},
+        {
+            key: found
+            for key, column in table.study.columns.items()
+            if (found := _by_length(key, column.factor, row.results))
+        }
+        | {
+            task: {length: values[key] for length, key in places.items() if values[key]}
+            for task, places in spread.items()
+        },
+        row.row.paper,
+        {task: _printed(row, places) for task, places in spread.items() if table.scale.comparable},
+        [curves[run] for run in runs if curves.get(run)],
+        row.row.reference,
+        bool(row.failures),
+    )
+
+
+def _spread_tasks(table: Table) -> Spread:
+    """Such tasks, found in the results: `pk_1/passkey@64` beside `pk_2/passkey@128`, each alone there."""
+    places: dict[str, dict[float, str]] = {}
+    crowded: set[str] = set()
+    for result in (result for row in table.rows for result in row.results):
+        parts = [task_of(key) for key in result.get("tasks", {})]
+        owners = [owner for owner, _, _ in parts]
+        crowded |= {owner for owner in owners if owners.count(owner) > 1}
+        for owner, task, length in parts:
+            if length is not None and owner in table.study.columns:
+                places.setdefault(task, {})[float(length)] = owner
+    return {
+        task: dict(sorted(at.items()))
+        for task, at in places.items()
+        if len(at) == len(set(at.values())) > 1 and not crowded & set(at.values())
+    }
+
+
+def _printed(row: TableRow, places: Mapping[float, str]) -> dict[float, float]:
+    found = {length: row.row.paper.get(key) for length, key in places.items()}
+    return {length: number for length, number in found.items() if number is not None}
+
+
+def _at_lengths(table: Table, rows: Sequence[Series], spread: Spread) -> dict[str, Column]:
+    """The columns and tasks that have lines against length, and how they are shown."""
+    columns = table.study.columns
+    taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
+    order = list(columns)
+    for task, places in sorted(spread.items(), key=lambda item: min(map(order.index, item[1].values()))):
+        shown = [columns[key] for key in places.values()]
+        words = zip(*(column.title.split() for column in shown), strict=False)
+        shared = " ".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, words))
+        taken[task] = shown[0].model_copy(update={"title": shared or task})
+    return taken
+
+
+def axis_values(row: Row) -> dict[str, Value]:
+    """Where a row stands on the study's axes; what it sets where it does not say."""
+    given = getattr(row, "axes", None)
+    return {key: _value(value) for key, value in (given or flat(row.set)).items()}
+
+
+def _value(value: Any) -> Value:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def flat(fragment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested fragment as dotted fields."""
+    fields: dict[str, Any] = {}
+    for key, value in overlay({}, fragment).items():
+        name = f"{prefix}{key}"
+        fields |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return fields
+
+
+def _axes(rows: Iterable[Series], given: Mapping[str, Any]) -> tuple[Axis, ...]:
+    """The fields that every row has a value for, and not all of them the same."""
+    placed = [row.axes for row in rows if not row.reference]
+    axes = []
+    for key in placed[0] if placed else ():
+        values = {at[key]: None for at in placed if key in at}
+        if len(values) > 1 and all(key in at for at in placed):
+            axis = Axis(key, tuple(values), _title(key, given))
+            axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
+    return tuple(axes)
+
+
+def _title(key: str, given: Mapping[str, Any]) -> str:
+    """The study's own word for an axis, or the field's name without the config's path to it."""
+    return getattr(given.get(key), "title", "") or key.rpartition(".")[2].replace("_", " ")
+
+
+def _throughput(results: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
+    return tuple(
+        float(result["tokens"]) / float(result["train_seconds"])
+        for result in results
+        if result.get("tokens") and result.get("train_seconds")
+    )
+
+
+def _by_length(
+    column: str, factor: float, results: Iterable[Mapping[str, Any]]
+) -> dict[float, tuple[float, ...]]:
+    """A column's value at each length, from the tasks in it that were taken at all of them."""
+    found: dict[float, list[float]] = {}
+    for result in results:
+        for length, value in _lengths(column, result.get("tasks", {})).items():
+            found.setdefault(length, []).append(factor * value)
+    return {length: tuple(values) for length, values in sorted(found.items())}
+
+
+def _lengths(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> dict[int, float]:
+    by_task: dict[str, dict[int, float]] = {}
+    for key, measured in tasks.items():
+        owner, task, length = task_of(key)
+        if owner == column and length is not None and math.isfinite(float(measured["value"])):
+            by_task.setdefault(task, {})[length] = float(measured["value"])
+    several = [values for values in by_task.values() if len(values) > 1]
+    shared = set.intersection(*map(set, several)) if several else set()
+    return {length: statistics.fmean(values[length] for values in several) for length in shared}

@@ -1,0 +1,265 @@
+"""The command line as a promise: its options, exit codes and one-line errors, and how fast it answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from titans_platform import provenance
+from titans_platform.cli import COMMANDS, cli, run
+from titans_platform.errors import ClusterError, IncompleteError, TitansError, UsageError
+
+# Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
+# is there changes only by addition.
+FROZEN = {
+    "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
+    "bench memory": "--against --lengths --pairs --threads --quick --json",
+    "cluster down": "NAME --dry-run",
+    "cluster list": "--json",
+    "cluster logs": "NAME JOB --no-follow --dry-run",
+    "cluster status": "NAME --dry-run --json",
+    "cluster stop": "NAME JOB --dry-run",
+    "cluster submit": "NAME COMMAND --detach --dry-run --json",
+    "cluster up": "NAME --schema --dry-run --json",
+    "data info": "CONFIG --set --root --verify --json",
+    "data prepare": "CONFIG --set --root --json",
+    "eval": "RUN --set --root --json",
+    "sweep list": "--json",
+    "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
+    "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "
+    "--cluster --dry-run --json",
+    "sweep show": "STUDY --scale --set --json",
+    "sweep status": "STUDY --scale --root --json",
+    "train": "CONFIG --set --root --workers --gpus --name --dry-run --json",
+    "ui": "--root --store --host --port --no-browser --dry-run",
+}
+
+
+def walk(
+    command: click.Command, ctx: click.Context, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        yield " ".join(path), command
+        return
+    for name in command.list_commands(ctx):
+        if not path and importlib.util.find_spec(f"titans_platform.cli.{COMMANDS[name][0]}") is None:
+            continue
+        below = command.get_command(ctx, name)
+        assert below is not None
+        yield from walk(below, ctx, (*path, name))
+
+
+def commands() -> dict[str, click.Command]:
+    return dict(walk(cli, click.Context(cli)))
+
+
+def signature(command: click.Command) -> str:
+    arguments = [p.name.upper() for p in command.params if isinstance(p, click.Argument) and p.name]
+    options = [p.opts[0] for p in command.params if isinstance(p, click.Option)]
+    return " ".join(arguments + options)
+
+
+def test_options_are_frozen():
+    assert {name: signature(command) for name, command in commands().items()} == FROZEN
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_help_has_an_example_that_parses(name, capsys):
+    command = commands()[name]
+    assert run([*name.split(), "--help"]) == 0
+    example = capsys.readouterr().out.split("Example:")[1].strip().splitlines()[0].split()
+    assert example[: 1 + len(name.split())] == ["titans", *name.split()]
+    rest = example[1 + len(name.split()) :]
+    command.make_context(name, rest)
+    assert all(isinstance(p, click.Argument) or p.help or p.name == "port" for p in command.params)
+
+
+def test_help_lists_every_command_without_importing_it():
+    code = "import sys; from titans_platform.cli import run; run(['--help']); print(sorted(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in COMMANDS:
+        assert f"  {name} " in out
+    for heavy in ("torch", "ray", "mlflow", "pyarrow", "numpy", "pydantic"):
+        assert f"'{heavy}'" not in out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TitansError("no"), 1),
+        (ValueError("no"), 1),
+        (UsageError("no"), 2),
+        (click.UsageError("no"), 2),
+        (ClusterError("no"), 3),
+        (IncompleteError("no"), 4),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+    ],
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
+    def fails(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(cli, "main", fails)
+    assert run(["--debug"] * debug) == code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    assert ("Traceback" in lines[0]) == debug
+    assert debug or len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["trian"], "trian"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["train", "none.yaml"], "none.yaml: no such file"),
+        (["train", "{yaml}", "--stes", "x"], "--stes"),
+        (
+            ["train", "{yaml}", "--set", "model.memory.dept=2"],
+            "model.memory.dept: unknown key; did you mean depth?",
+        ),
+        (["train", "{yaml}", "--set", "model.memory.depth=0"], "model.memory.depth: should be greater than"),
+        (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
+        (["train", "{yaml}", "--workers", "-1"], "--workers"),
+        (["eval", "abc123"], "abc123: no such run under"),
+        (["eval", "../no-such-run"], "../no-such-run: no such run under"),
+    ],
+)
+def test_bad_usage_is_exit_2_one_line_and_nothing_written(
+    line, says, tiny_yaml, tmp_path, capsys, monkeypatch
+):
+    root = tmp_path / "runs"
+    monkeypatch.setenv("TITANS_HOME", str(root))
+    assert run([part.format(yaml=tiny_yaml) for part in line]) == 2
+    (message,) = capsys.readouterr().err.strip().splitlines()
+    assert message.startswith("error: ")
+    assert says in message
+    assert {p.name for p in root.glob("*")} <= {"data"}
+
+
+def test_a_store_that_cannot_be_opened_stops_train_before_it_begins(tiny_yaml, tmp_path, capsys):
+    (tmp_path / "mlflow.db").write_text("not a database" * 100)
+    assert run(["train", str(tiny_yaml), "--root", str(tmp_path)]) == 2
+    assert "mlflow.db: cannot be opened" in capsys.readouterr().err
+    assert not (tmp_path / "cells").exists()
+
+
+def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys):
+    root = ["--root", str(tmp_path)]
+    assert run(["train", str(tiny_yaml), *root, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["state"], plan["tokens"]) == ("missing", 20 * 4 * 32)
+    assert run(["train", str(tiny_yaml), *root, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == result["parameters"]
+    assert run(["train", str(tiny_yaml), *root]) == 0
+    table = capsys.readouterr().out
+    assert f"run {result['cell']} is finished" in table
+    assert "recall@32" in table
+    assert "0.062" in table, "chance stands beside the value"
+    for name in (result["cell"][:6], str(tmp_path / "cells" / result["cell"]), result["mlflow_run_id"]):
+        assert run(["eval", name, *root, "--json"]) == 0
+        measured = json.loads(capsys.readouterr().out)
+        assert measured["columns"] == result["columns"]
+    assert measured["step"] == 20
+    point = str(next((tmp_path / "cells").glob("*/checkpoints/step-00000018")))
+    assert run(["eval", point, *root, "--set", "eval.items=4", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert (measured["step"], measured["tasks"]["reasoning/recall@32"]["items"]) == (18, 4)
+    assert run(["eval", point, *root, "--set", "seed=4"]) == 2
+    assert "only eval.* may be set" in capsys.readouterr().err
+
+
+def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
+    command = [sys.executable, "-c", "from titans_platform.cli import main; main()", "train", str(tiny_yaml)]
+    command += ["--root", str(tmp_path), "--set", "optim.steps=1000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("cells/*/checkpoints/step-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.strip() == "error: interrupted; the same command goes on from the last checkpoint"
+
+
+def test_a_diverging_run_says_what_to_try(tiny_yaml, tmp_path, capsys):
+    line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", "optim.lr=1e30"]
+    assert run([*line, "--set", "optim.grad_clip=null"]) == 1
+    message = capsys.readouterr().err.strip()
+    assert "surprise_bound" in message
+    assert len(message.splitlines()) == 1
+    assert list(tmp_path.glob("cells/*/failed.json"))
+
+
+TOP = Path(__file__).parents[2]
+GIT = {
+    **os.environ,
+    "GIT_AUTHOR_NAME": "a",
+    "GIT_AUTHOR_EMAIL": "a@b",
+    "GIT_COMMITTER_NAME": "a",
+    "GIT_COMMITTER_EMAIL": "a@b",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with this one's packages in it, all of it in its one commit."""
+    tree = tmp_path / "tree"
+    for part in ("kernels", "titans_core", "platform", "sweeps", "clusters"):
+        shutil.copytree(TOP / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("pyproject.toml", "hatch_build.py", "constraints.txt"):
+        shutil.copy(TOP / part, tree)
+    (tree / "README.md").write_text("")
+    (tree / "LICENSE").write_text("")
+    for line in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *line], cwd=tree, env=GIT, check=True)
+    return tree
+
+
+def test_commit_of_a_tree_and_its_changes(tree):
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True
+    ).stdout.strip()
+    assert provenance.commit_of_tree(tree) == head
+    (tree / "README.md").write_text("new")
+    (tree / "platform" / "untracked.py").write_text("")
+    assert provenance.commit_of_tree(tree) == head
+    (tree / "titans_core" / "config.py").write_text("")
+    assert provenance.commit_of_tree(tree) == f"{head}-dirty"
+    assert provenance.commit_of_tree(tree / "platform") == "unknown"
+    assert provenance.commit_of_tree(tree / "none") == "unknown"
+
+
+def test_a_wheel_knows_its_commit(tree, tmp_path):
+    head = provenance.commit_of_tree(tree)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=tree,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "from titans_platform.provenance import commit; print(commit())"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == head
+    assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"

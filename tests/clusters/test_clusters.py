@@ -1,0 +1,276 @@
+"""Clusters as files: what each kind would do, and what is refused before anything is done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titans_platform.cli import run
+from titans_platform.clusters import package
+from titans_platform.clusters.crd import check_manifests
+from titans_platform.clusters.files import known_clusters, load_cluster
+from titans_platform.clusters.follow import Answer
+from titans_platform.clusters.jobs import Job, shell_code
+from titans_platform.clusters.manifests import as_yaml, ray_job
+from titans_platform.clusters.registry import KINDS
+from titans_platform.clusters.study import environment
+from titans_platform.clusters.tokens import write_token
+from titans_platform.errors import ClusterError, UsageError
+from titans_platform.runs import joined
+from titans_platform.study.plan import concurrency
+from titans_platform.study.spec import Resources
+
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path, monkeypatch):
+    """What is up on this machine is none of the tests' business."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
+
+
+def write(tmp_path: Path, text: str, name: str = "mine.yaml") -> str:
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
+    shipped = known_clusters()
+    assert {load_cluster(str(path)).kind for path in shipped.values()} == set(KINDS)
+    for name in shipped:
+        for command in (["up", name], ["down", name], ["status", name]):
+            assert run(["cluster", *command, "--dry-run"]) == 0, command
+            out = capsys.readouterr().out
+            assert out.strip()
+            assert SECRET not in out
+    assert run(["cluster", "list", "--json"]) == 0
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(listed) == set(shipped)
+    assert listed["local"]["state"] == "up"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: cloud", "kind: 'cloud' is no kind of cluster; valid: local, nodes"),
+        ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
+        ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
+        ("kind: nodes\ntoken: {file: x}", "token: these nodes get a token of their own"),
+        ("kind: existing", "address: missing"),
+        ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
+        ("kind: existing\naddress: http://h:8265\nstorage: runs", "storage: should be an absolute path"),
+        ("kind: existing\naddress: http://h:8265\nstorage: s3://b/x", "mount the bucket on every node"),
+        (
+            "kind: existing\naddress: http://h:8265\nmlflow: sqlite:///m.db",
+            "give the address of an `mlflow server`",
+        ),
+        ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
+        (
+            "kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}",
+            "env: the token does not belong",
+        ),
+        ("kind: ray-up\nray: {provider: {region: x}}", "provider: 'type' is a required property"),
+        (
+            "kind: ray-up\nray: {provider: {type: local, head_ip: a, worker_ips: []}, filemounts: {}}",
+            "filemounts",
+        ),
+        ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
+        ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, capsys, text, said):
+    assert run(["cluster", "up", write(tmp_path, text), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: mine.yaml")
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+REMOTE = "kind: existing\naddress: http://head.invalid:8265\nstorage: /mnt/titans\nmlflow: http://head.invalid:5000\n"
+
+
+@pytest.mark.parametrize(
+    ("cut", "put", "said"),
+    [
+        ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
+        ("head.invalid:5000", "localhost:5000", "is another machine on each node"),
+        ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
+    ],
+)
+def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, capsys, cut, put, said):
+    path = write(tmp_path, REMOTE.replace(cut, put))
+    assert run(["sweep", "run", "ablation", "--scale", "smoke", "--cluster", path]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_token_or_cluster_is_one_line_and_exit_3(tmp_path, capsys):
+    path = write(tmp_path, REMOTE + f"token: {{file: {tmp_path}/none}}\n")
+    command = ["sweep", "run", "ablation", "--scale", "smoke", "--cluster", path]
+    assert run(command) == 3
+    assert "no token in file" in capsys.readouterr().err
+    write_token(tmp_path / "none", SECRET)
+    assert (tmp_path / "none").stat().st_mode & 0o777 == 0o600
+    assert run(command) == 3
+    error = capsys.readouterr().err
+    assert "no answer" in error
+    assert SECRET not in error
+    assert len(error.strip().splitlines()) == 1
+    assert run(["cluster", "down", path]) == 3
+    assert "not up" in capsys.readouterr().err
+
+
+def test_a_study_goes_with_its_file_and_options(tmp_path, capsys):
+    path = write(tmp_path, REMOTE + "env: {NCCL_DEBUG: WARN}\n", "lab.yaml")
+    line = ["sweep", "run", "ablation", "--scale", "smoke", "--rows", "LMM,w/o Momentum", "--seeds", "0-1"]
+    assert run([*line, "--set", "optim.steps=3", "--cluster", path, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "# job folder: constraints.txt, sweeps/ablation.yaml" in out
+    assert "--rows 'LMM,w/o Momentum' --seeds 0-1 --set optim.steps=3" in out
+    assert "--root /mnt/titans" in out
+    assert '"NCCL_DEBUG": "WARN"' in out
+    assert '"TITANS_HOME": "/mnt/titans"' in out
+    assert '"TITANS_MLFLOW": "http://head.invalid:5000"' in out
+    assert run([*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run"]) == 2
+    assert "no file none.model here to take along" in capsys.readouterr().err
+
+
+def pods(manifest: dict) -> list[dict]:
+    body = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+    groups = [body["headGroupSpec"], *body["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
+
+
+def test_kuberay_manifests():
+    cluster = load_cluster("kuberay")
+    claim, ray = cluster.manifests()
+    assert claim["kind"] == "PersistentVolumeClaim"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert ray["spec"]["authOptions"] == {"mode": "token"}
+    assert ray["spec"]["enableInTreeAutoscaling"] is True
+    for pod in pods(ray):
+        assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == "/mnt/titans"
+        assert pod["securityContext"]["runAsNonRoot"] is True
+    gpu = pods(ray)[1]
+    assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert gpu["nodeSelector"]
+    assert gpu["tolerations"]
+    # what is printed is what is applied
+    assert list(yaml.safe_load_all(as_yaml(cluster.manifests()))) == cluster.manifests()
+
+
+def test_a_rayjob_cleans_up_after_itself_and_carries_the_study():
+    spec = load_cluster("kuberay-job").spec
+    files, job = ray_job("a-1", spec, Job("a", ("sweep", "run", "a"), {"sweeps/a.yaml": b"name: a\n"}))
+    assert files["kind"] == "ConfigMap"
+    body = job["spec"]
+    assert (body["shutdownAfterJobFinishes"], body["ttlSecondsAfterFinished"]) == (True, 600)
+    assert body["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    assert body["entrypoint"].endswith("python -m titans_platform sweep run a")
+    head = pods(job)[0]
+    assert head["volumes"][1]["configMap"]["items"] == [{"key": "sweeps_a.yaml", "path": "sweeps/a.yaml"}]
+    with pytest.raises(UsageError, match="more than a ConfigMap holds"):
+        ray_job("a-1", spec, Job("a", (), {"tokenizer.model": bytes(1_000_000)}))
+
+
+def test_schema_finds_what_a_server_would_drop(tmp_path, capsys):
+    body = {
+        "type": "object",
+        "required": ["headGroupSpec"],
+        "properties": {
+            "rayVersion": {"type": "string"},
+            "headGroupSpec": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            "workerGroupSpecs": {"type": "array", "items": {"type": "object"}},
+            "authOptions": {"type": "object", "properties": {"mode": {"enum": ["token"]}}},
+        },
+    }
+    whole = {"type": "object", "properties": {"apiVersion": {}, "kind": {}, "metadata": {}, "spec": body}}
+    crd = {
+        "spec": {
+            "group": "ray.io",
+            "names": {"kind": "RayCluster"},
+            "versions": [{"name": "v1", "schema": {"openAPIV3Schema": whole}}],
+        }
+    }
+    schema = write(tmp_path, json.dumps(crd), "crd.yaml")
+    assert run(["cluster", "up", "kuberay", "--dry-run", "--schema", schema]) == 2
+    assert (
+        "$.spec: Additional properties are not allowed ('enableInTreeAutoscaling'" in capsys.readouterr().err
+    )
+    (ray,) = load_cluster("kuberay").manifests()[1:]
+    del ray["spec"]["enableInTreeAutoscaling"]
+    assert check_manifests([ray], [Path(schema)]) == ["RayCluster kuberay: valid"]
+    ray["spec"]["authOptions"]["mode"] = "disabled"
+    with pytest.raises(UsageError, match="mode: 'disabled' is not one of"):
+        check_manifests([ray], [Path(schema)])
+
+
+def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
+    wheel = package.project_wheel(tmp_path)
+    again = package.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel
+    assert (wheel.name, wheel.read_bytes()) == (again.name, again.read_bytes())
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    shipped = "titans_platform/_shipped"
+    for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
+        assert name in files
+    assert files[f"{shipped}/constraints.txt"] == package.constraints()
+    changed = package._write({**files, "titans_core/memory.py": b""}, tmp_path)
+    assert changed.name != wheel.name, "Ray keeps wheels by name"
+    # as Ray installs it, and without a network
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--target={tmp_path}/site"]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    code = (
+        "import titans_platform as t; print(t.__file__); from titans_platform.clusters import package as p; "
+    )
+    code += "import pathlib, sys; print(p.project_wheel(pathlib.Path(sys.argv[1])).name, p.checkout())"
+    out = tmp_path / "out"
+    out.mkdir()
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(out)],
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert told == [f"{tmp_path}/site/titans_platform/__init__.py", wheel.name, "None"]
+
+
+def test_an_answer_is_told_from_the_log():
+    rest: list[str] = []
+    answer = Answer(rest.append)
+    for chunk in ("Running\n{\n  half", ' a": 1\n{\n', '  "cells": []\n}', "\nbye\n"):
+        answer.write(chunk)
+    assert json.loads(answer.text()) == {"cells": []}
+    assert "".join(rest) == 'Running\n{\n  half a": 1\nbye\n'
+    assert Answer(rest.append).text() == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "expected"),
+    [(0, "succeeded", 0), (4, "failed", 4), (-9, "failed", 137), (None, "failed", 1), (None, "stopped", 130)],
+)
+def test_exit_codes_as_a_shell_has_them(code, state, expected):
+    assert shell_code(code, state) == expected
+
+
+def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
+    whole = Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1)
+    for name, cells in (("kuberay", 4), ("aws", 2), ("gcp", 2)):
+        env = environment(load_cluster(name))
+        monkeypatch.setenv(joined.ADDRESS, env[joined.ADDRESS])
+        monkeypatch.setenv(joined.NODES, env[joined.NODES])
+        assert concurrency(whole, joined.machine(whole)) == cells
+    assert joined.NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
+    # a worker is not split over two nodes
+    wide = Resources(workers=1, cpus_per_worker=100)
+    monkeypatch.setenv(joined.NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
+    with pytest.raises(ClusterError, match="100 CPU"):
+        concurrency(wide, joined.machine(wide))

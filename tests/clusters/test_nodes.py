@@ -1,0 +1,193 @@
+"""Two real Ray nodes: a study is their job, a node and the driver are killed, the numbers stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titans_platform.clusters.processes import family, find
+from titans_platform.data import prepare
+from titans_platform.files import read_json
+from titans_platform.runs.execute import run_cell
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.spec import expand, load_study
+
+pytestmark = pytest.mark.cluster
+
+TASK = {"task": "recall", "options": {"pairs": 2}}
+STUDY = {
+    "name": "tiny",
+    "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
+    "base": {
+        "model": {
+            "vocab_size": 260,
+            "d_model": 16,
+            "n_layers": 1,
+            "memory": {"heads": 2, "chunk_size": 8},
+            "attention": {"heads": 2},
+        },
+        "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
+        "optim": {"steps": 300, "batch_rows": 4, "lr": 3e-3},
+        "eval": {"items": 20, "columns": {"reasoning": [TASK]}},
+    },
+    "scales": {"small": {"seeds": [0]}},
+    "rows": [
+        {"name": "LMM"},
+        {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
+    ],
+}
+
+
+def until(what: Any, process: subprocess.Popen[str], timeout: float = 120.0) -> Any:
+    """What ``what`` finds while ``process`` lives."""
+    deadline = time.monotonic() + timeout
+    while not (found := what()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def titans(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "titans_platform", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 180) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=timeout)
+    return process.returncode, out
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two nodes that are up; the folder of their state."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "two.yaml").write_text("kind: nodes\nnodes: 2\n")
+    monkeypatch.setenv("TWO", str(tmp_path / "two.yaml"))
+    code, out = ended(titans("cluster", "up", os.environ["TWO"], "--json"))
+    assert code == 0, out
+    state = tmp_path / "state" / "titans" / "clusters" / "two"
+    recorded = json.loads((state / "state.json").read_text())
+    everyone = [member for process in recorded["processes"] for member in family(process)]
+    try:
+        yield state
+    finally:
+        code, out = ended(titans("cluster", "down", os.environ["TWO"]))
+        assert code == 0, out
+        assert not any(member.is_running() and member.status() != "zombie" for member in everyone)
+        assert not Path(recorded["folder"]).exists()
+
+
+def status() -> dict[str, Any]:
+    code, out = ended(titans("cluster", "status", os.environ["TWO"], "--json"))
+    assert code == 0, out
+    return json.loads(out)
+
+
+def node_at_work(state: Path, cells: dict[str, RunFolder]) -> list[Any] | None:
+    """The processes of a node, not the head, on which a cell is being trained."""
+    at_work = {
+        (read_json(cell.path / "origin.json") or {}).get("pid")
+        for cell in cells.values()
+        if cell.is_held() and (cell.path / "progress.json").exists()
+    }
+    for process in json.loads((state / "state.json").read_text())["processes"][1:]:
+        members = family(process)
+        if at_work & {member.pid for member in members}:
+            return members
+    return None
+
+
+def driver_of(state: Path) -> int | None:
+    """The process of the study: a child of the head's, and not one of Ray's own."""
+    head = json.loads((state / "state.json").read_text())["processes"][0]
+    for member in family(head):
+        line = member.cmdline()
+        if line[1:4] == ["-m", "titans_platform", "sweep"]:
+            return member.pid
+    return None
+
+
+def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "tiny.yaml").write_text(json.dumps(STUDY))
+    root = tmp_path / "runs"
+    cells = expand(load_study(str(elsewhere / "tiny.yaml")), "small")
+    prepare(cells[0].config.data, tmp_path / "alone")
+    alone = {cell.row: run_cell(cell.config, tmp_path / "alone") for cell in cells}
+    folders = {row: RunFolder(root, result["cell"]) for row, result in alone.items()}
+
+    line = [
+        "sweep",
+        "run",
+        "tiny.yaml",
+        "--scale",
+        "small",
+        "--cluster",
+        os.environ["TWO"],
+        "--root",
+        str(root),
+    ]
+    first = titans(*line, cwd=elsewhere)
+    try:
+        for member in reversed(until(lambda: node_at_work(nodes, folders), first)):
+            with contextlib.suppress(Exception):  # one that ended by itself meanwhile
+                member.kill()
+        until(lambda: any(folder.result() for folder in folders.values()), first)
+        if pid := driver_of(nodes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code, out = ended(first)
+    finally:
+        first.kill()
+        first.wait()
+    # unless it was done before it could be killed
+    assert (code == 137 and "the same command again goes on" in out) or code == 0, out
+
+    code, out = ended(titans(*line, cwd=elsewhere))
+    assert code == 0, out
+    for row, result in alone.items():
+        found = folders[row].result()
+        assert found is not None
+        for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
+            assert found[key] == result[key], (row, key)
+
+    told = status()
+    assert sorted(node["alive"] for node in told["nodes"]) == [False, True]
+    assert {job["state"] for job in told["jobs"]} <= {"succeeded", "failed"}
+    _check_token(nodes, told["where"], elsewhere, line)
+
+
+def _check_token(state: Path, address: str, folder: Path, line: list[str]) -> None:
+    """Refused with another token; nowhere to be seen but in its file."""
+    token = (state / "token").read_text()
+    spec = {"kind": "existing", "address": address, "token": {"file": str(folder / "wrong")}}
+    spec |= {"storage": str(folder), "mlflow": "http://localhost.invalid:5000"}
+    (folder / "other.yaml").write_text(json.dumps(spec))
+    (folder / "wrong").write_text("f" * 64)
+    changed = [part if part != os.environ["TWO"] else "other.yaml" for part in line]
+    code, out = ended(titans(*changed, cwd=folder))
+    assert (code, out.count("\n")) == (3, 1)
+    assert "refuses the token" in out
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert token.encode() not in path.read_bytes()
+    for log in state.glob("*.log"):
+        assert token not in log.read_text()
+    assert find({"pid": os.getpid(), "born": 0}) is None

@@ -1,0 +1,276 @@
+"""The report: a page that needs nothing beside it, figures that follow from a study's axes, LaTeX."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from titans_platform.config import RunConfig
+from titans_platform.files import write_json
+from titans_platform.report import export
+from titans_platform.report.figure import pictures
+from titans_platform.report.origin import Links
+from titans_platform.report.page import Extras, html
+from titans_platform.report.palette import DARK, LIGHT
+from titans_platform.report.series import sheet
+from titans_platform.report.svg import svg
+from titans_platform.report.table import Table, build_table
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.columns import params, shown
+from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+
+PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
+ACC = Column(title="Reasoning", unit="%", factor=100)
+LINKS = Links("http://127.0.0.1:5000", "1", "tiny-small")
+VOID = {"meta", "link", "br", "img", "input", "hr", "path", "circle", "rect", "use", "image"}
+
+
+def study(rows: list[Row], **columns: Column) -> Study:
+    return Study(
+        name="tiny", columns=columns or {"ppl": PPL, "acc": ACC}, scales={"small": Scale()}, rows=tuple(rows)
+    )
+
+
+def measured(root: Path, found: Study, seeds=(0, 1), tasks=(), skip=()) -> Table:
+    """The table of a study whose every cell is done, but for those skipped (row, seed)."""
+    cells = [
+        Cell(row.name, seed, RunConfig(seed=seed), f"{i}x{seed}")
+        for i, row in enumerate(found.rows)
+        for seed in seeds
+    ]
+    for i, cell in enumerate(cells):
+        if (cell.row, cell.seed) not in skip:
+            write_json(cell.folder(root).path / "result.json", result(cell, i, tasks))
+    return build_table(found, "small", cells, root, "c0ffee")
+
+
+def result(cell: Cell, i: int, tasks) -> dict:
+    return {
+        "cell": cell.name,
+        "seed": cell.seed,
+        "commit": "c0ffee",
+        "columns": {"ppl": 5 + i / 8, "acc": 0.25 + i / 100},
+        "chance": {"acc": 0.25},
+        "tasks": {key: {"value": 0.5, "stderr": 0.1, "chance": 0.25, "items": 9} for key in tasks},
+        "parameters": 1000 + i,
+        "state_bytes": 64,
+        "tokens": 1000,
+        "train_seconds": 2.0,
+        "mlflow_run_id": f"run{cell.name}",
+    }
+
+
+def curves(table: Table) -> dict:
+    runs = [r["mlflow_run_id"] for row in table.rows for r in row.results]
+    return {run: [(step, 5 / step) for step in range(1, 50)] for run in runs}
+
+
+def page(table: Table) -> str:
+    return html(table, Extras(pictures(sheet(table, curves(table))), LINKS))
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes; a tag that is not closed where it should be is an error."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict]] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture
+def hurt(tmp_path):
+    """A study of three rows: whole, one seed failed with a reason that looks like HTML, nothing there."""
+    rows = [Row(name="LMM", paper={"ppl": 27.01}), Row(name="w/o <Conv> & co"), Row(name="gone")]
+    RunFolder(tmp_path, "1x1").record_failure(ValueError("loss <script>alert(1)</script>"), "c0ffee")
+    skip = {("w/o <Conv> & co", 1), ("gone", 0), ("gone", 1)}
+    return measured(tmp_path, study(rows), skip=skip)
+
+
+def test_the_page_is_whole_and_needs_nothing_beside_it(hurt):
+    text = page(hurt)
+    tags = Tags(text)
+    assert not re.search(r"(?:src|href)=\"(?!#|http://127\.0\.0\.1:5000/)", text)
+    assert "@import" not in text
+    assert "url(" not in re.sub(r"url\(#[^)]*\)", "", text)
+    ids = Counter(attrs["id"] for _, attrs in tags.seen if "id" in attrs)
+    assert [ident for ident, count in ids.items() if count > 1] == []
+    used = set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"/]+)\"|aria-labelledby=\"([^\"]+)\"", text))
+    assert {next(filter(None, groups)) for groups in used} <= set(ids)
+
+
+def test_gaps_are_said_and_text_is_never_markup(hurt):
+    text = page(hurt)
+    assert "<script>alert" not in text
+    assert "loss &lt;script&gt;" in text
+    assert "w/o &lt;Conv&gt; &amp; co" in text
+    assert text.count("missing") >= 4
+    assert "1/2" in text
+    assert "3 of 6 cells" in text
+
+
+def test_every_number_leads_to_its_run(hurt):
+    text = page(hurt)
+    for run in ("run0x0", "run0x1", "run1x0"):
+        assert f'href="http://127.0.0.1:5000/#/experiments/1/runs/{run}"' in text
+    # a mean leads to its runs side by side, one seed to the run itself
+    assert "#/compare-runs?runs=[&#34;run0x0&#34;,&#34;run0x1&#34;]&amp;experiments=[&#34;1&#34;]" in text
+    assert "without links" in html(hurt, Extras())
+
+
+def test_tables_and_figures_can_be_read_by_a_machine(hurt):
+    tags = Tags(page(hurt)).seen
+    assert all("scope" in attrs for tag, attrs in tags if tag == "th")
+    figures = [attrs for tag, attrs in tags if tag == "svg" and "aria-hidden" not in attrs]
+    assert figures
+    assert all(attrs["role"] == "img" and attrs["aria-labelledby"] for attrs in figures)
+    assert sum(tag == "figcaption" for tag, _ in tags) == sum(tag == "figure" for tag, _ in tags) > 1
+
+
+def test_figures_take_the_pages_colours(hurt):
+    text = page(hurt)
+    drawn = "".join(re.findall(r"<figure.*?</figure>", text, re.S))
+    assert "var(--accent)" in drawn
+    # colours by number would not follow the page into the dark
+    assert re.findall(r"#[0-9a-f]{6}", drawn) == []
+    assert LIGHT.keys() == DARK.keys()
+    assert len(set(LIGHT.values())) == len(LIGHT)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK])
+@pytest.mark.parametrize(
+    ("names", "least"),
+    [(("ink", "muted", "accent", "paper"), 4.5), (("a", "b", "c", "d", "e", "f", "s1"), 3)],
+)
+def test_text_and_lines_stand_out(colours, names, least):
+    page_light = luminance(colours["page"])
+    for name in names:
+        light, dark = sorted((luminance(colours[name]), page_light), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= least, name
+
+
+def grid(*axes: tuple[str, list]) -> list[Row]:
+    keys = [key for key, _ in axes]
+    points = product(*(values for _, values in axes))
+    return [Row(name=" ".join(map(str, point)), set=dict(zip(keys, point, strict=True))) for point in points]
+
+
+VARIANT = ("model.variant", ["lmm", "mac"])
+DEPTH, CHUNK = ("model.memory.depth", [1, 2, 3]), ("model.memory.chunk_size", [16, 64])
+LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
+        (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
+        (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
+        (grid(DEPTH, CHUNK, RATE), {"fields", "curves"}),
+        (grid(DEPTH), {"against-depth", "curves"}),
+    ],
+)
+def test_figures_follow_from_what_the_rows_vary(tmp_path, rows, expected):
+    table = measured(tmp_path, study(rows))
+    assert {picture.key for picture in pictures(sheet(table, curves(table)))} == expected
+
+
+def test_what_is_measured_at_several_lengths_is_drawn_against_them(tmp_path):
+    tasks = ("acc/needle@64", "acc/needle@128", "acc/recall@64")
+    table = measured(tmp_path, study([Row(name="LMM"), Row(name="b")]), tasks=tasks)
+    data = sheet(table)
+    assert data.rows[0].lengths == {"acc": {64: (50.0, 50.0), 128: (50.0, 50.0)}}
+    assert "length" in {picture.key for picture in pictures(data)}
+
+
+def test_a_task_with_a_column_for_each_length_is_one_line_beside_the_papers(tmp_path):
+    columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
+    found = study([Row(name="LMM", paper={"pk_1": 99.0, "pk_2": 98.0})], **columns)
+    found = found.model_copy(update={"scales": {"small": Scale(comparable=True)}})
+    cell = Cell("LMM", 0, RunConfig(), "only")
+    done = result(cell, 0, ("pk_1/passkey@64", "pk_2/passkey@128"))
+    done["columns"] = {"pk_1": 0.5, "pk_2": 0.25}
+    write_json(cell.folder(tmp_path).path / "result.json", done)
+    data = sheet(build_table(found, "small", [cell], tmp_path, "c0ffee"))
+    assert data.rows[0].lengths == {"passkey": {64: (50.0,), 128: (25.0,)}}
+    assert data.rows[0].printed == {"passkey": {64: 99.0, 128: 98.0}}
+    assert data.lengths["passkey"].title == "PK"
+    picture = next(picture for picture in pictures(data) if picture.key == "length")
+    assert "Dashed: the paper's" in picture.caption
+    assert "LMM from 50.0 to 25.0" in picture.panels[0].alt
+
+
+def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
+    trials = [
+        {"params": {"optim.lr": 10.0**-i, "model.memory.activation": "silu"}, "steps": 9 + i % 2, "value": i}
+        for i in range(1, 4)
+    ]
+    trials.append({"params": {"optim.lr": 1.0}, "steps": 0, "value": None})
+    data = sheet(measured(tmp_path, study([Row(name="LMM")])), search={"trials": trials})
+    picture = next(picture for picture in pictures(data) if picture.key == "search")
+    assert [panel.title for panel in picture.panels] == ["optim.lr"]
+    assert "3 trials" in picture.panels[0].alt
+    assert svg(picture.panels[0], picture.size, "x").count("<use") >= 3
+
+
+def test_a_grid_has_a_tile_for_every_cell_and_says_its_gaps(tmp_path):
+    table = measured(tmp_path, study(grid(VARIANT, DEPTH, CHUNK)), skip={("mac 2 64", 0), ("mac 2 64", 1)})
+    text = page(table)
+    figure = next(part for part in re.findall(r"<figure.*?</figure>", text, re.S) if "grid-ppl" in part)
+    numbers = re.findall(r">(\d+\.\d\d)</text>", figure)
+    assert len(numbers) == 2 * 3 * 2 - 1
+    assert figure.count("color-mix") >= len(numbers)
+    assert ">—</text>" in figure
+
+
+def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
+    lines = export.latex(hurt).splitlines()
+    body = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
+    columns = next(line for line in lines if line.startswith(r"\begin{tabular}"))
+    width = len(columns.partition("{tabular}{")[2].rstrip("}"))
+    assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {width - 1}
+    assert r"w/o <Conv> \& co" in "\n".join(body)
+    assert r"$\mathbf{" in "\n".join(body)
+    assert r"Reasoning (\%) $\uparrow$" in "\n".join(lines)
+    rules = [line for line in lines if line.endswith("rule")]
+    assert rules == [r"\toprule", r"\midrule", r"\midrule", r"\bottomrule"]
+
+
+def test_runs_are_compared_by_few_columns(tmp_path):
+    rows = grid(VARIANT, DEPTH, ("model.memory.conv", [True, False]))
+    found = params(Cell(rows[0].name, 3, RunConfig()), rows)
+    assert {"row", "seed", "variant", "depth", "chunk_size", "lr", "conv"} <= found.keys()
+    assert len(found) < 15
+    listed = shown(rows, {"ppl": PPL})
+    assert listed[:5] == [
+        "params.`seed`",
+        "params.`variant`",
+        "params.`depth`",
+        "params.`conv`",
+        "metrics.`ppl`",
+    ]

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from titans_platform.config import RunConfig
+from titans_platform.files import write_json
+from titans_platform.report import export, render
+from titans_platform.report.publish import write_views
+from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+
+COLUMNS = {
+    "lm_ppl": Column(title="LM perplexity", higher_is_better=False, decimals=2),
+    "reasoning_acc": Column(title="Reasoning", unit="%", factor=100),
+}
+ROWS = (
+    Row(name="LMM", paper={"lm_ppl": 27.01, "reasoning_acc": 47.83}),
+    Row(name="w/o Persistent Memory", paper={"lm_ppl": 27.63}),
+    Row(name="Transformer++", reference=True),
+)
+# row -> (perplexity, accuracy) of each seed
+MEASURED = {
+    "LMM": [(5.0, 0.50), (5.2, 0.54)],
+    "w/o Persistent Memory": [(6.0, 0.30), (6.4, 0.32)],
+    "Transformer++": [(9.0, 0.90), (9.9, 0.99)],
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path
+
+
+def cells() -> list[Cell]:
+    return [Cell(row, seed, RunConfig(seed=seed), f"{row[:3]}{seed}") for row in MEASURED for seed in (0, 1)]
+
+
+def finish(root, cell: Cell, commit: str = "c0ffee", **changes) -> None:
+    ppl, acc = MEASURED[cell.row][cell.seed]
+    result = {
+        "cell": cell.name,
+        "seed": cell.seed,
+        "commit": commit,
+        "columns": {"lm_ppl": ppl, "reasoning_acc": acc},
+        "chance": {"lm_ppl": 260.0, "reasoning_acc": 0.25},
+        "tasks": {"reasoning_acc/recall@64": {"value": acc, "stderr": 0.01, "chance": 0.25, "items": 100}},
+        "parameters": 137_000,
+        "state_bytes": 9_340,
+        "mlflow_run_id": f"run-{cell.name}",
+        **changes,
+    }
+    write_json(cell.folder(root).path / "result.json", result)
+
+
+def table(root, commit: str = "c0ffee"):
+    study = Study(name="tiny", columns=COLUMNS, scales={"small": Scale(seeds=(0, 1))}, rows=ROWS)
+    return build_table(study, "small", cells(), root, commit)
+
+
+@pytest.fixture
+def full(root):
+    for cell in cells():
+        finish(root, cell)
+    return table(root)
+
+
+def test_means_spreads_and_units(full):
+    lmm = full.rows[0].entries
+    assert lmm["lm_ppl"].mean == pytest.approx(5.1)
+    assert lmm["lm_ppl"].sd == pytest.approx(0.2 / math.sqrt(2))
+    assert lmm["reasoning_acc"].mean == pytest.approx(52.0)
+    assert full.chance == {"lm_ppl": 260.0, "reasoning_acc": 25.0}
+    assert full.missing == 0
+
+
+def test_discrimination(full):
+    ppl, acc = discriminate(full)
+    # reference rows take no part: Transformer++ is best in accuracy and worst in perplexity
+    assert (ppl.best, ppl.worst) == ("LMM", "w/o Persistent Memory")
+    assert (acc.best, acc.worst) == ("LMM", "w/o Persistent Memory")
+    pooled = math.sqrt((0.02 + 0.08) / 2)
+    assert ppl.gap == pytest.approx((6.2 - 5.1) / pooled)
+    assert ppl.above_chance is None
+    # seeds 50 and 54: their standard error, 2, is larger than that of the items, 1/sqrt(2)
+    assert acc.above_chance == pytest.approx((52 - 25) / 2)
+
+
+def test_items_bound_the_standard_error_from_below(root):
+    for cell in cells():
+        finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.5})
+    acc = discriminate(table(root))[1]
+    assert acc.above_chance == pytest.approx((50 - 25) / (wilson(0.01, 100) * 100 / math.sqrt(2)))
+    # nothing spreads: no distance in standard deviations, least of all an infinite one
+    assert acc.gap is None
+    assert "∞" not in "\n".join(printed(table(root)))
+
+
+def wilson(stderr: float, items: int) -> float:
+    return math.sqrt(stderr**2 + 1 / (4 * items**2)) / (1 + 1 / items)
+
+
+@pytest.mark.parametrize("right", [0, 1, 10, 20])
+def test_the_error_of_an_accuracy_is_half_of_wilsons_interval(right):
+    n, p = 20, right / 20
+    measured = {"value": p, "stderr": math.sqrt(p * (1 - p) / n), "chance": 0.25, "items": n}
+    # the interval's ends solve (p - x)^2 = x (1 - x) / n
+    a, b, c = 1 + 1 / n, -(2 * p + 1 / n), p * p
+    assert item_stderr(measured) == pytest.approx(math.sqrt(b * b - 4 * a * c) / (2 * a))
+
+
+def test_the_error_of_a_perplexity_or_of_no_items_stays():
+    assert item_stderr({"value": 5.0, "stderr": 0.2, "chance": 260.0, "items": 64}) == 0.2
+    assert item_stderr({"value": 0.9, "stderr": 0.0, "chance": 0.1, "items": 0}) == 0.0
+    assert item_stderr({"value": 0.9, "stderr": 0.1, "chance": None, "items": 9}) == 0.1
+
+
+def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
+    tasks = {
+        "acc/needle@64": {"stderr": 0.3},
+        "acc/needle@128": {"stderr": 0.4},
+        "acc/recall@64": {"stderr": 0.2},
+        "other/recall@64": {"stderr": 9.0},
+        "acc/perplexity@64": {"stderr": None},
+    }
+    needle = math.hypot(0.3, 0.4) / 2
+    assert column_stderr("acc", tasks) == pytest.approx(math.hypot(needle, 0.2) / 2)
+    assert column_stderr("none", tasks) == 0
+
+
+def printed(view) -> list[str]:
+    console = Console(width=80, file=io.StringIO())
+    console.print(render.terminal(view))
+    return console.file.getvalue().splitlines()
+
+
+def test_eighty_columns_hold_every_number(full):
+    lines = printed(full)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "…" not in text
+    row = next(line for line in lines if line.startswith("LMM"))
+    assert row.split() == ["LMM", "5.10±0.14", "27.01", "52.0±2.8", "47.83", "137K", "9.34K"]
+    assert "small substitutes" in text
+
+
+def test_missing_failed_and_stale_cells_are_marked(root):
+    done = cells()
+    for cell in done[:2]:
+        finish(root, cell, commit="c0ffee" if cell.seed else "deadbeef" * 5)
+    finish(root, done[2])
+    RunFolder(root, done[3].name).record_failure(ValueError("loss is\nnan"), "c0ffee")
+    view = table(root)
+    lines = "\n".join(printed(view))
+    assert "LMM†" in lines
+    assert "† some cells were made by commit deadbeefdead;" in lines
+    assert "6.00 1/2" in lines
+    assert "w/o Persistent Memory: failed: ValueError: loss is nan" in lines
+    assert view.missing == 3
+    assert "— 0/2" in lines
+
+
+def test_a_name_that_is_cut_keeps_its_mark(root):
+    for cell in cells():
+        finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
+    view = table(root)
+    console = Console(width=60, file=io.StringIO())
+    console.print(render.terminal(view, 60))
+    lines = console.file.getvalue().splitlines()
+    cut = [line for line in lines if line.startswith("w/o")]
+    assert len(cut) == 1
+    assert "…†" in cut[0]
+    assert cut[0].endswith("137M 9.34K")
+    assert any(line.startswith("Transformer++†") for line in lines)
+
+
+def test_a_changed_tree_is_not_shown_as_its_commit():
+    assert render.short("deadbeef" * 5) == "deadbeefdead"
+    assert render.short("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
+
+
+def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
+    for cell in cells():
+        worse = 0.02 if cell.row == "LMM" else 0.0
+        finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.12 - worse + 0.01 * cell.seed})
+    lines = [line.rstrip() for line in printed(table(root))]
+    at = lines.index("Reasoning: best w/o Persistent Memory, worst LMM;")
+    assert lines[at + 1] == "  2.8 pooled sd apart (2.8 by these two rows' own sd);"
+    assert lines[at + 2] == "  LMM 18.5 standard errors below chance"
+
+
+def test_every_number_leads_to_its_cell_and_run(full):
+    text = render.markdown(full)
+    for cell in cells():
+        assert f"`{cell.name}` | `run-{cell.name}`" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    widths = {line.count("|") for line in lines[:6]}
+    assert widths == {8}
+
+
+def test_csv_reads_back(full):
+    rows = list(csv.DictReader(io.StringIO(export.summary_csv(full))))
+    assert len(rows) == 6
+    assert rows[1]["row"] == "LMM"
+    assert float(rows[1]["mean"]) == pytest.approx(52.0)
+    assert rows[5]["paper"] == ""
+    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(full)))}
+    assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
+    assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
+    assert json.dumps(as_record(full))
+
+
+def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
+    paths = write_views(table(root), root / "views")
+    assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
+    assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
+    assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "—"), (0, "0"), (999, "999"), (1000, "1K"), (137_400, "137K"), (999_600, "1M"), (1.5e10, "15B")],
+)
+def test_counts(value, text):
+    assert render.count(value if value is None else int(value)) == text

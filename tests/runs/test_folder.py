@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titans_platform.config import RunConfig
+from titans_platform.errors import ClusterError, UsageError
+from titans_platform.files import held, is_locked, write_json
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.plan import Machine, Node, concurrency, make_plan
+from titans_platform.study.progress import View, clock, look
+from titans_platform.study.run import StudyRun, only_driver
+from titans_platform.study.spec import Cell, Column, Resources, Row, Scale, Study
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from titans_platform.runs.folder import RunFolder
+with RunFolder(Path(sys.argv[1]), "abc").hold():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path, "abc")
+
+
+def result(commit: str = "one") -> dict:
+    return {"cell": "abc", "commit": commit, "columns": {}, "train_seconds": 8.0, "eval_seconds": 2.0}
+
+
+def test_states(folder):
+    assert folder.state() == "missing"
+    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    assert folder.state() == "interrupted"
+    with folder.hold():
+        assert folder.state() == "running"
+        assert folder.progress()["step"] == 3
+    folder.record_failure(ValueError("no\nluck"), "one")
+    assert folder.state() == "failed"
+    assert folder.failure()["reason"] == "ValueError: no luck"
+    write_json(folder.path / "result.json", result())
+    assert folder.state() == "done"
+
+
+def test_a_result_of_another_cell_or_cut_short_is_none(folder):
+    write_json(folder.path / "result.json", {**result(), "cell": "abd"})
+    assert folder.result() is None
+    (folder.path / "result.json").write_text('{"cell": "abc", "colu')
+    assert folder.result() is None
+
+
+def test_a_killed_process_lets_go(folder):
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout.readline() == "held\n"
+        assert folder.is_held()
+        with pytest.raises(TimeoutError), folder.hold(timeout=0.3):
+            pass
+        child.kill()
+    assert not folder.is_held()
+    with folder.hold(timeout=5):
+        pass
+
+
+def test_a_sign_of_life_from_another_machine_counts(folder):
+    write_json(folder.path / "origin.json", {"commit": "one", "host": "node-7"})
+    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    assert folder.state() == "running"
+    long_ago = time.time() - 1000
+    os.utime(folder.path / "progress.json", (long_ago, long_ago))
+    assert folder.state() == "interrupted"
+
+
+def test_what_other_code_left_half_trained_starts_over(folder):
+    (folder.path / "checkpoints" / "step-1").mkdir(parents=True)
+    folder.begin("one")
+    assert (folder.path / "checkpoints" / "step-1").exists()
+    folder.begin("one")
+    assert (folder.path / "checkpoints" / "step-1").exists()
+    folder.begin("two")
+    assert not (folder.path / "checkpoints").exists()
+
+
+def test_a_stale_result_is_shown_until_it_is_replaced(folder):
+    write_json(folder.path / "result.json", result("one"))
+    folder.set_aside()
+    assert folder.result() is None
+    assert folder.shown_result()["commit"] == "one"
+    folder.drop_stale()
+    assert folder.shown_result()["commit"] == "one"
+    write_json(folder.path / "result.json", result("two"))
+    folder.drop_stale()
+    assert folder.shown_result()["commit"] == "two"
+    assert not (folder.path / "result.stale.json").exists()
+
+
+def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
+    cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd", "abe"))]
+    write_json(cells[0].folder(tmp_path).path / "result.json", result("one"))
+    write_json(cells[1].folder(tmp_path).path / "result.json", {**result("two"), "cell": "abd"})
+
+    def todo(**options):
+        plan = make_plan(cells, tmp_path, "two", resources=Resources(), machine=Machine(cpus=2), **options)
+        assert [cell.name for cell in plan.stale] == ["abc"]
+        return [cell.name for cell in plan.todo]
+
+    assert todo() == ["abe"]
+    assert todo(rerun_stale=True) == ["abc", "abe"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "machine", "fit"),
+    [
+        (Resources(), Machine(2), 2),
+        (Resources(cpus_per_worker=2), Machine(5), 2),
+        (Resources(workers=2, gpus_per_worker=1), Machine(64, 4), 2),
+        (Resources(gpus_per_worker=0.5), Machine(3, 1), 2),
+    ],
+)
+def test_concurrency_is_what_fits(resources, machine, fit):
+    assert concurrency(resources, machine) == fit
+    assert concurrency(resources, machine, asked=1) == 1
+    with pytest.raises(UsageError, match=f"give 1 to {fit}"):
+        concurrency(resources, machine, asked=fit + 1)
+
+
+@pytest.mark.parametrize(
+    ("resources", "machine", "lack"),
+    [
+        (Resources(cpus_per_worker=4), Machine(2), "2 CPU missing"),
+        (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
+        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_refused_with_what_is_missing(resources, machine, lack):
+    with pytest.raises(UsageError, match=f"a cell takes .*: {lack}; choose a smaller scale"):
+        concurrency(resources, machine)
+
+
+def cluster(*nodes: tuple[float, float]) -> Machine:
+    return Machine(sum(cpus for cpus, _ in nodes), sum(g for _, g in nodes), tuple(Node(*n) for n in nodes))
+
+
+@pytest.mark.parametrize(
+    ("resources", "nodes", "fit"),
+    [
+        (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
+        # the CPU that a driver takes a sliver of must be somewhere
+        (Resources(workers=2), [(2, 0), (2, 0)], 1),
+        (Resources(workers=2), [(2, 0), (3, 0)], 2),
+        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
+        (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
+    ],
+)
+def test_a_worker_is_not_split_over_nodes(resources, nodes, fit):
+    assert concurrency(resources, cluster(*nodes)) == fit
+
+
+def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
+    with pytest.raises(ClusterError, match="only 0 workers of 4 CPU and 1 GPU fit on its nodes"):
+        concurrency(Resources(cpus_per_worker=4, gpus_per_worker=1), cluster((2, 4), (8, 0)))
+
+
+def test_one_driver_a_study(tmp_path):
+    columns = {"lm_ppl": Column(title="P")}
+    study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
+    run = StudyRun(study, "small", tmp_path, "one")
+    with only_driver(run), pytest.raises(UsageError, match="another sweep run"), only_driver(run):
+        pass
+    with only_driver(run):
+        pass
+
+
+def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
+    path = tmp_path / "study" / "lock"
+    assert not is_locked(path)
+    assert not path.parent.exists()
+    with held(path) as got:
+        assert got
+        assert is_locked(path)
+    assert not is_locked(path)
+
+
+def test_time_left_counts_only_work_done_since_the_start(tmp_path):
+    cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd"))]
+    half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
+    write_json(cells[0].folder(tmp_path).path / "progress.json", half)
+    with cells[0].folder(tmp_path).hold():
+        view = View("tiny", cells, cells, tmp_path)
+        view.started = time.monotonic() - 10
+        assert view.eta(look(cells, tmp_path)) is None
+        assert "1 running, 1 missing" in view.plain()
+        assert "LMM seed 0 500/1000 loss 2.500" in view.plain()
+    write_json(cells[0].folder(tmp_path).path / "result.json", result())
+    # 0.55 of a cell took ten seconds, one is left
+    assert view.eta(look(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
+    assert view.news() == ["done    LMM, seed 0:  (10s)"]
+    assert view.news() == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "?"), (0, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7800, "2h10m")]
+)
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_a_dead_writer_leaves_no_half_file(folder):
+    write_json(folder.path / "progress.json", {"step": 1})
+    assert os.listdir(folder.path) == ["progress.json"]

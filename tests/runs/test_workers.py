@@ -1,0 +1,121 @@
+"""The same cell under Ray Train: in this process, on two workers, and with a worker killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from titans_platform.config import RunConfig
+from titans_platform.data import prepare
+from titans_platform.errors import UsageError
+from titans_platform.runs.execute import build_model, run_cell
+from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.workers import Resources, fit
+from titans_platform.training.checkpoint import load_model
+
+
+def lengthened(cfg: RunConfig, **optim) -> RunConfig:
+    values = cfg.model_dump(mode="json")
+    values["optim"] |= optim
+    return RunConfig.model_validate_json(json.dumps(values))
+
+
+def test_without_workers_it_is_the_same_run_in_this_process(tiny_run, tmp_path):
+    import ray
+
+    prepare(tiny_run.data, tmp_path)
+    started = ray.is_initialized()
+    direct = run_cell(tiny_run, tmp_path, "direct")
+    wrapped = fit(tiny_run, tmp_path, "wrapped", extra={"row": "lmm"})
+    assert ray.is_initialized() == started
+    assert wrapped["row"] == "lmm"
+    for key in ("final_train_loss", "columns", "telemetry"):
+        assert wrapped[key] == direct[key]
+
+
+def test_a_refusal_is_the_same_error_in_this_process(tiny_run, tmp_path):
+    prepare(tiny_run.data, tmp_path)
+    values = tiny_run.model_dump(mode="json")
+    values["model"]["vocab_size"] = 10
+    with pytest.raises(UsageError, match=r"model\.vocab_size"):
+        fit(RunConfig.model_validate_json(json.dumps(values)), tmp_path, "bad")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
+    data = prepare(tiny_run.data, tmp_path)
+    one = run_cell(tiny_run, tmp_path, "one")
+    two = fit(tiny_run, tmp_path, "two", Resources(workers=2))
+    assert two["final_train_loss"] == pytest.approx(one["final_train_loss"], rel=1e-4)
+    assert two["tokens"] == one["tokens"]
+    models = [build_model(tiny_run, data), build_model(tiny_run, data)]
+    for name, model in zip(["one", "two"], models, strict=True):
+        load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-3, atol=1e-4)
+
+
+class Killer(threading.Thread):
+    """Kills the process that a cell says it runs in, once, when it has saved a checkpoint."""
+
+    def __init__(self, folder: RunFolder):
+        super().__init__(daemon=True)
+        self.folder = folder
+        self.killed: int | None = None
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.killed is None:
+            state = self.folder.progress()
+            saved = list(Path(self.folder.path, "checkpoints").glob("step-*"))
+            if state and saved and state["pid"] != os.getpid():
+                os.kill(state["pid"], signal.SIGKILL)
+                self.killed = state["pid"]
+            time.sleep(0.01)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_path):
+    cfg = lengthened(tiny_run, steps=200)
+    prepare(cfg.data, tmp_path)
+    straight = run_cell(cfg, tmp_path, "straight")
+    folder = RunFolder(tmp_path, "killed")
+    killer = Killer(folder)
+    killer.start()
+    result = fit(cfg, tmp_path, "killed", Resources(workers=1), checkpoint_every=5)
+    killer.join(5)
+    state = folder.progress()
+    assert killer.killed is not None
+    assert state is not None
+    assert state["pid"] != killer.killed
+    for key in ("final_train_loss", "columns", "telemetry"):
+        assert result[key] == straight[key]
+
+
+TERMINATED = """
+import os, signal, sys, time
+from titans_platform.cli import _interrupt
+from titans_platform.runs.session import session
+signal.signal(signal.SIGTERM, _interrupt)
+try:
+    with session(1):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
+    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 130, ended.stderr

@@ -1,0 +1,171 @@
+"""A study from end to end: killed twice, and then the numbers of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titans_platform.config import RunConfig
+from titans_platform.data import prepare
+from titans_platform.files import read_json
+from titans_platform.report.render import DAGGERS
+from titans_platform.runs.execute import run_cell
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.spec import expand, load_study
+from titans_platform.study.status import read_status
+from titans_platform.tracking import open_store
+
+pytestmark = pytest.mark.cluster
+
+STUDY = {
+    "name": "tiny",
+    "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
+    "base": {
+        "model": {
+            "vocab_size": 260,
+            "d_model": 16,
+            "n_layers": 1,
+            "memory": {"heads": 2, "chunk_size": 8},
+            "attention": {"heads": 2},
+        },
+        "data": {
+            "sequence_length": 32,
+            "sources": [{"kind": "task", "rows": 64, "tasks": [{"task": "recall", "options": {"pairs": 2}}]}],
+        },
+        "optim": {"steps": 250, "batch_rows": 4, "lr": 3e-3},
+        "eval": {"items": 20, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
+    },
+    "scales": {"small": {"seeds": [0]}},
+    "rows": [
+        {"name": "LMM"},
+        {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
+        # stops being a number at its first step
+        {"name": "diverges", "set": {"optim.lr": 1e30, "optim.grad_clip": None}},
+    ],
+}
+
+
+def driver(folder: Path, *more: str) -> subprocess.Popen:
+    command = "import sys; from titans_platform.cli import main; main(sys.argv[1:])"
+    arguments = ["sweep", "run", "tiny.yaml", "--scale", "small", "--root", "runs", *more]
+    return subprocess.Popen(
+        [sys.executable, "-c", command, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until(what, timeout: float = 90.0):
+    deadline = time.monotonic() + timeout
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def worker_of(cell: RunFolder) -> int | None:
+    """The process that works on a cell which has a checkpoint."""
+    if not cell.is_held() or not list((cell.path / "checkpoints").glob("step-*")):
+        return None
+    return (read_json(cell.path / "origin.json") or {}).get("pid")
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, out
+
+
+def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(json.dumps(STUDY))
+    cells = expand(load_study(str(tmp_path / "tiny.yaml")), "small")
+    alone = {cell.row: _alone(cell.config, tmp_path / "alone") for cell in cells[:2]}
+    root = tmp_path / "runs"
+    folders = {row: RunFolder(root, result["cell"]) for row, result in alone.items()}
+
+    first = driver(tmp_path, "--concurrency", "1")
+    try:
+        pid = until(lambda: worker_of(folders["LMM"]))
+        status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
+        assert status["running"]
+        assert status["counts"]["running"] == 1
+        os.kill(pid, signal.SIGKILL)
+        # another process goes on with it
+        until(lambda: worker_of(folders["LMM"]) not in (None, pid))
+        until(lambda: worker_of(folders["Linear Memory"]))
+    finally:
+        first.kill()
+        first.communicate()
+    finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
+    assert not read_status(str(tmp_path / "tiny.yaml"), "small", root)["running"]
+
+    code, out = end(driver(tmp_path))
+    assert code == 4, out
+    assert "diverges: failed" in out
+    assert "1 cell has no result" in out
+    for row, result in alone.items():
+        found = folders[row].result()
+        assert found["row"] == row
+        for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
+            assert found[key] == result[key], (row, key)
+    assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
+    _check_report(root / "studies" / "tiny-small", alone)
+    _check_tracking(root, folders)
+    status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
+    assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
+    assert "loss nan" in next(cell["reason"] for cell in status["cells"] if cell["state"] == "failed")
+
+    code, again = end(driver(tmp_path, "--rows", "LMM,Linear Memory"))
+    # all that was asked for is done; the table shows the row that failed all the same
+    assert code == 0, again
+    assert "diverges: failed" in again
+    assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
+    for row in alone:
+        assert _fields(again, row) == _fields(out, row)
+
+
+def _fields(printed: str, row: str) -> list[str]:
+    """A row's numbers as they were printed, without the mark of another commit."""
+    line = next(line for line in printed.splitlines() if line.startswith(row))
+    return line.translate(dict.fromkeys(map(ord, DAGGERS), " ")).split()
+
+
+def _alone(config: RunConfig, root: Path) -> dict:
+    prepare(config.data, root)
+    return run_cell(config, root)
+
+
+def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
+    """One run a cell under one parent, with each step logged once."""
+    store = open_store(root)
+    runs = {run.info.run_id: run for run in store.client.search_runs([store.experiment])}
+    parents = [run for run in runs.values() if run.data.tags.get("titans.study") == "tiny-small"]
+    assert len(parents) == 1
+    for folder in folders.values():
+        run = runs[folder.result()["mlflow_run_id"]]
+        assert run.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
+        assert run.info.status == "FINISHED"
+        steps = [metric.step for metric in store.client.get_metric_history(run.info.run_id, "loss")]
+        assert len(steps) == len(set(steps)) > 100
+        assert folder.name in parents[0].data.tags["mlflow.note.content"]
+    artifacts = {file.path for file in store.client.list_artifacts(parents[0].info.run_id)}
+    assert {"table.json", "table.md", "table.csv", "report.html", "figures"} <= artifacts
+
+
+def _check_report(folder: Path, alone: dict[str, dict]) -> None:
+    """The page has the numbers, the runs behind them, what failed and why, and how it was made."""
+    page = (folder / "report.html").read_text()
+    for result in alone.values():
+        assert f"<code>{result['cell']}</code>" in page
+    assert "loss nan" in page
+    assert "2 of 3 cells" in page
+    assert "sweep run tiny.yaml --scale small" in page
+    assert "Learning curves" in page

@@ -1,0 +1,164 @@
+"""Studies whose rows are a product of axes, and the files the project ships."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titans_platform.errors import UsageError
+from titans_platform.study.drive import check
+from titans_platform.study.plan import train_tokens
+from titans_platform.study.run import StudyRun
+from titans_platform.study.search import check_space
+from titans_platform.study.spec import expand, load_study
+
+SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
+STUDIES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+GRID = {
+    "name": "tiny",
+    "columns": {"lm_ppl": {"title": "Perplexity", "higher_is_better": False}},
+    "base": {"model": {"d_model": 32, "vocab_size": 260}},
+    "scales": {
+        "small": {"seeds": [0]},
+        "long": {"axes": {"length": {"points": {"128": {"data.sequence_length": 128}}}}},
+    },
+    "axes": {
+        "variant": {"points": {"LMM": {"model.variant": "lmm"}, "MAG": {"model": {"variant": "mag"}}}},
+        "depth": {"field": "model.memory.depth", "values": [1, 3], "label": "depth {}"},
+        "length": {
+            "label": "T={}",
+            "points": {"32": {"data.sequence_length": 32}, "64": {"data.sequence_length": 64}},
+        },
+    },
+}
+
+
+SMALL = {"small": {}}
+
+
+def write(folder: Path, **changes) -> str:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**GRID, **changes}, sort_keys=False))
+    return str(path)
+
+
+def test_rows_are_the_product_of_the_axes(tmp_path):
+    study = load_study(write(tmp_path))
+    cells = expand(study, "small")
+    assert [cell.row for cell in cells][:3] == ["LMM depth 1 T=32", "LMM depth 1 T=64", "LMM depth 3 T=32"]
+    assert len(cells) == 8
+    row, last = study.rows_at("small")[-1], cells[-1].config
+    assert row.axes == {"variant": "MAG", "depth": 3, "length": 64}
+    assert (last.model.variant, last.model.memory.depth, last.data.sequence_length) == ("mag", 3, 64)
+
+
+def test_an_axis_of_a_scale_replaces_the_studys(tmp_path):
+    rows = load_study(write(tmp_path)).rows_at("long")
+    assert [row.name for row in rows] == [
+        "LMM depth 1 128",
+        "LMM depth 3 128",
+        "MAG depth 1 128",
+        "MAG depth 3 128",
+    ]
+
+
+def test_listed_rows_are_run_at_every_point(tmp_path):
+    rows = [
+        {"name": "with"},
+        {"name": "without", "set": {"model.memory.conv": False}, "paper": {"lm_ppl": 3.0}},
+    ]
+    axes = {"depth": GRID["axes"]["depth"]}
+    path = write(tmp_path, rows=rows, axes=axes, scales=SMALL)
+    found = load_study(path).rows_at("small")
+    assert [row.name for row in found] == [
+        "with depth 1",
+        "with depth 3",
+        "without depth 1",
+        "without depth 3",
+    ]
+    assert expand(load_study(path), "small")[3].config.model.memory.conv is False
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"), [("MAG*", 4), ("*depth 3*", 4), ("lmm DEPTH 1 t=32", 1), ("*T=6?", 4)]
+)
+def test_rows_are_chosen_by_pattern(tmp_path, asked, count):
+    assert len(expand(load_study(write(tmp_path)), "small", rows=[asked])) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"axes": {"depth": {"field": "model.memory.depth"}}, "scales": SMALL}, "an axis has either a field"),
+        (
+            {"axes": {"depth": {"field": "model.memory.depth", "values": [0]}}, "scales": SMALL},
+            "model.memory.depth",
+        ),
+        (
+            {"axes": {"depth": {"field": "model.memory.dept", "values": [1]}}, "scales": SMALL},
+            "did you mean depth",
+        ),
+        ({"axes": {"a": {"field": "seed", "values": [1], "label": "a"}}, "scales": SMALL}, "should hold {}"),
+        ({"axes": {"lenght": GRID["axes"]["length"]}}, "axis (scale long) 'length'"),
+        ({"axes": {}, "scales": {"small": {}}}, "rows: a study needs rows"),
+    ],
+)
+def test_a_wrong_axis_is_one_line(tmp_path, changes, said):
+    with pytest.raises(UsageError) as error:
+        expand(load_study(write(tmp_path, **changes)), "small")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_shipped_study_is_valid_at_every_scale(name):
+    study = load_study(str(SWEEPS / f"{name}.yaml"))
+    for scale in study.scales:
+        cells = expand(study, scale)
+        # the sizes between differ from these in widths alone
+        if scale in ("smoke", "laptop", "760M"):
+            check(cells)
+        configs = {json.dumps(cell.config.model_dump(mode="json"), sort_keys=True) for cell in cells}
+        assert len(configs) == len(cells), (scale, "two cells are one")
+        if search := study.search_at(scale):
+            assert len(check_space(StudyRun(study, scale, Path(), "c0ffee"), search)) > 3
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return load_study(str(SWEEPS / "grid.yaml"))
+
+
+def test_the_grid_is_48_cells_a_seed_that_differ_in_the_axes_alone(grid):
+    for scale in grid.scales:
+        models = [cell.config.model for cell in expand(grid, scale, seeds=[0])]
+        assert len(models) == 48
+        assert len({(m.variant, m.memory.depth, m.memory.chunk_size) for m in models}) == 48
+        same = {(m.memory.max_theta, m.attention.window, m.attention.segment_size, m.d_model) for m in models}
+        assert len(same) == 1
+
+
+def test_a_row_of_the_grid_holds_several_of_the_largest_chunk(grid):
+    for scale in grid.scales:
+        for cell in expand(grid, scale, seeds=[0]):
+            assert cell.config.data.sequence_length >= 2 * cell.config.model.memory.chunk_size
+
+
+def test_the_lengths_of_memory_depth_cost_the_same_tokens():
+    study = load_study(str(SWEEPS / "memory_depth.yaml"))
+    for scale in study.scales:
+        cells = expand(study, scale)
+        assert len({train_tokens(cell.config) for cell in cells}) == 1
+    lengths = {cell.config.data.sequence_length for cell in expand(study, "340M")}
+    assert lengths == {2048, 4096, 8192, 16384, 32768}
+
+
+def test_long_context_carries_table_2_whose_mean_is_table_5s():
+    """Twelve columns, whose mean the ablation prints as long context."""
+    rows = {row.name: row.paper for row in load_study(str(SWEEPS / "long_context.yaml")).rows}
+    printed = {"LMM": 92.68, "MAC": 97.95, "MAG": 96.70, "MAL": 96.91}
+    for name, mean in printed.items():
+        assert sum(rows[name].values()) / 12 == pytest.approx(mean, abs=0.02)

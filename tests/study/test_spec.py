@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titans_platform.errors import UsageError
+from titans_platform.study.spec import expand, find_study, load_study, name_cells, overlay
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STUDY = {
+    "name": "tiny",
+    "columns": {"lm_ppl": {"title": "Perplexity", "higher_is_better": False}},
+    "base": {"model": {"d_model": 32, "vocab_size": 260}, "optim": {"steps": 5}},
+    "scales": {
+        "small": {"seeds": [0, 1], "resources": {"cpus_per_worker": 2}},
+        "large": {"seeds": [3], "model": {"d_model": 64}, "optim": {"steps": 9}},
+    },
+    "rows": [
+        {"name": "LMM", "paper": {"lm_ppl": 27.01}},
+        {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
+        {"name": "w/o Decay", "set": {"model": {"memory": {"decay": False}}}},
+    ],
+}
+
+
+def write(folder: Path, **changes) -> str:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, **changes}))
+    return str(path)
+
+
+@pytest.fixture
+def study(tmp_path):
+    return load_study(write(tmp_path))
+
+
+def test_layers_lie_over_each_other(study):
+    cells = expand(study, "large", overrides=["optim.lr=0.01"])
+    assert [(cell.row, cell.seed, cell.config.seed) for cell in cells] == [
+        ("LMM", 3, 3),
+        ("Linear Memory", 3, 3),
+        ("w/o Decay", 3, 3),
+    ]
+    lmm, linear, without = (cell.config for cell in cells)
+    assert (lmm.model.d_model, lmm.optim.steps, lmm.optim.lr) == (64, 9, 0.01)
+    assert (lmm.model.memory.depth, linear.model.memory.depth) == (2, 1)
+    assert (lmm.model.memory.decay, without.model.memory.decay) == (True, False)
+
+
+def test_a_whole_table_of_one_seed_comes_first(study):
+    cells = expand(study, "small", rows=["w/o decay", "LMM"], seeds=[4, 2])
+    assert [(c.row, c.seed) for c in cells] == [
+        ("LMM", 4),
+        ("w/o Decay", 4),
+        ("LMM", 2),
+        ("w/o Decay", 2),
+    ]
+
+
+def test_names_depend_on_what_decides_the_numbers_and_on_nothing_else(tmp_path, study):
+    def names(study, scale="small", data="d", version="1", **options):
+        cells = expand(study, scale, **options)
+        return [cell.name for cell in name_cells(cells, lambda config: config.fingerprint(data, version))]
+
+    known = names(study)
+    assert len(set(known)) == 6
+    cheaper = {**STUDY["scales"], "small": {"seeds": [0, 1], "resources": {"workers": 1}}}
+    again = load_study(write(tmp_path, scales=cheaper, rows=STUDY["rows"][::-1], description="x"))
+    assert set(names(again)) == set(known)
+    for other in (names(study, data="e"), names(study, version="2"), names(study, overrides=["threads=2"])):
+        assert not set(other) & set(known)
+    assert set(names(study, seeds=[1, 2])) & set(known) == set(known[3:])
+
+
+def test_overlay_takes_dotted_keys_and_replaces_lists():
+    below = {"a": {"b": [1, 2], "c": 1}, "d": 2}
+    assert overlay(below, {"a.b": [3], "a.e.f": 4, "d": {"g": 5}}) == {
+        "a": {"b": [3], "c": 1, "e": {"f": 4}},
+        "d": {"g": 5},
+    }
+    assert below == {"a": {"b": [1, 2], "c": 1}, "d": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rowz": []}, ["rowz", "rows"]),
+        ({"base": {"model": {"d_modle": 3}}}, ["small", "LMM", "model.d_modle", "d_model"]),
+        ({"base": {"model": {"memory": {"depth": 0}}}}, ["model.memory.depth", "0"]),
+        ({"base": {"optim": {"steps": "many"}}}, ["optim.steps", "many"]),
+        ({"rows": [{"name": "A", "set": {"model.memory.chunk_size": 0}}]}, ["'A'", "chunk_size"]),
+        ({"rows": [{"name": "A"}, {"name": "A"}]}, ["'A'", "twice"]),
+        ({"rows": [{"name": "A", "paper": {"lm_pl": 1.0}}]}, ["lm_pl", "lm_ppl"]),
+        ({"rows": [{"name": "A", "set": {"model.preset": "34M"}}]}, ["model.preset", "340M"]),
+        ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, said):
+    with pytest.raises(UsageError) as error:
+        expand(load_study(write(tmp_path, **changes)), "small", rows=[])
+    line = str(error.value)
+    assert "\n" not in line
+    for word in said:
+        assert word in line
+
+
+def test_a_row_that_is_left_out_is_checked_too(tmp_path):
+    rows = [{"name": "LMM"}, {"name": "bad", "set": {"model.memory.depth": 0}}]
+    with pytest.raises(UsageError, match="'bad'"):
+        expand(load_study(write(tmp_path, rows=rows)), "small", rows=["LMM"])
+
+
+@pytest.mark.parametrize(
+    ("call", "near"),
+    [
+        (lambda study: expand(study, "smal"), "small"),
+        (lambda study: expand(study, "small", rows=["LMN"]), "LMM"),
+        (lambda study: expand(study, "small", overrides=["model.memory.dept=1"]), "depth"),
+    ],
+)
+def test_unknown_names_get_the_nearest(study, call, near):
+    with pytest.raises(UsageError, match=f"did you mean {near}"):
+        call(study)
+
+
+def test_studies_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweeps").mkdir()
+    write(tmp_path / "sweeps")
+    assert find_study("tiny") == tmp_path / "sweeps" / "tiny.yaml"
+    assert find_study("ablation") == REPOSITORY / "sweeps" / "ablation.yaml"
+    with pytest.raises(UsageError, match="did you mean ablation"):
+        find_study("ablatoin")
+    with pytest.raises(UsageError, match=r"no file nowhere\.yaml"):
+        find_study("nowhere.yaml")
+
+
+@pytest.fixture(scope="module")
+def ablation():
+    return load_study(str(REPOSITORY / "sweeps" / "ablation.yaml"))
+
+
+class TestAblation:
+    """The study the project is about."""
+
+    SCALES = ("smoke", "laptop", "workstation", "170M", "340M", "400M", "760M")
+
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_every_scale_is_valid_and_its_rows_differ(self, ablation, scale):
+        from titans_platform.study.drive import check
+
+        cells = expand(ablation, scale)
+        check(cells)
+        assert len(cells) == len(ablation.rows) * len(ablation.scales[scale].seeds)
+        configs = {json.dumps(cell.config.model_dump(mode="json")) for cell in cells}
+        assert len(configs) == len(cells)
+
+    def test_each_row_takes_away_what_it_says(self, ablation):
+        models = {cell.row: cell.config.model for cell in expand(ablation, "laptop", seeds=[0])}
+        lmm = models["LMM"]
+        memory, attention = lmm.memory, lmm.attention
+        assert lmm.variant == "lmm"
+        assert memory.depth > 1
+        assert memory.conv
+        assert memory.momentum
+        assert memory.decay
+        assert lmm.persistent_tokens > 0
+
+        def change(**fields):
+            return lmm.model_copy(update=fields)
+
+        def memory_change(**fields):
+            return change(memory=memory.model_copy(update=fields))
+
+        full = attention.model_copy(update={"window": None})
+        assert models == {
+            "LMM": lmm,
+            "+ Attn (MAC)": change(variant="mac", mlp_expansion=4 / 3),
+            "+ Attn (MAG)": change(variant="mag", mlp_expansion=4 / 3),
+            "+ Attn (MAL)": change(variant="mal", mlp_expansion=4 / 3),
+            "Linear Memory": memory_change(depth=1),
+            "w/o Convolution": memory_change(conv=False),
+            "w/o Momentum": memory_change(momentum=False),
+            "w/o Weight Decay": memory_change(decay=False),
+            "w/o Persistent Memory": change(persistent_tokens=0),
+            "Transformer++": change(variant="transformer", attention=full, mlp_expansion=3.0),
+        }
+
+    def test_a_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):
+        from titans_core.presets import preset
+
+        models = {cell.row: cell.config.model for cell in expand(ablation, "340M")}
+        assert models["LMM"] == preset("340M")
+        assert models["+ Attn (MAG)"] == preset("340M", "mag")
+        assert models["Transformer++"] == preset("340M", "transformer")
+        assert models["Linear Memory"].memory.depth == 1
+
+    def test_paper_numbers_agree_with_the_rule_they_follow(self, ablation):
+        """lm_ppl is the mean of the printed WikiText and LAMBADA perplexities at 400M, to rounding."""
+        printed = {
+            "LMM": (25.03, 28.99),
+            "+ Attn (MAC)": (25.61, 27.73),
+            "+ Attn (MAG)": (23.59, 27.81),
+            "+ Attn (MAL)": (23.93, 27.89),
+            "Transformer++": (30.63, 37.37),
+        }
+        for row in ablation.rows:
+            if row.name in printed:
+                assert row.paper["lm_ppl"] == pytest.approx(sum(printed[row.name]) / 2, abs=0.0051)
+
+    def test_paper_scales_train_on_the_papers_tokens(self, ablation):
+        from titans_platform.study.plan import train_tokens
+
+        for scale, tokens in {"170M": 15e9, "340M": 15e9, "400M": 15e9, "760M": 30e9}.items():
+            config = expand(ablation, scale)[0].config
+            assert train_tokens(config) == pytest.approx(tokens, rel=0.06)
+            assert config.data.sequence_length == 4096
+            assert (config.optim.lr, config.optim.weight_decay) == (4e-4, 0.1)
