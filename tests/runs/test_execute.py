@@ -159,9 +159,15 @@ def test_a_run_that_another_process_works_on_is_left_alone(tiny_run, tmp_path):
         ({"model": {"variant": "lm"}}, r"model\.variant: 'lm' is not one of"),
         ({"eval": {"columns": {"x": [{"task": "recal"}]}}}, r"eval\.columns\.x\.0\.task: .*recall"),
         ({"eval": {"columns": {"x": [{"task": "perplexity"}]}}}, r"data\.sources: 0 validation tokens"),
-        ({"optim": {"batch_rows": 1}}, r"optim\.batch_rows: 1 rows cannot be shared by 2 workers"),
-        ({"optim": {"batch_rows": 5}}, r"optim\.batch_rows: 5 rows do not divide among 2 workers"),
-        ({"optim": {"micro_batch_rows": 3}}, r"optim\.micro_batch_rows: 3 does not divide the 2 rows"),
+        (
+            {"optim": {"global_batch_size": 1}},
+            r"optim\.global_batch_size: 1 rows cannot be shared by 2 workers",
+        ),
+        (
+            {"optim": {"global_batch_size": 5}},
+            r"optim\.global_batch_size: 5 rows do not divide among 2 workers",
+        ),
+        ({"optim": {"micro_batch_size": 3}}, r"optim\.micro_batch_size: 3 does not divide the 2 rows"),
     ],
 )
 def test_what_would_fail_after_training_is_found_before(tiny_run, tmp_path, parts, line):

@@ -203,7 +203,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         folder = RunFolder(root.resolve(), run_name(cfg, data.fingerprint, resources))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
     model = build_on_meta(cfg.model)
-    plan["tokens"] = cfg.optim.steps * cfg.optim.batch_rows * cfg.data.sequence_length
+    plan["tokens"] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
     plan["parameters"] = model.num_parameters()
     plan["state_bytes"] = model.state_bytes(cfg.data.sequence_length)
     if as_json:

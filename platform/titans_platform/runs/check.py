@@ -124,21 +124,21 @@ def check_resources(cfg: RunConfig, resources: Resources) -> None:
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:
     """Whether the rows of a step divide among workers and micro-batches. Raises UsageError."""
-    rows, workers, micro = cfg.optim.batch_rows, resources.workers, cfg.optim.micro_batch_rows
+    rows, workers, micro = cfg.optim.global_batch_size, resources.workers, cfg.optim.micro_batch_size
     if rows < workers:
-        raise UsageError(f"optim.batch_rows: {rows} rows cannot be shared by {workers} workers")
+        raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
     if rows % workers:
-        raise UsageError(f"optim.batch_rows: {rows} rows do not divide among {workers} workers")
+        raise UsageError(f"optim.global_batch_size: {rows} rows do not divide among {workers} workers")
     if micro and (rows // workers) % micro:
         raise UsageError(
-            f"optim.micro_batch_rows: {micro} does not divide the {rows // workers} rows of a worker"
+            f"optim.micro_batch_size: {micro} does not divide the {rows // workers} rows of a worker"
         )
 
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Refuse what this machine cannot hold at the very least."""
     count = parameters(cfg.model)
-    rows = cfg.optim.micro_batch_rows or cfg.optim.batch_rows // resources.workers
+    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // resources.workers
     tokens = rows * cfg.data.sequence_length
     # what the backward pass needs at least: the residual stream of each block, the logits
     activations = 4 * tokens * (cfg.model.d_model * cfg.model.n_layers + cfg.model.vocab_size)

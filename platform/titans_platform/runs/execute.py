@@ -109,7 +109,7 @@ def _outcome(trainer: Any) -> Outcome:
 
 
 def _worker(task: dict[str, Any]) -> Outcome | TitansError:
-    """What each worker runs. An error that another try would repeat is returned: Ray retries if it is raised."""
+    """What each worker runs. Ray retries what is raised, so what another try would repeat is returned."""
     from ray.train.torch import get_device
 
     spec: RunSpec = task["spec"]

@@ -68,7 +68,7 @@ class _Worker:
         with self.phases.phase("build"):
             check_data(self.cfg, self.data)
             stream = self.data.train_stream(
-                self.cfg.optim.batch_rows, self.cfg.seed, rank=self.rank, world_size=self.world_size
+                self.cfg.optim.global_batch_size, self.cfg.seed, rank=self.rank, world_size=self.world_size
             )
             trainer = Trainer(build_model(self.cfg, self.data), self.cfg.optim, stream, self.device)
         with self.phases.phase("checkpoint"):
