@@ -26,21 +26,39 @@ from titans_platform.errors import TitansError
 from titans_platform.training.optim import adamw, learning_rate
 
 
-class RowBatch(Protocol):
-    """Rows of tokens, where documents start in them, and which predictions count."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def starts(self) -> Tensor: ...
-    @property
-    def loss(self) -> Tensor: ...
-
-
 class Stream(Protocol):
-    """Batches as a function of the step alone."""
+    """Batches, each a NamedTuple of tensors [B, ...], as a function of the step alone."""
 
-    def batch(self, step: int) -> RowBatch: ...
+    def batch(self, step: int) -> Any: ...
+
+
+class Objective(Protocol):
+    """What a batch asks of a model: a loss for each row, and which rows have one."""
+
+    def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """[B] loss of each row in nats; 0 for a row that does not count."""
+        ...
+
+    def counts(self, batch: Any) -> Tensor:
+        """[B] bool: the row has something to predict."""
+        ...
+
+
+class NextToken:
+    """The mean cross-entropy of each row over the positions that count."""
+
+    def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """[B] in nats, 0 for a row in which no position counts."""
+        logits_BTV = model(batch.tokens[:, :-1], document_starts=batch.starts[:, :-1]).logits
+        losses_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), batch.tokens[:, 1:], reduction="none")
+        return (losses_BT * batch.loss).sum(1) / batch.loss.sum(1).clamp(min=1)
+
+    def counts(self, batch: Any) -> Tensor:
+        """[B] bool: a position of the row counts."""
+        return batch.loss.any(1)
+
+
+NEXT_TOKEN = NextToken()
 
 
 class Diverged(TitansError):
@@ -77,18 +95,24 @@ class Progress:
 class Trainer:
     """A model, its optimiser and the step they are at.
 
-    The loss is the mean over rows of each row's mean cross-entropy over the positions that count, so
-    a row with one answer weighs as much as a row of text, and neither the micro-batch nor the number of
-    workers changes it. With a process group, each rank gives its own rows of the batch.
+    The loss is the mean of the objective's losses over the rows that count, so a row with one answer
+    weighs as much as a row of text, and neither the micro-batch nor the number of workers changes it.
+    With a process group, each rank gives its own rows of the batch.
     """
 
     def __init__(
-        self, model: nn.Module, cfg: OptimConfig, stream: Stream, device: torch.device | str = "cpu"
+        self,
+        model: nn.Module,
+        cfg: OptimConfig,
+        stream: Stream,
+        device: torch.device | str = "cpu",
+        objective: Objective = NEXT_TOKEN,
     ):
         self.device = torch.device(device)
         self.model = model.to(self.device)
         self.cfg = cfg
         self.stream = stream
+        self.objective = objective
         self.optimizer = adamw(self.model, cfg)
         self.progress = Progress()
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -136,16 +160,17 @@ class Trainer:
             progress.tail_steps += 1
         return {"loss": loss, "lr": rate, "grad_norm": norm} | seen
 
-    def _backward(self, batch: RowBatch, telemetry: bool) -> tuple[float, dict[str, float]]:
+    def _backward(self, batch: Any, telemetry: bool) -> tuple[float, dict[str, float]]:
         """Leave the whole batch's gradient in ``.grad``; its loss, and this rank's telemetry if asked for."""
-        rows = self._over_workers(batch.loss.any(1).sum()).clamp(min=1)
-        micro = list(self._micro_batches(batch))
+        batch = _to(batch, self.device)
+        rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
+        parts = list(_split(batch, self.cfg.micro_batch_rows or len(batch[0])))
         seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for i, (tokens, starts, counts) in enumerate(micro):
-            last = i == len(micro) - 1
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
             with self._no_sync(last), record(self.model) if telemetry and last else nullcontext() as recorded:
-                loss = self._row_losses(tokens, starts, counts).sum() / rows
+                loss = self._losses(part).sum() / rows
                 # DDP averages over workers where the sum is wanted
                 (loss * self.world_size).backward()
             total += loss.detach()
@@ -153,18 +178,9 @@ class Trainer:
                 seen = recorded.summary()
         return self._over_workers(total).item(), seen
 
-    def _row_losses(self, tokens: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-        """Mean cross-entropy of each row over the positions that count; 0 for a row that has none. [B]"""
+    def _losses(self, part: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-            logits_BTV = self._forward(tokens[:, :-1], document_starts=starts[:, :-1]).logits
-        losses_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), tokens[:, 1:], reduction="none")
-        return (losses_BT * counts).sum(1) / counts.sum(1).clamp(min=1)
-
-    def _micro_batches(self, batch: RowBatch) -> Iterator[tuple[Tensor, ...]]:
-        parts = (batch.tokens, batch.starts, batch.loss)
-        on_device = [part.to(self.device, non_blocking=True) for part in parts]
-        rows = self.cfg.micro_batch_rows or len(batch.tokens)
-        return zip(*(part.split(rows) for part in on_device), strict=True)
+            return self.objective.losses(self._forward, part)
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -188,6 +204,15 @@ class Trainer:
             f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; last telemetry: "
             f"{seen}; try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
         )
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    return type(batch)(*(part.to(device, non_blocking=True) for part in batch))
+
+
+def _split(batch: Any, rows: int) -> Iterator[Any]:
+    """The batch in parts of ``rows`` rows; the last may be smaller."""
+    return (type(batch)(*parts) for parts in zip(*(part.split(rows) for part in batch), strict=True))
 
 
 def _due(step: int, every: int, steps: int) -> bool:
