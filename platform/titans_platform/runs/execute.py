@@ -130,12 +130,19 @@ def run_cell(
             trainer = _train(
                 cfg, data, folder, reporter, checkpoint_every, device, phases, rung.step if rung else None
             )
+            if rung:
+                found = _measured(cfg, data, trainer, rung.column)
+                return reporter.reached(rung, found) if reporter else {}
+            with phases.phase("evaluate"):
+                if reporter:
+                    reporter.phase("evaluate")
+                started = time.perf_counter()
+                model, length = trainer.model, cfg.data.sequence_length
+                measured = evaluate(model, data, cfg.eval, length, device=trainer.device)
+                seconds = time.perf_counter() - started
             if reporter is None:
                 return {}
-            if rung:
-                return reporter.reached(rung, _measured(cfg, data, trainer, rung.column))
-            with phases.phase("evaluate"):
-                result = _result(cfg, data, folder, trainer, reporter) | dict(extra or {})
+            result = _result(cfg, data, folder, trainer, reporter, measured, seconds) | dict(extra or {})
         with phases.phase("record"):
             reporter.close(result)
         write_json(folder.path / SECONDS, phases.seconds)
@@ -161,25 +168,22 @@ def _train(
     with phases.phase("build"):
         check(cfg, data, world_size)
         stream = data.train_stream(cfg.optim.batch_rows, cfg.seed, rank=rank, world_size=world_size)
-        trainer = Trainer(build_model(cfg, data), cfg.optim, stream, device)
+        length = cfg.data.sequence_length
+        trainer = Trainer(build_model(cfg, data), cfg.optim, stream, device, sequence_length=length)
     checkpoints = folder.path / CHECKPOINTS
     with phases.phase("checkpoint"):
         checkpoint.restore(checkpoints, trainer)
     if reporter:
         reporter.start(trainer.progress.step)
     steps = cfg.optim.steps
-
-    def save() -> None:
-        with phases.phase("checkpoint"):
-            checkpoint.save(checkpoints, trainer)
-
-    with phases.phase("train"):
+    with phases.phase("train"), checkpoint.Saver(checkpoints, trainer, phases=phases) as saver:
         trainer.run(
             Hooks(
                 on_step=reporter.on_step if reporter else lambda step, metrics: None,
-                on_checkpoint=save,
+                on_checkpoint=saver.save,
                 checkpoint_every=checkpoint_every or min(500, max(1, steps // _SAVED)),
                 telemetry_every=max(1, steps // _WATCHED),
+                phases=phases,
             ),
             until,
         )
@@ -195,13 +199,16 @@ def _measured(cfg: RunConfig, data: PreparedData, trainer: Trainer, column: str)
 
 
 def _result(
-    cfg: RunConfig, data: PreparedData, folder: RunFolder, trainer: Trainer, reporter: _Reporter
+    cfg: RunConfig,
+    data: PreparedData,
+    folder: RunFolder,
+    trainer: Trainer,
+    reporter: _Reporter,
+    measured: dict[str, Any],
+    eval_seconds: float,
 ) -> dict[str, Any]:
-    started = time.perf_counter()
-    reporter.phase("evaluate")
     model, progress = trainer.model, trainer.progress
     assert isinstance(model, LanguageModel)
-    measured = evaluate(model, data, cfg.eval, cfg.data.sequence_length, device=trainer.device)
     return {
         "cell": folder.name,
         "seed": cfg.seed,
@@ -215,7 +222,7 @@ def _result(
         "parameters": model.num_parameters(),
         "state_bytes": model.state_bytes(cfg.data.sequence_length),
         "train_seconds": progress.seconds,
-        "eval_seconds": time.perf_counter() - started,
+        "eval_seconds": eval_seconds,
         "tokens": progress.step * trainer.tokens_per_step,
         "final_train_loss": progress.final_loss,
         "telemetry": progress.telemetry,
