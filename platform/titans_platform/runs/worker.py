@@ -70,27 +70,32 @@ class _Worker:
             stream = self.data.train_stream(
                 self.cfg.optim.global_batch_size, self.cfg.seed, rank=self.rank, world_size=self.world_size
             )
-            trainer = Trainer(build_model(self.cfg, self.data), self.cfg.optim, stream, self.device)
+            trainer = Trainer(
+                build_model(self.cfg, self.data),
+                self.cfg.optim,
+                stream,
+                self.device,
+                sequence_length=self.cfg.data.sequence_length,
+            )
+        checkpoints = self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("checkpoint"):
-            checkpoint.restore(self.spec.folder.path / CHECKPOINTS, trainer)
+            checkpoint.restore(checkpoints, trainer)
         if self.reporter:
             self.reporter.start(trainer.progress.step)
-        with self.phases.phase("train"):
-            trainer.run(self._hooks(trainer), until.step if until else None)
+        saver = checkpoint.Saver(checkpoints, trainer, keep=self.cfg.checkpoint.keep, phases=self.phases)
+        with self.phases.phase("train"), saver:
+            trainer.run(self._hooks(saver), until.step if until else None)
         return trainer
 
-    def _hooks(self, trainer: Trainer) -> Hooks:
-        def save() -> None:
-            with self.phases.phase("checkpoint"):
-                if self.reporter:
-                    self.reporter.flush()
-                checkpoint.save(self.spec.folder.path / CHECKPOINTS, trainer)
-
+    def _hooks(self, saver: checkpoint.Saver) -> Hooks:
+        reporter = self.reporter
         return Hooks(
-            on_step=self.reporter.on_step if self.reporter else lambda step, metrics: None,
-            on_checkpoint=save,
+            on_step=reporter.on_step if reporter else lambda step, metrics: None,
+            # what a checkpoint covers is in MLflow before the checkpoint counts
+            on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
             checkpoint_every=self.spec.checkpoint_interval,
             telemetry_every=max(1, self.cfg.optim.steps // _WATCHED),
+            phases=self.phases,
         )
 
     def _measure(self, trainer: Trainer, columns: dict[str, Any]) -> dict[str, Any]:

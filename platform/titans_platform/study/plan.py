@@ -133,7 +133,8 @@ def _seconds_per_token(config: RunConfig) -> float:
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
         stream = _RandomRows(rows, config.data.sequence_length, config.model.vocab_size)
-        trainer = Trainer(LanguageModel(config.model), optim, stream)
+        length = config.data.sequence_length
+        trainer = Trainer(LanguageModel(config.model), optim, stream, sequence_length=length)
         trainer.step()
         started = time.perf_counter()
         for _ in range(2):
@@ -148,11 +149,13 @@ class _RandomRows:
     def __init__(self, rows: int, length: int, vocab_size: int):
         import torch
 
-        self.tokens = torch.randint(vocab_size, (rows, length + 1))
-        self.starts = torch.zeros(rows, length + 1, dtype=torch.bool)
-        self.starts[:, 0] = True
-        self.loss = torch.ones(rows, length, dtype=torch.bool)
+        from titans_platform.data import Batch
+
+        starts = torch.zeros(rows, length + 1, dtype=torch.bool)
+        starts[:, 0] = True
+        tokens = torch.randint(vocab_size, (rows, length + 1))
+        self._batch = Batch(tokens, starts, torch.ones(rows, length, dtype=torch.bool))
 
     def batch(self, step: int) -> Any:
         """The rows, whatever the step."""
-        return self
+        return self._batch

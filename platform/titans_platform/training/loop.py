@@ -9,38 +9,51 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
-from titans_platform.errors import TitansError
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.training.loader import Stream, batches_ahead
 from titans_platform.training.optim import adamw, learning_rate
+from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
+from titans_platform.training.timing import Phases
 
 
-class RowBatch(Protocol):
-    """Rows of tokens, where documents start in them, and which predictions count."""
+class Objective(Protocol):
+    """What a batch asks of a model: a loss for each row, and which rows have one."""
 
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def starts(self) -> Tensor: ...
-    @property
-    def loss(self) -> Tensor: ...
+    def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """[B] loss of each row in nats; 0 for a row that does not count."""
+        ...
+
+    def counts(self, batch: Any) -> Tensor:
+        """[B] bool: the row has something to predict."""
+        ...
 
 
-class Stream(Protocol):
-    """Batches as a function of the step alone."""
+class NextToken:
+    """The mean cross-entropy of each row over the positions that count."""
 
-    def batch(self, step: int) -> RowBatch: ...
+    def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        """[B] in nats, 0 for a row in which no position counts."""
+        logits_BTV = model(batch.tokens[:, :-1], document_starts=batch.starts[:, :-1]).logits
+        losses_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), batch.tokens[:, 1:], reduction="none")
+        return (losses_BT * batch.loss).sum(1) / batch.loss.sum(1).clamp(min=1)
+
+    def counts(self, batch: Any) -> Tensor:
+        """[B] bool: a position of the row counts."""
+        return batch.loss.any(1)
+
+
+NEXT_TOKEN = NextToken()
 
 
 class Diverged(TitansError):
@@ -49,12 +62,17 @@ class Diverged(TitansError):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due."""
+    """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due.
+
+    ``checkpoint_every`` and ``telemetry_every`` count steps; 0 is never. ``phases`` is told how long the
+    steps waited for their batches, as "data wait".
+    """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_checkpoint: Callable[[], object] = lambda: None
     checkpoint_every: int = 0
     telemetry_every: int = 0
+    phases: Phases = field(default_factory=Phases)
 
 
 @dataclass
@@ -77,55 +95,73 @@ class Progress:
 class Trainer:
     """A model, its optimiser and the step they are at.
 
-    The loss is the mean over rows of each row's mean cross-entropy over the positions that count, so
-    a row with one answer weighs as much as a row of text, and neither the micro-batch nor the number of
-    workers changes it. With a process group, each rank gives its own rows of the batch.
+    The loss is the mean of the objective's losses over the rows that count, so a row with one answer
+    weighs as much as a row of text, and neither the micro-batch nor the number of workers changes it.
+    With a process group, each rank gives its own rows of the batch.
     """
 
     def __init__(
-        self, model: nn.Module, cfg: OptimConfig, stream: Stream, device: torch.device | str = "cpu"
+        self,
+        model: nn.Module,
+        cfg: OptimConfig,
+        stream: Stream,
+        device: torch.device | str = "cpu",
+        objective: Objective = NEXT_TOKEN,
+        *,
+        sequence_length: int,
     ):
         self.device = torch.device(device)
-        self.model = model.to(self.device)
+        self.world_size = world_size()
+        if cfg.parallel == "fsdp" and cfg.global_batch_size % self.world_size:
+            # each forward pass gathers parameters from all workers, so all must make as many
+            raise UsageError(
+                f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among {self.world_size} workers, "
+                "which optim.parallel fsdp needs; give a multiple"
+            )
+        self._forward = parallelize(model, cfg.parallel, self.device)
+        # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
+        self.model = model
         self.cfg = cfg
         self.stream = stream
+        self.objective = objective
         self.optimizer = adamw(self.model, cfg)
         self.progress = Progress()
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._forward: Any = self.model if self.world_size == 1 else DistributedDataParallel(self.model)
+        self.tokens_per_step = cfg.global_batch_size * sequence_length
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
         """Train from the current step to the last, or to step ``until``. Raises Diverged."""
         progress, steps = self.progress, self.cfg.steps
         last = min(steps, until or steps)
+        ahead = batches_ahead(self.stream, range(progress.step, last), self.device)
         self.model.train()
-        while progress.step < last:
-            number = progress.step + 1
-            watched = _due(number, hooks.telemetry_every, steps)
-            started = time.perf_counter()
-            metrics = self.step(telemetry=watched)
-            seconds = time.perf_counter() - started
-            progress.seconds += seconds
-            metrics["tokens_per_second"] = self.tokens_per_step / seconds
-            hooks.on_step(number, metrics)
-            if hooks.checkpoint_every and _due(number, hooks.checkpoint_every, last):
-                hooks.on_checkpoint()
+        with closing(ahead) as batches:
+            while progress.step < last:
+                number = progress.step + 1
+                started = time.perf_counter()
+                with hooks.phases.phase("data wait"):
+                    batch = next(batches)
+                metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
+                seconds = time.perf_counter() - started
+                progress.seconds += seconds
+                metrics["tokens_per_second"] = self.tokens_per_step / seconds
+                hooks.on_step(number, metrics)
+                if _due(number, hooks.checkpoint_every, last):
+                    hooks.on_checkpoint()
         return progress
 
-    @cached_property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step, over all workers."""
-        return self.cfg.global_batch_size * (self.stream.batch(0).tokens.shape[1] - 1)
+    def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
+        """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry.
 
-    def step(self, telemetry: bool = False) -> dict[str, float]:
-        """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry."""
+        ``batch`` is this worker's part of the step's batch; None: read it from the stream.
+        """
         progress = self.progress
         rate = learning_rate(progress.step, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        loss, seen = self._backward(self.stream.batch(progress.step), telemetry)
-        norm = self._clip()
+        batch = self.stream.batch(progress.step) if batch is None else batch
+        loss, seen = self._backward(batch, telemetry)
+        norm = clip_gradients(self.model, self.cfg.grad_clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._advice(loss, norm))
         progress.telemetry = seen or progress.telemetry
@@ -136,45 +172,28 @@ class Trainer:
             progress.tail_steps += 1
         return {"loss": loss, "lr": rate, "grad_norm": norm} | seen
 
-    def _backward(self, batch: RowBatch, telemetry: bool) -> tuple[float, dict[str, float]]:
+    def _backward(self, batch: Any, telemetry: bool) -> tuple[float, dict[str, float]]:
         """Leave the whole batch's gradient in ``.grad``; its loss, and this rank's telemetry if asked for."""
-        rows = self._over_workers(batch.loss.any(1).sum()).clamp(min=1)
-        micro = list(self._micro_batches(batch))
+        batch = _to(batch, self.device)
+        rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
+        parts = list(_split(batch, self.cfg.micro_batch_size or len(batch[0])))
         seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for i, (tokens, starts, counts) in enumerate(micro):
-            last = i == len(micro) - 1
-            with self._no_sync(last), record(self.model) if telemetry and last else nullcontext() as recorded:
-                loss = self._row_losses(tokens, starts, counts).sum() / rows
-                # DDP averages over workers where the sum is wanted
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            watched = record(self.model) if telemetry and last else nullcontext()
+            with gradient_sync(self._forward, last), watched as recorded:
+                loss = self._losses(part).sum() / rows
+                # gradients are averaged over workers where the sum is wanted
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
                 seen = recorded.summary()
         return self._over_workers(total).item(), seen
 
-    def _row_losses(self, tokens: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-        """Mean cross-entropy of each row over the positions that count; 0 for a row that has none. [B]"""
+    def _losses(self, part: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-            logits_BTV = self._forward(tokens[:, :-1], document_starts=starts[:, :-1]).logits
-        losses_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), tokens[:, 1:], reduction="none")
-        return (losses_BT * counts).sum(1) / counts.sum(1).clamp(min=1)
-
-    def _micro_batches(self, batch: RowBatch) -> Iterator[tuple[Tensor, ...]]:
-        parts = (batch.tokens, batch.starts, batch.loss)
-        on_device = [part.to(self.device, non_blocking=True) for part in parts]
-        rows = self.cfg.micro_batch_size or len(batch.tokens)
-        return zip(*(part.split(rows) for part in on_device), strict=True)
-
-    def _clip(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if self.cfg.grad_clip is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.grad_clip, norm)
-        return norm.item()
-
-    def _no_sync(self, last: bool):
-        return nullcontext() if last or self.world_size == 1 else self._forward.no_sync()
+            return self.objective.losses(self._forward, part)
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)
@@ -188,6 +207,16 @@ class Trainer:
             f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; last telemetry: "
             f"{seen}; try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
         )
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    # from memory that is not pinned a copy waits all the same
+    return type(batch)(*(part.to(device, non_blocking=part.is_pinned()) for part in batch))
+
+
+def _split(batch: Any, rows: int) -> Iterator[Any]:
+    """The batch in parts of ``rows`` rows; the last may be smaller."""
+    return (type(batch)(*parts) for parts in zip(*(part.split(rows) for part in batch), strict=True))
 
 
 def _due(step: int, every: int, steps: int) -> bool:
