@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import fmean, pvariance
@@ -17,7 +17,7 @@ from torch import nn
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.evals.items import Item, answer_spans, encode_item
-from titans_platform.evals.ranks import is_sharded, measure_shared
+from titans_platform.evals.ranks import is_sharded, measure_shared, reshard
 from titans_platform.evals.registry import Context, GeneratedTask, Measurement, Task, build_task
 from titans_platform.evals.scoring import Scorer
 
@@ -32,7 +32,6 @@ def evaluate(
     sequence_length: int,
     *,
     device: str | torch.device = "cpu",
-    progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Every column of `config` on `model`, which is left in the mode it came in.
 
@@ -49,7 +48,6 @@ def evaluate(
         config: columns, items, seed, budget of a forward pass.
         sequence_length: T of a training row, tokens.
         device: where the model is.
-        progress: called with the name of each measurement before it starts.
 
     Returns:
         `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, items}},
@@ -69,8 +67,6 @@ def evaluate(
                 for multiple in multiples:
                     length = row_length(multiple, sequence_length)
                     key = f"{column}/{label}@{length}"
-                    if progress:
-                        progress(key)
                     measured = task.measure(Context(scorer, prepared, config, length))
                     found.append(measured)
                     _record(result, key, measured)
@@ -126,6 +122,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad() if is_sharded(model) else torch.inference_mode():
             yield
     finally:
+        reshard(model)
         for module, mode in modes.items():
             module.training = mode
 
