@@ -78,10 +78,10 @@ class OptimConfig(Frozen):
     """AdamW with linear warm-up and cosine decay; the paper's values by default."""
 
     steps: PositiveInt = 1000
-    batch_rows: PositiveInt = 32
+    global_batch_size: PositiveInt = 32
     """Rows of one optimiser step, over all workers and micro-batches."""
-    micro_batch_rows: PositiveInt | None = None
-    """Rows of one forward pass; batch_rows where None."""
+    micro_batch_size: PositiveInt | None = None
+    """Rows of one forward pass; global_batch_size where None."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     min_lr_ratio: Fraction = 0.1
     warmup_fraction: Fraction = 0.05

@@ -37,7 +37,7 @@ STUDY = {
             "attention": {"heads": 2},
         },
         "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
-        "optim": {"steps": 300, "batch_rows": 4, "lr": 3e-3},
+        "optim": {"steps": 300, "global_batch_size": 4, "lr": 3e-3},
         "eval": {"items": 20, "columns": {"reasoning": [TASK]}},
     },
     "scales": {"small": {"seeds": [0]}},

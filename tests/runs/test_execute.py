@@ -138,7 +138,10 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
         ({"model": {"variant": "lm"}}, r"model\.variant: 'lm' is not one of"),
         ({"eval": {"columns": {"x": [{"task": "recal"}]}}}, r"eval\.columns\.x\.0\.task: .*recall"),
         ({"eval": {"columns": {"x": [{"task": "perplexity"}]}}}, r"data\.sources: 0 validation tokens"),
-        ({"optim": {"batch_rows": 1}}, r"optim\.batch_rows: 1 rows cannot be shared by 2 workers"),
+        (
+            {"optim": {"global_batch_size": 1}},
+            r"optim\.global_batch_size: 1 rows cannot be shared by 2 workers",
+        ),
     ],
 )
 def test_what_would_fail_after_training_is_found_before(tiny_run, tmp_path, parts, line):

@@ -39,7 +39,7 @@ STUDY = {
             "sequence_length": 32,
             "sources": [{"kind": "task", "rows": 64, "tasks": [{"task": "recall", "options": {"pairs": 2}}]}],
         },
-        "optim": {"steps": 250, "batch_rows": 4, "lr": 3e-3},
+        "optim": {"steps": 250, "global_batch_size": 4, "lr": 3e-3},
         "eval": {"items": 20, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
     },
     "scales": {"small": {"seeds": [0]}},

@@ -112,7 +112,7 @@ def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
 
     size, config = study.scale(scale), first.config
     console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)
-    steps, batch, length = config.optim.steps, config.optim.batch_rows, config.data.sequence_length
+    steps, batch, length = config.optim.steps, config.optim.global_batch_size, config.data.sequence_length
     console.print(
         f"{steps} steps of {batch} rows of {length} tokens, seeds {', '.join(map(str, size.seeds))}",
         highlight=False,

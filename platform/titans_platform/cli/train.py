@@ -190,7 +190,7 @@ def _plan(cfg: RunConfig, root: Path, workers: int, as_json: bool, console: Cons
         folder = RunFolder(root.resolve(), cell_name(cfg, data))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
         model = build_model(cfg, data)
-    plan["tokens"] = cfg.optim.steps * cfg.optim.batch_rows * cfg.data.sequence_length
+    plan["tokens"] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
     plan["parameters"] = model.num_parameters()
     plan["state_bytes"] = model.state_bytes(cfg.data.sequence_length)
     if as_json:

@@ -85,10 +85,8 @@ def check(cfg: RunConfig, data: PreparedData, workers: int = 1) -> None:
                     _check_fits(built, task.lengths, cfg, data)
             if isinstance(built, Perplexity):
                 data.validation(1)
-    if cfg.optim.batch_rows < workers:
-        raise UsageError(
-            f"optim.batch_rows: {cfg.optim.batch_rows} rows cannot be shared by {workers} workers"
-        )
+    if (rows := cfg.optim.global_batch_size) < workers:
+        raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
 
 
 def _check_fits(task: GeneratedTask, lengths: tuple[float, ...], cfg: RunConfig, data: PreparedData) -> None:
@@ -160,7 +158,7 @@ def _train(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with phases.phase("build"):
         check(cfg, data, world_size)
-        stream = data.train_stream(cfg.optim.batch_rows, cfg.seed, rank=rank, world_size=world_size)
+        stream = data.train_stream(cfg.optim.global_batch_size, cfg.seed, rank=rank, world_size=world_size)
         trainer = Trainer(build_model(cfg, data), cfg.optim, stream, device)
     checkpoints = folder.path / CHECKPOINTS
     with phases.phase("checkpoint"):

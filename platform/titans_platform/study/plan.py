@@ -200,7 +200,7 @@ def _calibrated(plan: Plan) -> Estimate:
 
 def train_tokens(config: RunConfig) -> int:
     """Tokens a run trains on."""
-    return config.optim.steps * config.optim.batch_rows * config.data.sequence_length
+    return config.optim.steps * config.optim.global_batch_size * config.data.sequence_length
 
 
 def eval_tokens(config: RunConfig) -> float:
@@ -217,8 +217,10 @@ def _seconds_per_token(config: RunConfig) -> float:
     from titans_core import LanguageModel
     from titans_platform.training.loop import Trainer, deterministic
 
-    rows = min(config.optim.micro_batch_rows or config.optim.batch_rows, config.optim.batch_rows)
-    optim = config.optim.model_copy(update={"batch_rows": rows, "micro_batch_rows": None})
+    rows = min(
+        config.optim.micro_batch_size or config.optim.global_batch_size, config.optim.global_batch_size
+    )
+    optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
         stream = _RandomRows(rows, config.data.sequence_length, config.model.vocab_size)
         trainer = Trainer(LanguageModel(config.model), optim, stream)

@@ -117,7 +117,7 @@ def read_search(run: StudyRun) -> Searched | None:
     return Searched(
         search,
         run.study.columns[search.metric].higher_is_better,
-        config.optim.batch_rows * config.data.sequence_length,
+        config.optim.global_batch_size * config.data.sequence_length,
         config.optim.steps,
         trials,
     )

@@ -139,7 +139,7 @@ class Trainer:
     @cached_property
     def tokens_per_step(self) -> int:
         """Tokens of one optimiser step, over all workers."""
-        return self.cfg.batch_rows * (self.stream.batch(0).tokens.shape[1] - 1)
+        return self.cfg.global_batch_size * (self.stream.batch(0).tokens.shape[1] - 1)
 
     def step(self, telemetry: bool = False) -> dict[str, float]:
         """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry."""
@@ -164,7 +164,7 @@ class Trainer:
         """Leave the whole batch's gradient in ``.grad``; its loss, and this rank's telemetry if asked for."""
         batch = _to(batch, self.device)
         rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
-        parts = list(_split(batch, self.cfg.micro_batch_rows or len(batch[0])))
+        parts = list(_split(batch, self.cfg.micro_batch_size or len(batch[0])))
         seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for i, part in enumerate(parts):
