@@ -89,16 +89,15 @@ def _config(point: Path, overrides: tuple[str, ...]) -> RunConfig:
 def _measure(cfg: RunConfig, point: Path, root: Path) -> dict[str, Any]:
     import torch
 
-    from titans_platform.data import open_prepared
-    from titans_platform.evals import evaluate as measure
-    from titans_platform.runs.execute import build_model
+    from titans_platform.objectives import build_objective
     from titans_platform.training.checkpoint import load_model
     from titans_platform.training.loop import deterministic
 
-    data = open_prepared(cfg.data, root)
+    objective = build_objective(cfg)
+    data = objective.open(root)
     with deterministic(cfg.seed, cfg.threads):
-        model = build_model(cfg, data)
+        model = objective.build_model()
         step = load_model(point, model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        measured = measure(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
+        measured = objective.evaluate(model.to(device), data, device=device)
     return {"cell": point.parents[1].name, "step": step, **measured}

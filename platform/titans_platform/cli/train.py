@@ -18,7 +18,7 @@ from titans_platform.cli.options import dry_run_option, echo_json, json_option, 
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
-    from titans_platform.data import PreparedData
+    from titans_platform.objectives import Data
     from titans_platform.runs.execute import Tracked
     from titans_platform.runs.folder import RunFolder
 
@@ -58,6 +58,7 @@ def train(
       titans train run.yaml --set model.memory.depth=3 --set optim.steps=200
     """
     from titans_platform.loading import load_config
+    from titans_platform.objectives import build_objective
 
     console = Console(stderr=as_json)
     cfg = load_config(config, overrides)
@@ -69,9 +70,11 @@ def train(
         echo_json(result)
         return
     console.print(measures_table(result))
+    objective = build_objective(cfg)
     console.print(
-        f"run {result['cell']}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, "
-        f"{result['train_seconds']:.0f} s, final loss {result['final_train_loss']:.4f} nats"
+        f"run {result['cell']}: {result['parameters']:,} parameters, {result['tokens']:,} "
+        f"{objective.positions}, {result['train_seconds']:.0f} s, final loss "
+        f"{result['final_train_loss']:.4f} {objective.loss_unit}"
     )
     console.print(f"folder {root / 'cells' / result['cell']}", soft_wrap=True, highlight=False)
 
@@ -79,7 +82,7 @@ def train(
 def _run(
     cfg: RunConfig, root: Path, workers: int, gpus: float, name: str, console: Console
 ) -> dict[str, Any]:
-    from titans_platform.data import prepare
+    from titans_platform.objectives import build_objective
     from titans_platform.provenance import commit
     from titans_platform.runs.execute import cell_name, check
     from titans_platform.runs.folder import RunFolder
@@ -89,7 +92,7 @@ def _run(
 
     check_store(root)
     with console.status("preparing data"):
-        data = prepare(cfg.data, root)
+        data = build_objective(cfg).prepare(root)
     folder = RunFolder(root.resolve(), cell_name(cfg, data))
     if (done := folder.result()) is not None:
         console.print(f"run {folder.name} is finished; nothing to do")
@@ -119,7 +122,7 @@ def _held(folder: RunFolder) -> Iterator[None]:
         raise TitansError(f"{error}; wait for it, or stop it") from None
 
 
-def _tracked(cfg: RunConfig, root: Path, data: PreparedData, cell: str, name: str) -> Tracked:
+def _tracked(cfg: RunConfig, root: Path, data: Data, cell: str, name: str) -> Tracked:
     from titans_platform.provenance import commit
     from titans_platform.runs.execute import Tracked
     from titans_platform.study.columns import params
@@ -175,22 +178,25 @@ def shown(state: dict[str, Any]) -> str:
 
 
 def _plan(cfg: RunConfig, root: Path, workers: int, as_json: bool, console: Console) -> None:
-    from titans_core import LanguageModel
-    from titans_platform.data import NotPrepared, open_prepared
-    from titans_platform.runs.execute import build_model, cell_name
+    from titans_platform.data import NotPrepared
+    from titans_platform.objectives import build_objective
+    from titans_platform.runs.execute import cell_name, check
     from titans_platform.runs.folder import RunFolder
 
+    objective = build_objective(cfg)
     plan: dict[str, Any] = {"workers": workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
-        data = open_prepared(cfg.data, root)
+        data = objective.open(root)
     except NotPrepared:
+        objective.check()
+        objective.check_sources()
         plan |= {"data": "to be prepared", "state": "missing"}
-        model = LanguageModel(cfg.model)
     else:
         folder = RunFolder(root.resolve(), cell_name(cfg, data))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-        model = build_model(cfg, data)
-    plan["tokens"] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
+        check(cfg, data, max(1, workers))
+    model = objective.build_model()
+    plan[objective.positions] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
     plan["parameters"] = model.num_parameters()
     plan["state_bytes"] = model.state_bytes(cfg.data.sequence_length)
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from titans_core import LanguageModel
+from titans_core import Model
 from titans_platform.config import RunConfig
-from titans_platform.data import PreparedData, open_prepared
-from titans_platform.errors import UsageError, within
-from titans_platform.evals import GeneratedTask, build_task, eval_version, evaluate, row_length
-from titans_platform.evals.perplexity import Perplexity
+from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_json
+from titans_platform.objectives import Data, Objective, build_objective
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.folder import CHECKPOINTS, PROGRESS, RESULT, RUNGS, SECONDS, RunFolder
 from titans_platform.training import checkpoint
@@ -54,45 +51,16 @@ class Rung:
     column: str
 
 
-def cell_name(cfg: RunConfig, data: PreparedData) -> str:
+def cell_name(cfg: RunConfig, data: Data) -> str:
     """The cell's name: the hash of all its numbers are a function of."""
-    return cfg.fingerprint(data.fingerprint, eval_version(cfg.eval))
+    return build_objective(cfg).run_name(data.fingerprint)
 
 
-def build_model(cfg: RunConfig, data: PreparedData) -> LanguageModel:
-    """The run's model at its initial weights. Raises UsageError: a small vocabulary, an unknown variant."""
-    needed = data.tokenizer.vocab_size
-    if cfg.model.vocab_size < needed:
-        raise UsageError(
-            f"model.vocab_size: {cfg.model.vocab_size} is less than the {needed} of tokenizer "
-            f"{cfg.data.tokenizer}; set it to {needed}"
-        )
-    try:
-        return LanguageModel(cfg.model)
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
-
-
-def check(cfg: RunConfig, data: PreparedData, workers: int = 1) -> None:
+def check(cfg: RunConfig, data: Data, workers: int = 1) -> None:
     """Find before the training what would be found after it. Raises UsageError."""
-    with torch.device("meta"):
-        build_model(cfg, data)
-    for column, tasks in cfg.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                built = build_task(task)
-                if isinstance(built, GeneratedTask):
-                    _check_fits(built, task.lengths, cfg, data)
-            if isinstance(built, Perplexity):
-                data.validation(1)
+    build_objective(cfg).check(data)
     if (rows := cfg.optim.global_batch_size) < workers:
         raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
-
-
-def _check_fits(task: GeneratedTask, lengths: tuple[float, ...], cfg: RunConfig, data: PreparedData) -> None:
-    """Make one item of each length: what does not fit would be found when the training is over."""
-    for multiple in lengths:
-        task.item(random.Random(0), row_length(multiple, cfg.data.sequence_length), data.tokenizer)
 
 
 def run_cell(
@@ -114,9 +82,9 @@ def run_cell(
     {}. With a ``rung`` the run stops there, at a checkpoint, and what is returned is {column: value}; the
     next call goes on. Raises UsageError, Diverged.
     """
-    phases = Phases()
+    phases, objective = Phases(), build_objective(cfg)
     with phases.phase("data"):
-        data = open_prepared(cfg.data, root)
+        data = objective.open(root)
         folder = RunFolder(root.resolve(), name or cell_name(cfg, data))
     if (done := folder.result()) is not None:
         return done
@@ -126,14 +94,22 @@ def run_cell(
     try:
         with deterministic(cfg.seed, cfg.threads):
             trainer = _train(
-                cfg, data, folder, reporter, checkpoint_every, device, phases, rung.step if rung else None
+                cfg,
+                objective,
+                data,
+                folder,
+                reporter,
+                checkpoint_every,
+                device,
+                phases,
+                rung.step if rung else None,
             )
             if reporter is None:
                 return {}
             if rung:
-                return reporter.reached(rung, _measured(cfg, data, trainer, rung.column))
+                return reporter.reached(rung, _measured(objective, data, trainer, rung.column))
             with phases.phase("evaluate"):
-                result = _result(cfg, data, folder, trainer, reporter) | dict(extra or {})
+                result = _result(cfg, objective, data, folder, trainer, reporter) | dict(extra or {})
         with phases.phase("record"):
             reporter.close(result)
         write_json(folder.path / SECONDS, phases.seconds)
@@ -147,7 +123,8 @@ def run_cell(
 
 def _train(
     cfg: RunConfig,
-    data: PreparedData,
+    objective: Objective[Any],
+    data: Data,
     folder: RunFolder,
     reporter: _Reporter | None,
     checkpoint_every: int | None,
@@ -159,7 +136,7 @@ def _train(
     with phases.phase("build"):
         check(cfg, data, world_size)
         stream = data.train_stream(cfg.optim.global_batch_size, cfg.seed, rank=rank, world_size=world_size)
-        trainer = Trainer(build_model(cfg, data), cfg.optim, stream, device)
+        trainer = Trainer(objective.build_model(), cfg.optim, stream, device, objective)
     checkpoints = folder.path / CHECKPOINTS
     with phases.phase("checkpoint"):
         checkpoint.restore(checkpoints, trainer)
@@ -184,28 +161,31 @@ def _train(
     return trainer
 
 
-def _measured(cfg: RunConfig, data: PreparedData, trainer: Trainer, column: str) -> dict[str, float]:
+def _measured(objective: Objective[Any], data: Data, trainer: Trainer, column: str) -> dict[str, float]:
     """One column alone, of the model as it stands."""
-    assert isinstance(trainer.model, LanguageModel)
-    only = cfg.eval.model_copy(update={"columns": {column: cfg.eval.columns[column]}})
-    found = evaluate(trainer.model, data, only, cfg.data.sequence_length, device=trainer.device)
-    return found["columns"]
+    assert isinstance(trainer.model, Model)
+    return objective.evaluate(trainer.model, data, [column], device=trainer.device)["columns"]
 
 
 def _result(
-    cfg: RunConfig, data: PreparedData, folder: RunFolder, trainer: Trainer, reporter: _Reporter
+    cfg: RunConfig,
+    objective: Objective[Any],
+    data: Data,
+    folder: RunFolder,
+    trainer: Trainer,
+    reporter: _Reporter,
 ) -> dict[str, Any]:
     started = time.perf_counter()
     reporter.phase("evaluate")
     model, progress = trainer.model, trainer.progress
-    assert isinstance(model, LanguageModel)
-    measured = evaluate(model, data, cfg.eval, cfg.data.sequence_length, device=trainer.device)
+    assert isinstance(model, Model)
+    measured = objective.evaluate(model, data, device=trainer.device)
     return {
         "cell": folder.name,
         "seed": cfg.seed,
         "config": cfg.model_dump(mode="json"),
         "data_fingerprint": data.fingerprint,
-        "eval_version": eval_version(cfg.eval),
+        "eval_version": objective.eval_version(),
         # of the driver that began it: the tree may have moved on since
         "commit": folder.commit() or commit(),
         "environment": environment(),

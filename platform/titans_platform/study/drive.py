@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from titans_platform.config import DataConfig
+from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_json
 from titans_platform.report import render
@@ -205,9 +205,9 @@ def _steps(found: Searched) -> str:
 
 
 def _data_fingerprint(opened: Opened) -> str:
-    from titans_platform.data import open_prepared
+    from titans_platform.objectives import build_objective
 
-    return open_prepared(opened.cells[0].config.data, opened.run.root).fingerprint
+    return build_objective(opened.cells[0].config).open(opened.run.root).fingerprint
 
 
 def _with_found_row(opened: Opened) -> Opened:
@@ -236,7 +236,7 @@ def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> 
 
 
 def _prepare(opened: Opened, console: Console) -> Opened:
-    from titans_platform.data import prepare
+    from titans_platform.objectives import build_objective
 
     with console.status("preparing data") as status:
 
@@ -244,8 +244,8 @@ def _prepare(opened: Opened, console: Console) -> Opened:
             share = "" if done is None else f" ({done:.0%})"
             status.update(f"preparing data: {label}: {documents:,} documents, {tokens:,} tokens{share}")
 
-        def once(data: DataConfig) -> Any:
-            return prepare(data, opened.run.root, progress=told)
+        def once(config: RunConfig) -> Any:
+            return build_objective(config).prepare(opened.run.root, told)
 
         prepared = named(opened, once)
         status.update("checking every row against the data")
@@ -255,13 +255,13 @@ def _prepare(opened: Opened, console: Console) -> Opened:
 
 def _check_against_data(opened: Opened) -> None:
     """What a cell would find out on a worker, found here: one line, and no cell is begun."""
-    from titans_platform.data import open_prepared
+    from titans_platform.objectives import build_objective
     from titans_platform.runs.execute import check as check_run
 
     workers = opened.run.study.scales[opened.run.scale_name].resources.workers
     for row, config in {cell.row: cell.config for cell in opened.cells}.items():
         try:
-            check_run(config, open_prepared(config.data, opened.run.root), workers)
+            check_run(config, build_objective(config).open(opened.run.root), workers)
         except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
 

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titans_core.config import ModelConfig
-from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError, within
+from titans_platform.config import EvalConfig, OptimConfig, RunConfig
+from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.loading import nearest
 from titans_platform.runs.folder import RunFolder
@@ -98,10 +97,12 @@ def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
 
 def check(cells: Sequence[Cell]) -> None:
     """Find a wrong variant, task or option before anything runs."""
+    from titans_platform.objectives import build_objective
+
     for row, config in {cell.row: cell.config for cell in cells}.items():
         try:
             _check_model(config)
-            _check_tasks(config)
+            build_objective(config).check()
         except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
 
@@ -113,45 +114,31 @@ def _check_model(config: RunConfig) -> None:
     variant = config.model.variant
     if variant not in BLOCKS:
         raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
-    try:
-        parameters(config.model)
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
+    parameters(config)
 
 
-def _check_tasks(config: RunConfig) -> None:
-    from titans_platform.evals import build_generated, build_task
-
-    for column, tasks in config.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                build_task(task)
-    for i, source in enumerate(config.data.sources):
-        for j, task in enumerate(source.tasks):
-            with within(f"data.sources.{i}.tasks.{j}"):
-                build_generated(task)
-
-
-def parameters(model: ModelConfig) -> int:
-    """Parameters of the model, built without memory for them. Raises ValueError for what a part refuses."""
-    return _parameters(model.model_dump_json())
+def parameters(config: RunConfig) -> int:
+    """Parameters of the run's model, built without memory for them. Raises UsageError."""
+    # of the config only what a model can be a function of: a grid has few models and many cells
+    of = config.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
+    return _parameters(of.model_dump_json())
 
 
 @cache
-def _parameters(model: str) -> int:
+def _parameters(config: str) -> int:
     import torch
 
-    from titans_core import LanguageModel
+    from titans_platform.objectives import build_objective
 
     with torch.device("meta"):
-        return LanguageModel(ModelConfig.model_validate_json(model)).num_parameters()
+        return build_objective(RunConfig.model_validate_json(config)).build_model().num_parameters()
 
 
 def named(opened: Opened, prepared: Any = None) -> Opened:
     """Names for the cells asked for, by ``prepared``, and for all whose data are there."""
-    from titans_platform.data import open_prepared
+    from titans_platform.objectives import build_objective
 
-    at_hand = naming(lambda data: open_prepared(data, opened.run.root))
+    at_hand = naming(lambda config: build_objective(config).open(opened.run.root))
     asked = naming(prepared) if prepared else at_hand
     return replace(opened, cells=_with_names(opened.cells, asked), whole=_with_names(opened.whole, at_hand))
 

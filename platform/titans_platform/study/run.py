@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from titans_platform.config import DataConfig, RunConfig, digest
+from titans_platform.config import RunConfig, digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import held, write_json
 from titans_platform.runs.folder import RunFolder
@@ -26,7 +26,7 @@ from titans_platform.study.spec import Cell, Resources, Study
 from titans_platform.study.trial import run_trial
 
 if TYPE_CHECKING:
-    from titans_platform.data import PreparedData
+    from titans_platform.objectives import Data
     from titans_platform.tracking import Store
 
 MANIFEST, STUDY = "cells.json", "study.json"
@@ -71,16 +71,16 @@ class StudyRun:
         return self.root / "studies" / self.label
 
 
-def naming(prepare: Callable[[DataConfig], PreparedData]) -> Callable[[RunConfig], str]:
-    """Names of cells, each data config prepared (or opened) once."""
+def naming(prepare: Callable[[RunConfig], Data]) -> Callable[[RunConfig], str]:
+    """Names of cells, the data of equal configs prepared (or opened) once."""
     from titans_platform.runs.execute import cell_name
 
-    known: dict[str, PreparedData] = {}
+    known: dict[str, Data] = {}
 
     def name(config: RunConfig) -> str:
-        key = digest(config.data.model_dump(mode="json"))
+        key = digest([config.data.model_dump(mode="json"), config.objective.model_dump(mode="json")])
         if key not in known:
-            known[key] = prepare(config.data)
+            known[key] = prepare(config)
         return cell_name(config, known[key])
 
     return name

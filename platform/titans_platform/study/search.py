@@ -313,9 +313,9 @@ def _trial(space: dict[str, Any]) -> None:
 
 
 def _cell_name(config: RunConfig, data: str) -> str:
-    from titans_platform.evals import eval_version
+    from titans_platform.objectives import build_objective
 
-    return config.fingerprint(data, eval_version(config.eval))
+    return build_objective(config).run_name(data)
 
 
 def _enrol(run: StudyRun, cell: str, params: dict[str, Any]) -> int:

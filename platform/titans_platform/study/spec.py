@@ -86,6 +86,7 @@ class Scale(Frozen):
     data: Fragment = Field(default_factory=dict)
     optim: Fragment = Field(default_factory=dict)
     eval: Fragment = Field(default_factory=dict)
+    objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes of the study that are others at this scale."""
@@ -94,7 +95,8 @@ class Scale(Frozen):
 
     def fragment(self) -> dict[str, Any]:
         """The part of a RunConfig this scale lays over the base."""
-        parts = {"model": self.model, "data": self.data, "optim": self.optim, "eval": self.eval}
+        names = ("model", "data", "optim", "eval", "objective")
+        parts = {name: getattr(self, name) for name in names}
         return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
 
 
