@@ -75,7 +75,7 @@ class DataConfig(Frozen):
 
 
 class OptimConfig(Frozen):
-    """AdamW with linear warm-up and cosine decay; the paper's values by default."""
+    """AdamW with linear warm-up and a decay; the paper's values by default."""
 
     steps: PositiveInt = 1000
     global_batch_size: PositiveInt = 32
@@ -83,6 +83,8 @@ class OptimConfig(Frozen):
     micro_batch_size: PositiveInt | None = None
     """Rows of one forward pass; global_batch_size where None."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """The rate after the warm-up: falling to min_lr_ratio, constant, or constant with a decay at the end."""
     min_lr_ratio: Fraction = 0.1
     warmup_fraction: Fraction = 0.05
     weight_decay: NonNegative = 0.1
@@ -90,6 +92,8 @@ class OptimConfig(Frozen):
     beta2: Fraction = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """With several workers: each holds the whole model, or a share of its parameters (FSDP2)."""
 
 
 class EvalConfig(Frozen):

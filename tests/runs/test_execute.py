@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from titans_platform.config import RunConfig
-from titans_platform.data import open_prepared, prepare
+from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.runs.execute import Tracked, build_model, cell_name, check, run_cell
+from titans_platform.objectives import build_objective
+from titans_platform.runs.execute import Tracked, cell_name, check, run_cell
 from titans_platform.runs.folder import RunFolder
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest
@@ -33,7 +34,7 @@ def changed(cfg: RunConfig, **parts) -> RunConfig:
 
 
 def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
-    model = build_model(cfg, open_prepared(cfg.data, folder.root))
+    model = build_objective(cfg).build_model()
     point = newest(folder.path / "checkpoints")
     assert point is not None
     assert load_model(point, model) == cfg.optim.steps

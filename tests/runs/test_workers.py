@@ -17,7 +17,8 @@ import torch
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.runs.execute import build_model, run_cell
+from titans_platform.objectives import build_objective
+from titans_platform.runs.execute import run_cell
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.workers import Resources, fit
 from titans_platform.training.checkpoint import load_model
@@ -58,7 +59,7 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
     two = fit(tiny_run, tmp_path, "two", Resources(workers=2))
     assert two["final_train_loss"] == pytest.approx(one["final_train_loss"], rel=1e-4)
     assert two["tokens"] == one["tokens"]
-    models = [build_model(tiny_run, data), build_model(tiny_run, data)]
+    models = [build_objective(tiny_run).build_model() for _ in range(2)]
     for name, model in zip(["one", "two"], models, strict=True):
         load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-3, atol=1e-4)

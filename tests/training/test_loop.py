@@ -62,7 +62,7 @@ class Tied(nn.Module):
 def trainer(seed: int = 0, model: nn.Module | None = None, rows: int = 6, **optim) -> Trainer:
     torch.manual_seed(seed)
     cfg = OptimConfig(**({"steps": 12, "global_batch_size": rows, "lr": 1e-2} | optim))
-    return Trainer(model or Tied(), cfg, Rows(rows))
+    return Trainer(model or Tied(), cfg, Rows(rows), sequence_length=LENGTH)
 
 
 def weights(of: Trainer) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Objectives: what a run trains on. A new one is one file with a class under `@register`, and its import here."""
+"""Objectives: what a run trains on.
+
+A new one is one file with a class under `@register`, and its name in the imports below.
+"""
 
 from titans_platform.objectives import next_token, regression
 from titans_platform.objectives.base import OBJECTIVES, Data, Objective, build_objective, register

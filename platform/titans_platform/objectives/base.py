@@ -23,7 +23,7 @@ from titans_platform.loading import nearest, validate
 from titans_platform.training.loop import Stream
 
 Report = Callable[[str, int, int, "float | None"], None]
-"""Called while data are prepared: a label, documents and tokens so far, and the share done where it is known."""
+"""Called while data are prepared: a label, documents and tokens so far, the share done where it is known."""
 
 
 class Data(Protocol):
@@ -81,7 +81,7 @@ class Objective(ABC, Generic[D]):
         return torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
 
     def sample_batch(self, rows: int) -> Any:
-        """``rows`` rows of random content, to time a step with before there are data; None: cannot be timed."""
+        """``rows`` rows of random content, to time a step before there are data; None: it cannot be timed."""
         return None
 
     def check_sources(self) -> None:
@@ -100,7 +100,7 @@ class Objective(ABC, Generic[D]):
                     self.check_task(build_task(config), config.lengths, data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: D | None) -> None:
-        """Refuse a task that cannot be measured, at ``lengths`` times the training length. Raises UsageError."""
+        """Refuse a task that cannot be measured at ``lengths`` training lengths. Raises UsageError."""
         if task.data_kind != self.data_kind:
             raise UsageError(
                 f"task: {task.name} is measured on {task.data_kind}; objective {self.cfg.objective.kind} "
@@ -114,7 +114,10 @@ class Objective(ABC, Generic[D]):
         columns: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> dict[str, Any]:
-        """What `evals.evaluate` gives: ``columns``, ``tasks``, ``chance``, ``buckets``; of all columns or some."""
+        """What `evals.evaluate` returns, of all columns or of those given.
+
+        In a process group every worker calls this, and all return the same.
+        """
         config = self.cfg.eval
         if columns:
             config = config.model_copy(update={"columns": {name: config.columns[name] for name in columns}})

@@ -1,4 +1,4 @@
-"""Regression of a series: from a window of T steps of C channels the h steps after it, by mean squared error."""
+"""Regression of a series: from T steps of C channels the h steps after them, by mean squared error."""
 
 from __future__ import annotations
 

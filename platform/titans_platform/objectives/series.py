@@ -1,4 +1,4 @@
-"""Real-valued series: read once and kept under the storage root, split by time, standardised, cut into windows.
+"""Real-valued series: read, kept under the storage root, split by time, standardised, cut into windows.
 
 B windows, T steps of a window, h steps after it, C channels, N steps of the whole series.
 """
@@ -85,7 +85,7 @@ class SeriesData:
         return WindowStream(self, batch_size, seed, rank, world_size)
 
     def validation(self, length: int, items: int, batch_size: int) -> Iterator[Windows]:
-        """Up to ``items`` windows of ``length`` steps whose targets lie in the validation part, evenly spread.
+        """Up to ``items`` windows of ``length`` steps, evenly spread, whose targets are in the validation part.
 
         Targets are the same for every ``length``; inputs may reach back into the training part.
         Raises UsageError where ``length`` steps are more than there are before them.

@@ -104,12 +104,20 @@ def run_cell(
                 phases,
                 rung.step if rung else None,
             )
+            if rung:
+                found = _measured(objective, data, trainer, rung.column)
+                return reporter.reached(rung, found) if reporter else {}
+            with phases.phase("evaluate"):
+                if reporter:
+                    reporter.phase("evaluate")
+                started = time.perf_counter()
+                assert isinstance(trainer.model, Model)
+                measured = objective.evaluate(trainer.model, data, device=trainer.device)
+                seconds = time.perf_counter() - started
             if reporter is None:
                 return {}
-            if rung:
-                return reporter.reached(rung, _measured(objective, data, trainer, rung.column))
-            with phases.phase("evaluate"):
-                result = _result(cfg, objective, data, folder, trainer, reporter) | dict(extra or {})
+            result = _result(cfg, objective, data, folder, trainer, reporter, measured, seconds)
+            result |= dict(extra or {})
         with phases.phase("record"):
             reporter.close(result)
         write_json(folder.path / SECONDS, phases.seconds)
@@ -136,25 +144,24 @@ def _train(
     with phases.phase("build"):
         check(cfg, data, world_size)
         stream = data.train_stream(cfg.optim.global_batch_size, cfg.seed, rank=rank, world_size=world_size)
-        trainer = Trainer(objective.build_model(), cfg.optim, stream, device, objective)
+        length = cfg.data.sequence_length
+        trainer = Trainer(
+            objective.build_model(), cfg.optim, stream, device, objective, sequence_length=length
+        )
     checkpoints = folder.path / CHECKPOINTS
     with phases.phase("checkpoint"):
         checkpoint.restore(checkpoints, trainer)
     if reporter:
         reporter.start(trainer.progress.step)
     steps = cfg.optim.steps
-
-    def save() -> None:
-        with phases.phase("checkpoint"):
-            checkpoint.save(checkpoints, trainer)
-
-    with phases.phase("train"):
+    with phases.phase("train"), checkpoint.Saver(checkpoints, trainer, phases=phases) as saver:
         trainer.run(
             Hooks(
                 on_step=reporter.on_step if reporter else lambda step, metrics: None,
-                on_checkpoint=save,
+                on_checkpoint=saver.save,
                 checkpoint_every=checkpoint_every or min(500, max(1, steps // _SAVED)),
                 telemetry_every=max(1, steps // _WATCHED),
+                phases=phases,
             ),
             until,
         )
@@ -174,12 +181,11 @@ def _result(
     folder: RunFolder,
     trainer: Trainer,
     reporter: _Reporter,
+    measured: dict[str, Any],
+    eval_seconds: float,
 ) -> dict[str, Any]:
-    started = time.perf_counter()
-    reporter.phase("evaluate")
     model, progress = trainer.model, trainer.progress
     assert isinstance(model, Model)
-    measured = objective.evaluate(model, data, device=trainer.device)
     return {
         "cell": folder.name,
         "seed": cfg.seed,
@@ -193,7 +199,7 @@ def _result(
         "parameters": model.num_parameters(),
         "state_bytes": model.state_bytes(cfg.data.sequence_length),
         "train_seconds": progress.seconds,
-        "eval_seconds": time.perf_counter() - started,
+        "eval_seconds": eval_seconds,
         "tokens": progress.step * trainer.tokens_per_step,
         "final_train_loss": progress.final_loss,
         "telemetry": progress.telemetry,

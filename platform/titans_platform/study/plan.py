@@ -224,10 +224,11 @@ def _seconds_per_token(config: RunConfig) -> float | None:
     )
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
-        objective = build_objective(config)
+        objective, length = build_objective(config), config.data.sequence_length
         if (batch := objective.sample_batch(rows)) is None:
             return None
-        trainer = Trainer(objective.build_model(), optim, _Repeated(batch), objective=objective)
+        model = objective.build_model()
+        trainer = Trainer(model, optim, _Repeated(batch), objective=objective, sequence_length=length)
         trainer.step()
         started = time.perf_counter()
         for _ in range(2):

@@ -9,27 +9,22 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
-from titans_platform.errors import TitansError
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.training.loader import Stream, batches_ahead
 from titans_platform.training.optim import adamw, learning_rate
-
-
-class Stream(Protocol):
-    """Batches, each a NamedTuple of tensors [B, ...], as a function of the step alone."""
-
-    def batch(self, step: int) -> Any: ...
+from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
+from titans_platform.training.timing import Phases
 
 
 class Objective(Protocol):
@@ -67,12 +62,17 @@ class Diverged(TitansError):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due."""
+    """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due.
+
+    ``checkpoint_every`` and ``telemetry_every`` count steps; 0 is never. ``phases`` is told how long the
+    steps waited for their batches, as "data wait".
+    """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_checkpoint: Callable[[], object] = lambda: None
     checkpoint_every: int = 0
     telemetry_every: int = 0
+    phases: Phases = field(default_factory=Phases)
 
 
 @dataclass
@@ -107,49 +107,61 @@ class Trainer:
         stream: Stream,
         device: torch.device | str = "cpu",
         objective: Objective = NEXT_TOKEN,
+        *,
+        sequence_length: int,
     ):
         self.device = torch.device(device)
-        self.model = model.to(self.device)
+        self.world_size = world_size()
+        if cfg.parallel == "fsdp" and cfg.global_batch_size % self.world_size:
+            # each forward pass gathers parameters from all workers, so all must make as many
+            raise UsageError(
+                f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among "
+                f"{self.world_size} workers, which optim.parallel fsdp needs; give a multiple"
+            )
+        self._forward = parallelize(model, cfg.parallel, self.device)
+        # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
+        self.model = model
         self.cfg = cfg
         self.stream = stream
         self.objective = objective
         self.optimizer = adamw(self.model, cfg)
         self.progress = Progress()
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._forward: Any = self.model if self.world_size == 1 else DistributedDataParallel(self.model)
+        self.tokens_per_step = cfg.global_batch_size * sequence_length
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
         """Train from the current step to the last, or to step ``until``. Raises Diverged."""
         progress, steps = self.progress, self.cfg.steps
         last = min(steps, until or steps)
+        ahead = batches_ahead(self.stream, range(progress.step, last), self.device)
         self.model.train()
-        while progress.step < last:
-            number = progress.step + 1
-            watched = _due(number, hooks.telemetry_every, steps)
-            started = time.perf_counter()
-            metrics = self.step(telemetry=watched)
-            seconds = time.perf_counter() - started
-            progress.seconds += seconds
-            metrics["tokens_per_second"] = self.tokens_per_step / seconds
-            hooks.on_step(number, metrics)
-            if hooks.checkpoint_every and _due(number, hooks.checkpoint_every, last):
-                hooks.on_checkpoint()
+        with closing(ahead) as batches:
+            while progress.step < last:
+                number = progress.step + 1
+                started = time.perf_counter()
+                with hooks.phases.phase("data wait"):
+                    batch = next(batches)
+                metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
+                seconds = time.perf_counter() - started
+                progress.seconds += seconds
+                metrics["tokens_per_second"] = self.tokens_per_step / seconds
+                hooks.on_step(number, metrics)
+                if _due(number, hooks.checkpoint_every, last):
+                    hooks.on_checkpoint()
         return progress
 
-    @cached_property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step, over all workers."""
-        return self.cfg.global_batch_size * (self.stream.batch(0).tokens.shape[1] - 1)
+    def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
+        """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry.
 
-    def step(self, telemetry: bool = False) -> dict[str, float]:
-        """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry."""
+        ``batch`` is this worker's part of the step's batch; None: read it from the stream.
+        """
         progress = self.progress
         rate = learning_rate(progress.step, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        loss, seen = self._backward(self.stream.batch(progress.step), telemetry)
-        norm = self._clip()
+        batch = self.stream.batch(progress.step) if batch is None else batch
+        loss, seen = self._backward(batch, telemetry)
+        norm = clip_gradients(self.model, self.cfg.grad_clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._advice(loss, norm))
         progress.telemetry = seen or progress.telemetry
@@ -169,9 +181,10 @@ class Trainer:
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            with self._no_sync(last), record(self.model) if telemetry and last else nullcontext() as recorded:
+            watched = record(self.model) if telemetry and last else nullcontext()
+            with gradient_sync(self._forward, last), watched as recorded:
                 loss = self._losses(part).sum() / rows
-                # DDP averages over workers where the sum is wanted
+                # gradients are averaged over workers where the sum is wanted
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
@@ -181,16 +194,6 @@ class Trainer:
     def _losses(self, part: Any) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
             return self.objective.losses(self._forward, part)
-
-    def _clip(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if self.cfg.grad_clip is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.grad_clip, norm)
-        return norm.item()
-
-    def _no_sync(self, last: bool):
-        return nullcontext() if last or self.world_size == 1 else self._forward.no_sync()
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)
@@ -207,7 +210,8 @@ class Trainer:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    return type(batch)(*(part.to(device, non_blocking=True) for part in batch))
+    # from memory that is not pinned a copy waits all the same
+    return type(batch)(*(part.to(device, non_blocking=part.is_pinned()) for part in batch))
 
 
 def _split(batch: Any, rows: int) -> Iterator[Any]:
