@@ -69,7 +69,7 @@ class Regression(Objective[SeriesData]):
 
     Options = SeriesOptions
     data_kind = "series"
-    positions = "steps"
+    positions = "time steps"
     loss_unit = "MSE"
 
     def prepare(self, root: Path, report: Report | None = None) -> SeriesData:

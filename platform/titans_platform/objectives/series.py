@@ -85,7 +85,7 @@ class SeriesData:
         return WindowStream(self, batch_size, seed, rank, world_size)
 
     def validation(self, length: int, items: int, batch_size: int) -> Iterator[Windows]:
-        """Up to ``items`` windows of ``length`` steps, evenly spread, whose targets are in the validation part.
+        """Up to ``items`` windows of ``length`` steps, evenly spread, with targets in the validation part.
 
         Targets are the same for every ``length``; inputs may reach back into the training part.
         Raises UsageError where ``length`` steps are more than there are before them.
