@@ -54,7 +54,7 @@ def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():
     assert first.tolist() != when(data, alone.batch(1).inputs)[:, 0].tolist()
     shared = [data.train_stream(23, 3, rank, 2).batch(1).inputs for rank in range(2)]
     assert torch.equal(torch.cat(shared).sort(0).values, alone.batch(1).inputs.sort(0).values)
-    with pytest.raises(UsageError, match="optim.global_batch_size: 1 rows cannot be shared by 2"):
+    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 1 rows cannot be shared by 2"):
         data.train_stream(1, 0, 0, 2)
 
 

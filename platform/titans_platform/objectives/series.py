@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,12 +131,12 @@ class WindowStream:
 def keep(table: Table, index: Path) -> None:
     """Write the series beside ``index``, named by its content, and note in ``index`` which it is."""
     content = _content(table)
-    path = index.with_name(f"{content}.npy")
-    if not path.exists():
-        buffer = io.BytesIO()
-        np.save(buffer, table.values_NC)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.getvalue())
+    index.parent.mkdir(parents=True, exist_ok=True)
+    partial = index.with_name(f".{content}.{os.getpid()}")
+    with partial.open("wb") as file:
+        np.save(file, table.values_NC)
+    # also over one that is there: a damaged file is mended
+    os.replace(partial, _file(index, content))
     write_json(index, {"content": content, "channels": table.channels})
 
 
@@ -143,14 +144,18 @@ def kept(index: Path) -> Table:
     """The series that ``index`` names. Raises NotPrepared, and UsageError where its file is damaged."""
     if (noted := read_json(index)) is None:
         raise NotPrepared("objective.options: the series is not prepared; run titans train on it first")
-    path = index.with_name(f"{noted['content']}.npy")
+    path = _file(index, noted["content"])
     try:
         table = Table(np.load(path), tuple(noted["channels"]))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}; delete it and prepare again") from None
+        raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
     if _content(table) != noted["content"]:
-        raise UsageError(f"{path}: damaged: its content is not what its name says; delete it")
+        raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
     return table
+
+
+def _file(index: Path, content: str) -> Path:
+    return index.with_name(f"{content}.npy")
 
 
 def _content(table: Table) -> str:
