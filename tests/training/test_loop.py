@@ -1,7 +1,9 @@
-"""The plain loop: its loss, its rate, its determinism, and what it does when the loss is no number."""
+"""The plain loop: its loss, its rate, its batches, and what it does when the loss is no number."""
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,10 +13,10 @@ from torch import Tensor, nn
 
 from titans_core import LanguageModel, ModelConfig
 from titans_platform.config import OptimConfig
-from titans_platform.errors import TitansError, UsageError
-from titans_platform.training import checkpoint
+from titans_platform.training.loader import batches_ahead
 from titans_platform.training.loop import Diverged, Hooks, Trainer, deterministic
 from titans_platform.training.optim import adamw, learning_rate
+from titans_platform.training.timing import Phases
 
 VOCAB, LENGTH = 11, 8
 
@@ -65,14 +67,6 @@ def trainer(seed: int = 0, model: nn.Module | None = None, rows: int = 6, **opti
     return Trainer(model or Tied(), cfg, Rows(rows), sequence_length=LENGTH)
 
 
-def weights(of: Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in of.model.state_dict().items()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def test_loss_weighs_rows_not_positions():
     t = trainer()
     batch = t.stream.batch(0)
@@ -105,13 +99,26 @@ def test_micro_batches_change_nothing():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_rate_warms_up_and_ends_at_its_floor():
-    cfg = OptimConfig(steps=100, lr=1.0, warmup_fraction=0.1, min_lr_ratio=0.2)
-    rates = [learning_rate(step, cfg) for step in range(100)]
+@pytest.mark.parametrize(
+    ("schedule", "halfway", "last"),
+    [("cosine", 0.6, 0.2), ("linear", 0.6, 0.2), ("constant", 1.0, 1.0), ("wsd", 1.0, 0.2)],
+)
+def test_rate_warms_up_and_follows_its_schedule(schedule, halfway, last):
+    cfg = OptimConfig(steps=101, lr=1.0, warmup_fraction=0.1, min_lr_ratio=0.2, schedule=schedule)
+    rates = [learning_rate(step, cfg) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == pytest.approx(1.0)
-    assert rates[99] == pytest.approx(0.2)
+    assert rates[55] == pytest.approx(halfway, abs=0.01)
+    assert rates[100] == pytest.approx(last)
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_wsd_falls_over_the_last_fifth():
+    cfg = OptimConfig(steps=101, lr=1.0, warmup_fraction=0.0, min_lr_ratio=0.0, schedule="wsd")
+    rates = [learning_rate(step, cfg) for step in range(101)]
+    assert rates[80] == pytest.approx(1.0, abs=0.01)
+    assert rates[90] == pytest.approx(0.5, abs=0.01)
+    assert rates[79] == 1.0
 
 
 def test_decay_pulls_on_linear_layers_alone():
@@ -184,132 +191,72 @@ def test_deterministic_restores_what_was_set():
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
-def interrupted(folder, upto: int, seed: int = 5) -> Trainer:
-    t = trainer(seed)
-    while t.progress.step < upto:
-        t.step()
-        if t.progress.step % 3 == 0:
-            checkpoint.save(folder, t)
-    return t
+class Slow(Rows):
+    """A stream whose batches take ``seconds`` each."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+        self.threads: set[int] = set()
+
+    def batch(self, step: int) -> Batch:
+        self.threads.add(threading.get_ident())
+        time.sleep(self.seconds)
+        return super().batch(step)
 
 
-def test_a_restored_run_goes_on_to_the_same_weights(tmp_path):
-    straight = trainer(5)
-    straight.run(Hooks())
-    interrupted(tmp_path, 7)
-    resumed = trainer(6)
-    path = checkpoint.restore(tmp_path, resumed)
-    assert path is not None
-    assert path.name == "step-00000006"
-    resumed.run(Hooks())
-    assert same(weights(straight), weights(resumed))
-    assert resumed.progress.final_loss == straight.progress.final_loss
+def account(stream: Slow, step_seconds: float) -> dict[str, float]:
+    """Where the time of six steps goes, each at least ``step_seconds`` long."""
+    t, phases = trainer(), Phases()
+    t.stream = stream
+    pause = lambda step, metrics: time.sleep(step_seconds)  # noqa: E731
+    with phases.phase("train"):
+        t.run(Hooks(pause, phases=phases), until=6)
+    return dict(phases.seconds)
 
 
-def test_restore_brings_every_rng_back(tmp_path):
-    import random
-
-    import numpy as np
-
-    t = interrupted(tmp_path, 3)
-    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
-    checkpoint.restore(tmp_path, t)
-    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
-
-
-def test_only_the_last_two_are_kept(tmp_path):
-    interrupted(tmp_path, 9)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
+def test_what_a_slow_stream_costs_shows_in_the_account():
+    stream = Slow(0.05)
+    waited = account(stream, 0.0)
+    # six batches of 0.05 s, and steps too short to hide them
+    assert waited["data wait"] > 0.2
+    hidden = account(stream, 0.1)
+    # the first is waited for, the others are made while the steps run
+    assert hidden["data wait"] < 0.6 * waited["data wait"]
+    assert hidden["train"] > 0.5
+    assert threading.get_ident() not in stream.threads
 
 
-def test_nothing_to_restore(tmp_path):
-    assert checkpoint.restore(tmp_path / "none", trainer()) is None
+def test_batches_come_in_the_order_of_the_steps_from_any_step():
+    stream = SimpleNamespace(batch=lambda step: Batch(*(torch.full((1,), step) for _ in range(3))))
+    for first, last in ((0, 7), (5, 7), (6, 7), (7, 7)):
+        found = batches_ahead(stream, range(first, last), torch.device("cpu"))
+        assert [batch.tokens.item() for batch in found] == list(range(first, last))
 
 
-@pytest.mark.parametrize("fault", ["truncate", "delete", "manifest", "no manifest"])
-def test_a_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault):
-    interrupted(tmp_path, 6)
-    latest = tmp_path / "step-00000006"
-    shard = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size)
-    if fault == "truncate":
-        shard.write_bytes(shard.read_bytes()[:-10])
-    elif fault == "delete":
-        shard.unlink()
-    elif fault == "manifest":
-        (latest / "manifest.json").write_text('{"schema": 1, "fi')
-    else:
-        (latest / "manifest.json").unlink()
-    t = trainer(5)
-    assert checkpoint.restore(tmp_path, t) == tmp_path / "step-00000003"
+def test_the_loader_draws_no_random_numbers_of_the_run():
+    before = torch.get_rng_state()
+    list(batches_ahead(Rows(), range(3), torch.device("cpu")))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_of_the_stream_reaches_its_step_and_ends_the_thread():
+    class Broken(Rows):
+        def batch(self, step: int) -> Batch:
+            if step == 3:
+                raise OSError(5, "Input/output error", "shard-00001.arrow")
+            return super().batch(step)
+
+    t = trainer()
+    t.stream = Broken()
+    before = threading.active_count()
+    with pytest.raises(OSError, match=r"Input/output error: 'shard-00001\.arrow'"):
+        t.run(Hooks())
     assert t.progress.step == 3
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "step-00000006 is not whole" in line
+    assert threading.active_count() == before
 
 
-def damage(point) -> None:
-    """Change bytes all over the shard, its length kept."""
-    shard = next(point.glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[::64] = bytes(255 - value for value in content[::64])
-    shard.write_bytes(content)
-
-
-def test_damage_that_keeps_the_length_is_passed_over_too(tmp_path, caplog):
-    interrupted(tmp_path, 6)
-    damage(tmp_path / "step-00000006")
-    straight, resumed = trainer(5), trainer(6)
-    assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000003"
-    assert "step-00000006 is not whole (damaged)" in caplog.text
-    straight.run(Hooks())
-    resumed.run(Hooks())
-    assert same(weights(straight), weights(resumed))
-
-
-def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
-    interrupted(tmp_path, 3)
-    damage(tmp_path / "step-00000003")
-    with pytest.raises(UsageError, match=r"step-00000003: damaged: .*delete this folder"):
-        checkpoint.restore(tmp_path, trainer(5))
-
-
-def test_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
-    with pytest.raises(TitansError, match=r"step-00000003: cannot be written: .*No space left"):
-        interrupted(tmp_path, 3)
-    assert checkpoint.newest(tmp_path) is None
-
-
-def test_a_save_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
-    t = interrupted(tmp_path, 3)
-    t.step()
-    monkeypatch.setattr(checkpoint, "_commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, t)
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000003"
-
-
-def test_another_shape_is_refused_by_name(tmp_path):
-    interrupted(tmp_path, 3)
-    wider = trainer(model=Tied(width=16))
-    before = weights(wider)
-    with pytest.raises(UsageError, match=r"embedding\.weight is \(11, 12\) in the checkpoint and \(11, 16\)"):
-        checkpoint.restore(tmp_path, wider)
-    assert same(before, weights(wider))
-
-
-def test_another_architecture_is_refused_by_name(tmp_path):
-    interrupted(tmp_path, 3)
-    model = Tied()
-    model.extra = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"extra\.weight is missing in the checkpoint and \(2, 2\)"):
-        checkpoint.load_model(tmp_path / "step-00000003", model)
-
-
-def test_load_model_takes_the_weights_alone(tmp_path):
-    t = interrupted(tmp_path, 3)
-    fresh = Tied()
-    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
-    assert same(weights(t), fresh.state_dict())
+def test_tokens_of_a_step_are_known_without_reading_one():
+    t = trainer(rows=6)
+    t.stream = SimpleNamespace(batch=lambda step: pytest.fail("read"))
+    assert t.tokens_per_step == 6 * LENGTH

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titans_platform.errors import UsageError
+from titans_platform.evals.ranks import measure_shared
 from titans_platform.evals.registry import Context, Measurement, Task, register
 
 
-@dataclass
-class _Totals:
-    """Sums over the tokens that count: negative log-likelihood (nats) and tokens, by row and by bucket."""
+class _Row(NamedTuple):
+    """Negative log-likelihood (nats) and tokens that count of one row, and of its buckets by exponent."""
 
-    rows: list[tuple[float, int]] = field(default_factory=list)
-    buckets: dict[int, list[float]] = field(default_factory=dict)
-
-    def add(self, nll_T: Tensor, seen_T: Tensor, counts_T: Tensor) -> None:
-        nll, seen = nll_T[counts_T].double(), seen_T[counts_T]
-        self.rows.append((float(nll.sum()), len(nll)))
-        exponents = seen.double().log2().floor().long()
-        for exponent in exponents.unique().tolist():
-            inside = nll[exponents == exponent]
-            bucket = self.buckets.setdefault(exponent, [0.0, 0])
-            bucket[0] += float(inside.sum())
-            bucket[1] += len(inside)
-
-    @property
-    def tokens(self) -> int:
-        return sum(count for _, count in self.rows)
+    nll: float
+    tokens: int
+    buckets: dict[int, tuple[float, int]]
 
 
 def context_sizes(starts_BT: Tensor) -> Tensor:
@@ -66,39 +54,24 @@ class Perplexity(Task):
         Raises:
             UsageError: there are no validation rows, or they are shorter than asked for.
         """
-        totals = _Totals()
-        for batch in context.prepared.validation(context.scorer.rows(context.length)):
-            self._add_batch(totals, batch, context)
-            if totals.tokens >= context.config.perplexity_tokens:
-                break
-        if not totals.tokens:
+        scorer, budget = context.scorer, context.config.perplexity_tokens
+        validation = context.prepared.validation(scorer.rows(context.length))
+        batches = _within(budget, validation, context.length)
+        rows = [row for batch in measure_shared(batches, partial(_rows, context)) for row in batch]
+        tokens = sum(row.tokens for row in rows)
+        if not tokens:
             raise UsageError(
                 "perplexity: no validation rows; give a text source a validation_fraction above 0"
             )
-        mean = sum(nll for nll, _ in totals.rows) / totals.tokens
-        buckets = {
-            f"{2**e}-{2 ** (e + 1) - 1}": math.exp(nll / count)
-            for e, (nll, count) in sorted(totals.buckets.items())
-        }
+        mean = sum(row.nll for row in rows) / tokens
+        buckets = {f"{2**e}-{2 ** (e + 1) - 1}": math.exp(nll / n) for e, (nll, n) in _buckets(rows)}
         return Measurement(
             value=math.exp(mean),
-            stderr=math.exp(mean) * _stderr(totals.rows, mean),
-            chance=float(context.scorer.tokenizer.vocab_size),
-            items=totals.tokens,
+            stderr=math.exp(mean) * _stderr(rows, mean),
+            chance=float(scorer.tokenizer.vocab_size),
+            items=tokens,
             buckets=buckets,
         )
-
-    def _add_batch(self, totals: _Totals, batch: Any, context: Context) -> None:
-        length = context.length
-        if batch.tokens.shape[1] - 1 < length:
-            have = batch.tokens.shape[1] - 1
-            raise UsageError(f"lengths: validation rows have {have} tokens, perplexity is asked at {length}")
-        tokens, starts = batch.tokens[:, : length + 1], batch.starts[:, :length]
-        logits = context.scorer.logits(tokens[:, :-1], starts)
-        sizes = context_sizes(starts)
-        for row, row_logits in enumerate(logits):
-            nll = token_nll(row_logits, tokens[row, 1:]).cpu()
-            totals.add(nll, sizes[row], batch.loss[row, :length])
 
 
 @register
@@ -114,7 +87,48 @@ class HeldOutLoss(Perplexity):
         return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
 
 
-def _stderr(rows: list[tuple[float, int]], mean: float) -> float:
+def _within(budget: int, batches: Iterable[Any], length: int) -> Iterator[Any]:
+    """Batches until ``budget`` tokens count in them."""
+    for batch in batches:
+        yield batch
+        budget -= int(batch.loss[:, :length].sum())
+        if budget <= 0:
+            return
+
+
+def _rows(context: Context, batch: Any) -> list[_Row]:
+    length, have = context.length, batch.tokens.shape[1] - 1
+    if have < length:
+        raise UsageError(f"lengths: validation rows have {have} tokens, perplexity is asked at {length}")
+    tokens, starts = batch.tokens[:, : length + 1], batch.starts[:, :length]
+    logits = context.scorer.logits(tokens[:, :-1], starts)
+    sizes = context_sizes(starts)
+    return [
+        _row(token_nll(row_logits, tokens[b, 1:]).cpu(), sizes[b], batch.loss[b, :length])
+        for b, row_logits in enumerate(logits)
+    ]
+
+
+def _row(nll_T: Tensor, seen_T: Tensor, counts_T: Tensor) -> _Row:
+    nll, exponents = nll_T[counts_T].double(), seen_T[counts_T].double().log2().floor().long()
+    buckets = {}
+    for exponent in exponents.unique().tolist():
+        inside = nll[exponents == exponent]
+        buckets[exponent] = float(inside.sum()), len(inside)
+    return _Row(float(nll.sum()), len(nll), buckets)
+
+
+def _buckets(rows: list[_Row]) -> list[tuple[int, tuple[float, int]]]:
+    """Nats and tokens of each bucket over all rows, by its exponent."""
+    sums: dict[int, tuple[float, int]] = {}
+    for row in rows:
+        for exponent, (nll, count) in row.buckets.items():
+            before = sums.get(exponent, (0.0, 0))
+            sums[exponent] = before[0] + nll, before[1] + count
+    return sorted(sums.items())
+
+
+def _stderr(rows: list[_Row], mean: float) -> float:
     """Standard error of the mean nll a token, rows taken as independent (a ratio estimator)."""
-    tokens = sum(count for _, count in rows)
-    return math.sqrt(sum((nll - mean * count) ** 2 for nll, count in rows)) / tokens
+    tokens = sum(row.tokens for row in rows)
+    return math.sqrt(sum((row.nll - mean * row.tokens) ** 2 for row in rows)) / tokens

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.evals.items import Item, answer_spans, encode_item
+from titans_platform.evals.ranks import is_sharded, measure_shared
 from titans_platform.evals.registry import Context, GeneratedTask, Measurement, Task, build_task
 from titans_platform.evals.scoring import Scorer
 
@@ -37,6 +39,9 @@ def evaluate(
     A task is asked at each of its lengths (multiples of `sequence_length` tokens); its value is their
     mean, and a column's value the mean of its tasks. Items are a function of `config.seed`, the task's
     options and the length alone, so every model is asked the same.
+
+    In a process group every worker calls this: each measures its share of the batches, and all return the
+    same result, bit for bit that of one worker.
 
     Args:
         model: called as `model(tokens [B, T], document_starts=None or bool [B, T])`, gives `.logits`.
@@ -119,7 +124,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.inference_mode():
+        # parameters gathered in inference mode could not be trained with afterwards
+        with torch.no_grad() if is_sharded(model) else torch.inference_mode():
             yield
     finally:
         for module, mode in modes.items():
@@ -160,10 +166,9 @@ def measure_items(task: GeneratedTask, context: Context) -> Measurement:
     an item it is sqrt(p (1 - p) / n).
     """
     items = fresh_items(task, context)
-    shares: list[float] = []
     rows = context.scorer.rows(context.length)
-    for start in range(0, len(items), rows):
-        shares += _right_shares(items[start : start + rows], context)
+    batches = (items[start : start + rows] for start in range(0, len(items), rows))
+    shares = [share for batch in measure_shared(batches, partial(_right_shares, context)) for share in batch]
     return Measurement(
         value=fmean(shares),
         stderr=(pvariance(shares) / len(shares)) ** 0.5,
@@ -172,7 +177,7 @@ def measure_items(task: GeneratedTask, context: Context) -> Measurement:
     )
 
 
-def _right_shares(items: list[Item], context: Context) -> list[float]:
+def _right_shares(context: Context, items: list[Item]) -> list[float]:
     """Per item, the share of its answers that are right.
 
     Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_platform.evals.items import Tokenizer
+from titans_platform.evals.ranks import measure_shared
 
 
 class Request(NamedTuple):
@@ -52,17 +53,23 @@ class Scorer:
         """Scores in the order of `requests`; contexts lose their beginning where a row exceeds `max_length`.
 
         Rows of similar length share a pass, padded on the right, which a causal model does not see.
+        Every worker of a process group calls this with the same requests.
         """
         sequences = [self._sequence(request, max_length) for request in requests]
         order = sorted(range(len(requests)), key=lambda i: -len(sequences[i]))
+        batches = []
+        while order:
+            rows = self.rows(len(sequences[order[0]]))
+            batches.append(order[:rows])
+            order = order[rows:]
+
+        def measure(batch: list[int]) -> list[Score]:
+            return self._pass([sequences[i] for i in batch], [len(requests[i].continuation) for i in batch])
+
         scores: list[Score] = [Score(0.0, True, 0)] * len(requests)
-        start = 0
-        while start < len(order):
-            batch = order[start : start + self.rows(len(sequences[order[start]]))]
-            widths = [len(requests[i].continuation) for i in batch]
-            for i, result in zip(batch, self._pass([sequences[i] for i in batch], widths), strict=True):
+        for batch, results in zip(batches, measure_shared(batches, measure), strict=True):
+            for i, result in zip(batch, results, strict=True):
                 scores[i] = result
-            start += len(batch)
         return scores
 
     def _sequence(self, request: Request, max_length: int) -> list[int]:

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from titans_core.config import Frozen, PositiveInt
+from titans_platform.evals.ranks import is_sharded, measure_alone
 from titans_platform.evals.registry import Context, Measurement, Task, register
 
 
@@ -38,7 +39,13 @@ class Throughput(Task):
         return math.nan
 
     def measure(self, context: Context) -> Measurement:
-        """Median over passes on random tokens of `context.length`; gradients are left as they were: none."""
+        """Median over passes on random tokens of `context.length`; gradients are left as they were: none.
+
+        In a process group the first worker measures, and the others wait unless its passes need them.
+        """
+        return measure_alone(context.scorer.model, lambda: self._measure(context))
+
+    def _measure(self, context: Context) -> Measurement:
         scorer = context.scorer
         rows = self.options.rows or scorer.rows(context.length)
         tokens = torch.randint(scorer.tokenizer.vocab_size, (rows, context.length + 1)).to(scorer.device)
@@ -56,9 +63,14 @@ class Throughput(Task):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
             logits_BTV = model(tokens_BT[:, :-1], document_starts=None).logits
         loss = nn.functional.cross_entropy(logits_BTV.float().transpose(1, 2), tokens_BT[:, 1:])
-        trained = [p for p in model.parameters() if p.requires_grad]
-        # returned, not added to .grad, and dropped
-        torch.autograd.grad(loss, trained, allow_unused=True)
+        if is_sharded(model):
+            # the graph holds gathered parameters, not those of the model
+            loss.backward()
+            model.zero_grad()
+        else:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            # returned, not added to .grad, and dropped
+            torch.autograd.grad(loss, trained, allow_unused=True)
         _wait_for(device)
         return time.perf_counter() - started
 

@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> Manifest:
     if content.pop("hash", None) != _hash_of(content):
         raise ValueError(f"{MANIFEST} does not have the hash it was written with")
     if content.get("schema") != SCHEMA:
-        raise ValueError(f"written in format {content.get('schema')}; this version reads format {SCHEMA}")
+        raise ValueError(f"written in format {content.get('schema')!r}; this version reads format {SCHEMA}")
     try:
         return _READER.validate_json(json.dumps(content), strict=True)
     except ValidationError as error:

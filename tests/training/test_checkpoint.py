@@ -1,0 +1,374 @@
+"""Checkpoints: a resumed run is the run, damage is seen, and a write goes on beside the steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from titans_platform.config import OptimConfig
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.training import checkpoint, manifest
+from titans_platform.training.checkpoint import Saver
+from titans_platform.training.loop import Hooks, Trainer
+from titans_platform.training.timing import Phases
+
+VOCAB, LENGTH = 11, 8
+
+
+class Batch(NamedTuple):
+    tokens: Tensor
+    starts: Tensor
+    loss: Tensor
+
+
+class Rows:
+    """Rows drawn from the step; every third row has nothing to predict but its last token."""
+
+    def __init__(self, rows: int = 6):
+        self.rows = rows
+
+    def batch(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(VOCAB, (self.rows, LENGTH + 1), generator=generator)
+        starts = torch.zeros(self.rows, LENGTH + 1, dtype=torch.bool)
+        loss = torch.ones(self.rows, LENGTH, dtype=torch.bool)
+        loss[::3, :-1] = False
+        return Batch(tokens, starts, loss)
+
+
+class Tied(nn.Module):
+    """A language model of two matrices, one of them used twice, with a vector and a bias beside them."""
+
+    def __init__(self, width: int = 12):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.mix = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def parameter_groups(self, weight_decay: float) -> list[dict]:
+        return [{"params": list(self.parameters()), "weight_decay": weight_decay}]
+
+    def forward(self, tokens_BT: Tensor, document_starts: Tensor | None = None) -> SimpleNamespace:
+        x = self.norm(self.embedding(tokens_BT))
+        return SimpleNamespace(logits=self.head(x + torch.tanh(self.mix(x).cumsum(1))))
+
+
+def trainer(seed: int = 0, model: nn.Module | None = None) -> Trainer:
+    torch.manual_seed(seed)
+    cfg = OptimConfig(steps=12, batch_rows=6, lr=1e-2)
+    return Trainer(model or Tied(), cfg, Rows(), sequence_length=LENGTH)
+
+
+def weights(of: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in of.model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def interrupted(folder, upto: int, seed: int = 5) -> Trainer:
+    t = trainer(seed)
+    while t.progress.step < upto:
+        t.step()
+        if t.progress.step % 3 == 0:
+            checkpoint.save(folder, t)
+    return t
+
+
+def test_a_restored_run_goes_on_to_the_same_weights(tmp_path):
+    straight = trainer(5)
+    straight.run(Hooks())
+    interrupted(tmp_path, 7)
+    resumed = trainer(6)
+    path = checkpoint.restore(tmp_path, resumed)
+    assert path is not None
+    assert path.name == "step-00000006"
+    resumed.run(Hooks())
+    assert same(weights(straight), weights(resumed))
+    assert resumed.progress.final_loss == straight.progress.final_loss
+
+
+def test_restore_brings_every_rng_back(tmp_path):
+    t = interrupted(tmp_path, 3)
+    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
+    checkpoint.restore(tmp_path, t)
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
+
+
+def test_only_the_last_two_are_kept(tmp_path):
+    interrupted(tmp_path, 9)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
+
+
+def test_nothing_to_restore(tmp_path):
+    assert checkpoint.restore(tmp_path / "none", trainer()) is None
+
+
+@pytest.mark.parametrize("fault", ["truncate", "delete", "manifest", "no manifest"])
+def test_a_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault):
+    interrupted(tmp_path, 6)
+    latest = tmp_path / "step-00000006"
+    shard = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    if fault == "truncate":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    elif fault == "delete":
+        shard.unlink()
+    elif fault == "manifest":
+        (latest / "manifest.json").write_text('{"schema": 1, "fi')
+    else:
+        (latest / "manifest.json").unlink()
+    t = trainer(5)
+    assert checkpoint.restore(tmp_path, t) == tmp_path / "step-00000003"
+    assert t.progress.step == 3
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "step-00000006 is not whole" in line
+    with pytest.raises(UsageError, match="step-00000006: not a whole checkpoint: "):
+        checkpoint.load_model(latest, Tied())
+
+
+def test_one_flipped_bit_anywhere_is_seen(tmp_path):
+    interrupted(tmp_path, 3)
+    point = tmp_path / "step-00000003"
+    model = Tied()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    files = sorted(point.iterdir())
+    assert {".metadata", "__0_0.distcp", "manifest.json"} == {path.name for path in files}
+    draw = random.Random(0)
+    for path in files:
+        content = path.read_bytes()
+        for _ in range(100):
+            flipped = bytearray(content)
+            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            with pytest.raises(UsageError, match="not a whole checkpoint"):
+                checkpoint.load_model(point, model)
+        path.write_bytes(content)
+    assert same(before, model.state_dict())
+    assert checkpoint.load_model(point, model) == 3
+
+
+def test_a_resume_after_a_flipped_bit_ends_in_the_same_weights(tmp_path, caplog):
+    interrupted(tmp_path, 6)
+    shard = tmp_path / "step-00000006" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    straight, resumed = trainer(5), trainer(6)
+    assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000003"
+    assert "step-00000006 is not whole (__0_0.distcp does not have the hash it was written" in caplog.text
+    straight.run(Hooks())
+    resumed.run(Hooks())
+    assert same(weights(straight), weights(resumed))
+
+
+def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
+    interrupted(tmp_path, 3)
+    (tmp_path / "step-00000003" / ".metadata").unlink()
+    t = trainer(5)
+    before = weights(t)
+    with pytest.raises(
+        UsageError, match=r"step-00000003: \.metadata is missing, and no .* delete .*from the"
+    ):
+        checkpoint.restore(tmp_path, t)
+    assert same(before, weights(t))
+
+
+def rewrite(point: Path, **changes) -> None:
+    """Change fields of a manifest and give it the hash it should have."""
+    path = point / manifest.MANIFEST
+    content = json.loads(path.read_text()) | changes
+    content.pop("hash", None)
+    path.write_text(json.dumps(content | {"hash": manifest._hash_of(content)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schema": "2"}, "written in format '2'; this version reads format 2"),
+        ({"schema": 3}, "written in format 3; this version reads format 2"),
+        ({"files": ["a"]}, "files: Input should be an object"),
+        ({"files": {"__0_0.distcp": 7}}, r"files\.__0_0\.distcp: Input should be a valid string"),
+        ({"files": None}, "files: Input should be an object"),
+        ({"progress": 3}, "progress: Input should be an object"),
+        ({"progress": {"step": "3"}}, r"progress\.step: Input should be a valid integer"),
+        ({"progress": {"telemetry": [1]}}, r"progress\.telemetry: Input should be an object"),
+    ],
+)
+def test_a_manifest_of_wrong_types_is_one_line(tmp_path, changes, reason):
+    interrupted(tmp_path, 3)
+    rewrite(tmp_path / "step-00000003", **changes)
+    with pytest.raises(UsageError, match=reason):
+        checkpoint.load_model(tmp_path / "step-00000003", Tied())
+    with pytest.raises(UsageError, match=reason):
+        checkpoint.restore(tmp_path, trainer())
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "7", '"text"', "", "\x00"])
+def test_a_manifest_that_is_no_object_is_one_line(tmp_path, content):
+    interrupted(tmp_path, 3)
+    (tmp_path / "step-00000003" / "manifest.json").write_text(content)
+    with pytest.raises(UsageError, match=r"manifest\.json (is not valid JSON|does not hold)"):
+        checkpoint.load_model(tmp_path / "step-00000003", Tied())
+
+
+def test_a_checkpoint_of_the_first_format_says_so(tmp_path):
+    interrupted(tmp_path, 3)
+    old = {"schema": 1, "progress": {"step": 3}, "files": {"__0_0.distcp": 10}}
+    (tmp_path / "step-00000003" / "manifest.json").write_text(json.dumps(old))
+    with pytest.raises(UsageError, match="written in format 1, without hashes; this version reads format 2"):
+        checkpoint.restore(tmp_path, trainer())
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+    with pytest.raises(TitansError, match=r"step-00000003: cannot be written: .*No space left"):
+        interrupted(tmp_path, 3)
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_a_save_that_fails_at_its_end_leaves_the_one_before(tmp_path, monkeypatch):
+    t = interrupted(tmp_path, 3)
+    t.step()
+
+    def refused(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.replace", refused)
+    with pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*Permission denied"):
+        checkpoint.save(tmp_path, t)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000003"
+
+
+@pytest.fixture
+def disk(monkeypatch) -> threading.Event:
+    """A disk on which nothing is written before the event is set."""
+    ready, write = threading.Event(), FileSystemWriter.write_data
+
+    def waits(self, *arguments):
+        assert ready.wait(60)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", waits)
+    return ready
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, disk):
+    t, phases = trainer(5), Phases()
+    with Saver(tmp_path, t, phases=phases) as saver:
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=3), until=3)
+        t.run(Hooks(), until=8)
+        kept = weights(t)
+        assert checkpoint.newest(tmp_path) is None
+        assert phases.seconds["checkpoint wait"] == 0
+        threading.Timer(0.3, disk.set).start()
+    assert phases.seconds["checkpoint wait"] > 0.2
+    resumed = trainer(6)
+    assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000003"
+    # what was written is the state of its step, not what the steps since have made of it
+    resumed.run(Hooks(), until=8)
+    assert same(kept, weights(resumed))
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, disk):
+    t, phases = trainer(), Phases()
+    with Saver(tmp_path, t, phases=phases) as saver:
+        saver.save()
+        t.step()
+        threading.Timer(0.3, disk.set).start()
+        saver.save()
+        assert phases.seconds["checkpoint wait"] > 0.2
+        assert (tmp_path / "step-00000000").exists()
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
+
+
+def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+    t = trainer()
+    with (
+        pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*No space left"),
+        Saver(tmp_path, t) as saver,
+    ):
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4))
+    assert t.progress.step == 8
+
+
+def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):
+    t = trainer()
+    t.step()
+    seen: list[tuple[int, list[str], int]] = []
+
+    def flush() -> None:
+        seen.append((t.progress.step, [p.name for p in tmp_path.iterdir()], threading.get_ident()))
+
+    checkpoint.save(tmp_path, t, flush)
+    assert seen == [(1, [], threading.get_ident())]
+
+    def fails() -> None:
+        raise TitansError("the tracking server does not answer")
+
+    t.step()
+    with pytest.raises(TitansError, match="does not answer"):
+        checkpoint.save(tmp_path, t, fails)
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_of_the_write(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)
+    t = trainer()
+
+    def run_fails(*_) -> None:
+        raise KeyError("the run")
+
+    with pytest.raises(KeyError, match="the run"), Saver(tmp_path, t) as saver:
+        t.run(Hooks(lambda step, metrics: (saver.save(), run_fails())))
+    assert "step-00000001: cannot be written" in caplog.text
+
+
+def test_as_many_are_kept_as_asked(tmp_path):
+    t = trainer()
+    with Saver(tmp_path, t, keep=1) as saver:
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
+
+
+def test_another_shape_is_refused_by_name(tmp_path):
+    interrupted(tmp_path, 3)
+    wider = trainer(model=Tied(width=16))
+    before = weights(wider)
+    with pytest.raises(UsageError, match=r"embedding\.weight is \(11, 12\) in the checkpoint and \(11, 16\)"):
+        checkpoint.restore(tmp_path, wider)
+    assert same(before, weights(wider))
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    interrupted(tmp_path, 3)
+    model = Tied()
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"extra\.weight is missing in the checkpoint and \(2, 2\)"):
+        checkpoint.load_model(tmp_path / "step-00000003", model)
+
+
+def test_load_model_takes_the_weights_alone(tmp_path):
+    t = interrupted(tmp_path, 3)
+    fresh = Tied()
+    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
+    assert same(weights(t), fresh.state_dict())

@@ -1,0 +1,107 @@
+"""One worker, two with DDP, two with FSDP2: the same losses, and the same evaluation bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from titans_core import LanguageModel
+from titans_platform.errors import UsageError
+from titans_platform.training import checkpoint
+from titans_platform.training.loop import deterministic
+
+PROGRAM = Path(__file__).with_name("workers.py")
+
+
+@pytest.fixture(scope="module")
+def workers() -> ModuleType:
+    """The program, imported: what it does without a process group."""
+    spec = importlib.util.spec_from_file_location("training_workers", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_two(job: str, folder: Path) -> list[Any]:
+    """What each of two workers found."""
+    command = [sys.executable, str(PROGRAM), job, str(folder)]
+    processes = [
+        subprocess.Popen([*command, str(rank), "2"], stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The folder two workers left their checkpoints in, and what they found."""
+    folder = tmp_path_factory.mktemp("two")
+    first, second = run_two("train", folder)
+    assert first == second
+    return folder, first
+
+
+@pytest.fixture(scope="module")
+def one(workers) -> list[float]:
+    with deterministic(0, threads=1):
+        return workers.losses(workers.trainer("ddp"))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_workers_train_like_one(two, one, kind):
+    _, found = two
+    assert found[kind] == pytest.approx(one, rel=2e-6)
+    assert one[-1] < one[0] - 0.2
+    assert found[f"{kind} resumed"] == found[kind]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind):
+    folder, found = two
+    model = LanguageModel(workers.MODEL)
+    # also: what two workers saved, sharded or not, one can load
+    assert checkpoint.load_model(folder / kind / "step-00000010", model) == 10
+    with deterministic(0, threads=1):
+        alone = json.loads(json.dumps(workers.measured(model)))
+    together = found[f"{kind} measured"]
+    assert together["columns"].pop("speed") > 0
+    assert together["tasks"].pop("speed/throughput@16")["items"] == 32
+    assert alone["scores"] == together["scores"]
+    for part in ("tasks", "buckets"):
+        assert alone[part] == together[part]
+    assert alone["columns"] == together["columns"]
+
+
+def test_one_worker_goes_on_from_a_sharded_checkpoint(two, one, workers):
+    folder, _ = two
+    with deterministic(0, threads=1):
+        alone = workers.trainer("fsdp")
+        checkpoint.restore(folder / "fsdp", alone)
+        assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
+
+
+def test_an_error_of_one_worker_ends_the_evaluation_of_all(tmp_path):
+    first, second = run_two("fail", tmp_path)
+    assert second == "ValueError: out of memory"
+    assert first == "TitansError: evaluation failed on worker 1: out of memory"
+
+
+def test_rows_that_do_not_divide_are_refused_for_sharded_parameters(workers, monkeypatch):
+    monkeypatch.setattr("titans_platform.training.loop.world_size", lambda: 3)
+    with pytest.raises(UsageError, match=r"optim\.batch_rows: 8 rows do not divide among 3 workers"):
+        workers.trainer("fsdp")

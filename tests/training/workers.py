@@ -1,0 +1,143 @@
+"""One worker of a process group on CPUs, as a program: `python workers.py JOB FOLDER RANK WORLD_SIZE`.
+
+A job writes what it found to FOLDER/JOB-RANK.json. The test that starts it also imports it, for the
+numbers of a run without a process group.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_platform.config import EvalConfig, OptimConfig, TaskConfig
+from titans_platform.data import Batch, load_tokenizer
+from titans_platform.evals import Request, Scorer, evaluate
+from titans_platform.training import checkpoint
+from titans_platform.training.loop import Hooks, Trainer, deterministic
+
+LENGTH, ROWS, STEPS = 16, 8, 20
+BYTE = load_tokenizer("byte")
+MODEL = ModelConfig(
+    variant="lmm",
+    vocab_size=BYTE.vocab_size,
+    d_model=16,
+    n_layers=2,
+    memory=MemoryConfig(heads=2, chunk_size=8),
+    attention=AttentionConfig(heads=2),
+)
+
+
+def rows(key: str, count: int) -> Batch:
+    """Random rows, every third with one position that counts."""
+    generator = torch.Generator().manual_seed(random.Random(key).randrange(2**32))
+    tokens = torch.randint(64, (count, LENGTH + 1), generator=generator)
+    starts = torch.zeros(count, LENGTH + 1, dtype=torch.bool)
+    starts[:, 0] = True
+    loss = torch.ones(count, LENGTH, dtype=torch.bool)
+    loss[::3, :-1] = False
+    return Batch(tokens, starts, loss)
+
+
+class Stream:
+    """A worker's part of rows that are drawn from the step."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1):
+        self.share = slice(rank, None, world_size)
+
+    def batch(self, step: int) -> Batch:
+        return Batch(*(part[self.share] for part in rows(f"step {step}", ROWS)))
+
+
+def trainer(parallel: str, rank: int = 0, world_size: int = 1) -> Trainer:
+    cfg = OptimConfig(
+        steps=STEPS, batch_rows=ROWS, micro_batch_rows=2, lr=3e-3, grad_clip=0.5, parallel=parallel
+    )
+    # a copy that starts elsewhere must be brought to the first worker's weights
+    torch.manual_seed(rank)
+    return Trainer(LanguageModel(MODEL), cfg, Stream(rank, world_size), sequence_length=LENGTH)
+
+
+def losses(of: Trainer, until: int = STEPS) -> list[float]:
+    """The loss of each step, with a look at the memory on every fifth."""
+    found: list[float] = []
+    of.run(Hooks(on_step=lambda step, metrics: found.append(metrics["loss"]), telemetry_every=5), until)
+    return found
+
+
+def measured(model: torch.nn.Module, speed: bool = False) -> dict[str, Any]:
+    """Tasks of every kind, in batches of three rows, seven of a kind: a number that two do not divide."""
+
+    def validation(count: int) -> Iterator[Batch]:
+        return (rows(f"validation {i}", count) for i in range(7))
+
+    prepared = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=validation)
+    columns = {
+        "recall": (TaskConfig(task="recall", options={"pairs": 2}, lengths=(1.0, 2.0)),),
+        "lm": (TaskConfig(task="perplexity"), TaskConfig(task="loss")),
+    }
+    if speed:
+        columns["speed"] = (TaskConfig(task="throughput", options={"rows": 2, "repeats": 1}),)
+    config = EvalConfig(columns=columns, items=19, perplexity_tokens=10**6, batch_tokens=3 * LENGTH)
+    found = evaluate(model, prepared, config, LENGTH)
+    requests = [Request(list(range(n)), [n, n + 1]) for n in (3, 9, 1, 12, 7)]
+    with torch.no_grad():
+        scores = Scorer(model, BYTE, torch.device("cpu"), 24).score(requests, LENGTH)
+    return found | {"scores": scores}
+
+
+def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """By DDP and by FSDP2: the losses of twenty steps, those after a resume, and what is measured between.
+
+    The checkpoint in the middle stays in the folder, for another number of workers.
+    """
+    found: dict[str, Any] = {}
+    for kind in ("ddp", "fsdp"):
+        straight = trainer(kind, rank, world_size)
+        first = losses(straight, STEPS // 2)
+        checkpoint.save(folder / kind, straight)
+        found[f"{kind} measured"] = measured(straight.model, speed=True)
+        found[kind] = first + losses(straight)
+        resumed = trainer(kind, rank, world_size)
+        checkpoint.restore(folder / kind, resumed)
+        found[f"{kind} resumed"] = first + losses(resumed)
+    return found
+
+
+def fail_alone(folder: Path, rank: int, world_size: int) -> str:
+    """An evaluation in which the second worker alone meets an error."""
+
+    class Failing(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor, document_starts: Any = None) -> Any:
+            if rank == 1:
+                raise ValueError("out of memory")
+            return SimpleNamespace(logits=torch.zeros(*tokens.shape, BYTE.vocab_size))
+
+    try:
+        measured(Failing())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def main() -> None:
+    job, folder, rank, world_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    store = f"file://{folder / f'{job}.store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    jobs = {"train": train_and_evaluate, "fail": fail_alone}
+    with deterministic(0, threads=1):
+        found = jobs[job](folder, rank, world_size)
+    (folder / f"{job}-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
