@@ -16,6 +16,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
+from titans_platform.runs.execute import run_cell
 
 RUN: dict[str, Any] = {
     "model": {
@@ -205,13 +206,15 @@ class Huber(Regression):
 
 def test_an_objective_of_ones_own_file(run_yaml, capsys):
     Path("own_objective.py").write_text(OWN)
-    sets = ["--set", "objective.kind=own_objective:Huber", "--set", "objective.options.delta=0.5"]
-    assert train(*sets) == 0
-    assert "Huber" in capsys.readouterr().out
-    cfg = load_config(run_yaml, [word for word in sets if word != "--set"])
-    (cell,) = Path("runs/cells").iterdir()
-    assert cell.name == run_name(cfg, Path("runs"))
-    assert run_name(config(), Path("runs")) != cell.name
+    sets = ["objective.kind=own_objective:Huber", "objective.options.delta=0.5", "optim.steps=8"]
+    cfg, root = load_config(run_yaml, sets), Path("runs")
+    names = {run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}
+    assert len(names) == 3
+    result = run_cell(cfg, root)
+    assert result["cell"] == run_name(cfg, root)
+    # at the same weights Huber's error is below half the squared one
+    squared = run_cell(load_config(run_yaml, sets[2:]), root)
+    assert 0 < result["final_train_loss"] < 0.6 * squared["final_train_loss"]
     for kind, says in (
         ("own_objective:Hubert", "objective.kind: own_objective:Hubert cannot be imported"),
         ("no_such_module:Huber", "objective.kind: no_such_module:Huber cannot be imported"),

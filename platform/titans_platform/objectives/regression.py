@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -18,6 +19,7 @@ from titans_platform.config import DataConfig, Fraction, digest
 from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals import register as register_task
+from titans_platform.evals.ranks import measure_shared
 from titans_platform.evals.registry import Context
 from titans_platform.objectives.base import Objective, Report, register
 from titans_platform.objectives.series import (
@@ -154,7 +156,7 @@ class SeriesError(Task):
     Chance is the error of the training part's mean, which is 0 in standard units.
     """
 
-    data_kind: ClassVar[str] = "series"
+    data_kind = "series"
 
     @property
     def chance(self) -> float:
@@ -171,16 +173,18 @@ class SeriesError(Task):
         The standard error counts only windows without a common target as independent.
         """
         data: SeriesData = context.prepared
-        errors, guesses = [], []
         batches = data.validation(context.length, context.config.items, context.scorer.rows(context.length))
-        for inputs, targets in batches:
-            predicted = context.scorer.model(inputs.to(context.scorer.device)).prediction.float().cpu()
-            errors.append(self.error(predicted - targets))
-            guesses.append(self.error(targets))
-        each = torch.cat(errors).double()
-        apart = min(len(each), data.validation_steps // data.horizon)
-        stderr = each.std(correction=0).item() / math.sqrt(apart)
-        return Measurement(each.mean().item(), stderr, torch.cat(guesses).double().mean().item(), len(each))
+        measured = measure_shared(batches, partial(self._errors, context))
+        errors, guesses = (torch.cat(parts).double() for parts in zip(*measured, strict=True))
+        apart = min(len(errors), data.validation_steps // data.horizon)
+        stderr = errors.std(correction=0).item() / math.sqrt(apart)
+        return Measurement(errors.mean().item(), stderr, guesses.mean().item(), len(errors))
+
+    def _errors(self, context: Context, batch: Windows) -> tuple[Tensor, Tensor]:
+        """[B] errors of the model, and of the training part's mean."""
+        scorer = context.scorer
+        predicted = scorer.model(batch.inputs.to(scorer.device)).prediction.float().cpu()
+        return self.error(predicted - batch.targets), self.error(batch.targets)
 
 
 @register_task
