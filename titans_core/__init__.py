@@ -1,24 +1,30 @@
 """Titans: models whose long-term memory is a small network that keeps learning while it reads."""
 
 from titans_core import presets
+from titans_core.backbone import Backbone, Model, ModelState
 from titans_core.blocks import BLOCKS
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
 from titans_core.memory import MemoryCache, NeuralMemory
-from titans_core.model import LanguageModel, ModelOutput, ModelState
+from titans_core.model import LanguageModel, ModelOutput
+from titans_core.series import SeriesModel, SeriesOutput
 from titans_core.telemetry import record
 
 __all__ = [
     "BLOCKS",
     "AttentionConfig",
+    "Backbone",
     "Documents",
     "LanguageModel",
     "MemoryCache",
     "MemoryConfig",
+    "Model",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
     "NeuralMemory",
+    "SeriesModel",
+    "SeriesOutput",
     "presets",
     "record",
 ]

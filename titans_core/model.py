@@ -1,31 +1,14 @@
-"""The language model: an embedding, blocks of one variant, a head."""
+"""The language model: an embedding of tokens, blocks of one variant, a head over the vocabulary."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from titans_core.blocks import BLOCKS, Block
-from titans_core.blocks.base import Place
+from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
-from titans_core.init import initialize
-from titans_core.layers import RMSNorm
-
-
-class ModelState(NamedTuple):
-    """What a sequence leaves behind: tokens seen so far, and the state of each block."""
-
-    position: int
-    blocks: tuple[Any, ...]
-
-    def detach(self) -> ModelState:
-        """The same state, cut from the graph."""
-        cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
-        return ModelState(self.position, tree_map(cut, self.blocks))
 
 
 class ModelOutput(NamedTuple):
@@ -35,7 +18,7 @@ class ModelOutput(NamedTuple):
     state: ModelState | None
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Backbone):
     """Next-token logits from tokens.
 
     Raises:
@@ -43,17 +26,11 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        if config.variant not in BLOCKS:
-            raise ValueError(f"variant: {config.variant!r} is not one of {', '.join(BLOCKS)}")
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(BLOCKS[config.variant](config) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.d_model)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        initialize(self, config.n_layers)
+        embedding = nn.Embedding(config.vocab_size, config.d_model)
+        head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        super().__init__(config, embedding, head)
         if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+            head.weight = embedding.weight
 
     def forward(
         self,
@@ -66,50 +43,10 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens_BT: [B, T] int64.
-            state: from an earlier call: the sequence goes on, cut anywhere.
-            document_starts: [B, T] bool, True where a packed document begins; memory, convolutions,
-                attention and positions start afresh there. Cannot be combined with ``state``. A compiled
-                model takes `Documents.from_starts` of it, made outside: how many there are is data.
+            state: from an earlier call, as `encode` takes it.
+            document_starts: [B, T] bool, where packed documents begin, as `encode` takes it.
         """
-        if document_starts is not None and state is not None:
-            raise ValueError("document_starts: packed documents cannot continue a state")
-        place, start = self._place(tokens_BT, state, document_starts)
         # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
         x = self.embedding(tokens_BT) * self.config.d_model**0.5
-        before = [None] * len(self.blocks) if state is None else state.blocks
-        after = []
-        for block, block_state in zip(self.blocks, before, strict=True):
-            x, block_state = block(x, block_state, place)
-            after.append(block_state)
-        end = None if place.documents else ModelState(start + tokens_BT.shape[1], tuple(after))
-        return ModelOutput(self.head(self.norm(x)), end)
-
-    def num_parameters(self) -> int:
-        """Trained numbers, a tied embedding counted once."""
-        return sum(p.numel() for p in self.parameters())
-
-    def state_bytes(self, length: int) -> int:
-        """Bytes one sequence carries after ``length`` tokens."""
-        return sum(cast(Block, block).state_bytes(length) for block in self.blocks)
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: decay pulls on the matrices of linear layers and on nothing else.
-
-        Norms, biases, convolutions, gates' biases, persistent tokens, the embedding and M_0 keep their
-        scale: it means something in each of them.
-        """
-        decayed = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)}
-        decayed.discard(id(self.embedding.weight))
-        split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-        for p in self.parameters():
-            split[id(p) not in decayed].append(p)
-        return [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
-
-    def _place(
-        self, tokens: Tensor, state: ModelState | None, starts: Tensor | Documents | None
-    ) -> tuple[Place, int]:
-        if starts is not None:
-            documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
-            return Place(documents.position_BT, documents), 0
-        start = 0 if state is None else state.position
-        return Place(torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]), start
+        x, state = self.encode(x, state, document_starts)
+        return ModelOutput(self.head(x), state)

@@ -120,6 +120,13 @@ class CheckpointConfig(Frozen):
     """The newest checkpoints that are kept."""
 
 
+class ObjectiveConfig(Frozen):
+    """What the run trains on: a name of `titans_platform.objectives`, or ``module:Class`` of your own."""
+
+    kind: str = "next_token"
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+
+
 class RunConfig(Frozen):
     """One run, whole: what its name and every number it gives are a function of."""
 
@@ -131,6 +138,7 @@ class RunConfig(Frozen):
     threads: PositiveInt = 1
     """CPU threads of a worker: sums are taken in another order with another number of them."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
 
     def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
         """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from titans_platform.config import RunConfig
-from titans_platform.data import open_prepared, prepare
+from titans_platform.data import prepare
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import read_json
-from titans_platform.runs.check import build_model, check_batch, check_config, check_data, spec_for
+from titans_platform.objectives import build_objective
+from titans_platform.runs.check import check_batch, check_config, check_data, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.resources import Resources
@@ -41,7 +42,7 @@ def run(cfg: RunConfig, root: Path, **fields) -> dict:
 
 
 def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
-    model = build_model(cfg, open_prepared(cfg.data, folder.root))
+    model = build_objective(cfg).build_model()
     point = newest(folder.path / "checkpoints")
     assert point is not None
     assert load_model(point, model) == cfg.optim.steps
@@ -130,7 +131,7 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "fails"))
-    monkeypatch.setattr("titans_platform.runs.worker.evaluate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
         execute(spec)
     run_id = store.find("titans.cell", spec.name)

@@ -17,7 +17,8 @@ import torch
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.runs.check import build_model, spec_for
+from titans_platform.objectives import build_objective
+from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.resources import Resources
@@ -55,12 +56,12 @@ def test_a_refusal_is_the_same_error_in_this_process(tiny_run, tmp_path):
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
-    data = prepare(tiny_run.data, tmp_path)
+    prepare(tiny_run.data, tmp_path)
     one = execute(spec_for(tiny_run, tmp_path, name="one"))
     two = execute(spec_for(tiny_run, tmp_path, Resources(workers=2), name="two"))
     assert two["final_train_loss"] == pytest.approx(one["final_train_loss"], rel=1e-4)
     assert two["tokens"] == one["tokens"]
-    models = [build_model(tiny_run, data), build_model(tiny_run, data)]
+    models = [build_objective(tiny_run).build_model(), build_objective(tiny_run).build_model()]
     for name, model in zip(["one", "two"], models, strict=True):
         load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-3, atol=1e-4)

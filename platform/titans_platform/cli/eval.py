@@ -46,7 +46,8 @@ def evaluate(run: str, overrides: tuple[str, ...], root: Path, as_json: bool) ->
 def find_checkpoint(run: str, root: Path) -> Path:
     """The folder of the checkpoint that ``run`` names. Raises UsageError."""
     from titans_platform.runs.folder import CHECKPOINTS
-    from titans_platform.training.checkpoint import MANIFEST, newest
+    from titans_platform.training.checkpoint import newest
+    from titans_platform.training.manifest import MANIFEST
 
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
@@ -89,16 +90,15 @@ def _config(point: Path, overrides: tuple[str, ...]) -> RunConfig:
 def _measure(cfg: RunConfig, point: Path, root: Path) -> dict[str, Any]:
     import torch
 
-    from titans_platform.data import open_prepared
-    from titans_platform.evals import evaluate as measure
-    from titans_platform.runs.check import build_model
+    from titans_platform.objectives import build_objective
     from titans_platform.training.checkpoint import load_model
     from titans_platform.training.loop import deterministic
 
-    data = open_prepared(cfg.data, root)
+    objective = build_objective(cfg)
+    data = objective.open(root)
     with deterministic(cfg.seed, cfg.threads):
-        model = build_model(cfg, data)
+        model = objective.build_model()
         step = load_model(point, model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        measured = measure(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
+        measured = objective.evaluate(model.to(device), data, device=device)
     return {"cell": point.parents[1].name, "step": step, **measured}

@@ -30,7 +30,7 @@ PLAIN_EVERY = 15.0
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
-    from titans_platform.data import PreparedData
+    from titans_platform.objectives import Data
     from titans_platform.runs.folder import RunFolder
     from titans_platform.runs.resources import Resources
     from titans_platform.runs.spec import Tracking
@@ -73,6 +73,7 @@ def train(
       titans train run.yaml --set model.memory.depth=3 --set optim.steps=200
     """
     from titans_platform.loading import load_config
+    from titans_platform.objectives import build_objective
     from titans_platform.runs.resources import Resources
 
     console = Console(stderr=as_json)
@@ -85,16 +86,18 @@ def train(
     if as_json:
         echo_json(result)
         return
+    objective = build_objective(cfg)
     console.print(measures_table(result))
     console.print(
-        f"run {result['cell']}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, "
-        f"{result['train_seconds']:.0f} s, final loss {result['final_train_loss']:.4f} nats"
+        f"run {result['cell']}: {result['parameters']:,} parameters, {result['tokens']:,} "
+        f"{objective.positions}, {result['train_seconds']:.0f} s, final loss "
+        f"{result['final_train_loss']:.4f} {objective.loss_unit}"
     )
     console.print(f"folder {root / 'cells' / result['cell']}", soft_wrap=True, highlight=False)
 
 
 def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: Console) -> dict[str, Any]:
-    from titans_platform.data import prepare
+    from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_config, check_data, check_resources, spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.ray_session import ray_session
@@ -104,7 +107,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     check_resources(cfg, resources)
     check_store(root)
     with console.status("preparing data"):
-        data = prepare(cfg.data, root)
+        data = build_objective(cfg).prepare(root)
     spec = spec_for(cfg, root, resources, labels={"row": name})
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
@@ -117,7 +120,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
         return execute(spec, wait=10)
 
 
-def _tracking(cfg: RunConfig, root: Path, data: PreparedData, name: str) -> Tracking:
+def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     from titans_platform.provenance import commit
     from titans_platform.runs.spec import Tracking
     from titans_platform.study.columns import params
@@ -179,30 +182,31 @@ def shown(state: dict[str, Any]) -> str:
 
 def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, console: Console) -> None:
     """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
-    from titans_platform.data import NotPrepared, open_prepared
+    from titans_platform.data import NotPrepared
+    from titans_platform.objectives import build_objective
     from titans_platform.runs.check import (
-        build_on_meta,
         check_config,
         check_data,
         check_resources,
         check_sources,
+        model_on_meta,
         run_name,
     )
     from titans_platform.runs.folder import RunFolder
 
     check_config(cfg)
-    check_sources(cfg)
     check_resources(cfg, resources)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
-        data = open_prepared(cfg.data, root)
+        data = build_objective(cfg).open(root)
     except NotPrepared:
+        check_sources(cfg)
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
         check_data(cfg, data)
         folder = RunFolder(root.resolve(), run_name(cfg, data.fingerprint, resources))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-    model = build_on_meta(cfg.model)
+    model = model_on_meta(cfg)
     plan["tokens"] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
     plan["parameters"] = model.num_parameters()
     plan["state_bytes"] = model.state_bytes(cfg.data.sequence_length)

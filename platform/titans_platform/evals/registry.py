@@ -54,6 +54,8 @@ class Task(ABC):
     version: ClassVar[int] = 1
     """Raise it with any change that changes a number: cells measured with another version run again."""
     Options: ClassVar[type[Frozen]] = NoOptions
+    data_kind: ClassVar[str] = "tokens"
+    """What it is measured on: the data of an objective of the same kind."""
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()

@@ -57,7 +57,9 @@ def evaluate(
         UsageError: a task, option or length is not valid, or no unseen item is left.
     """
     tasks = {column: _labelled(configs) for column, configs in config.columns.items()}
-    scorer = Scorer(model, prepared.tokenizer, torch.device(device), config.batch_tokens)
+    # data other than tokens have no tokenizer, and their tasks ask for none
+    tokenizer = getattr(prepared, "tokenizer", None)
+    scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
     with evaluating(model):
         for column, labelled in tasks.items():

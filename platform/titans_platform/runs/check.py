@@ -6,27 +6,17 @@ with its data.
 
 from __future__ import annotations
 
-import glob
 import os
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titans_core import LanguageModel, ModelConfig
-from titans_platform.config import RunConfig
-from titans_platform.data import PreparedData, open_prepared
-from titans_platform.errors import UsageError, within
-from titans_platform.evals import (
-    GeneratedTask,
-    build_generated,
-    build_task,
-    eval_version,
-    row_length,
-)
-from titans_platform.evals.perplexity import Perplexity
+from titans_core import Model
+from titans_platform.config import EvalConfig, OptimConfig, RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.resources import Resources, concurrency
@@ -38,7 +28,7 @@ BYTES_A_PARAMETER = 16
 
 def run_name(cfg: RunConfig, data_fingerprint: str, resources: Resources = Resources()) -> str:
     """The run's name: the hash of all that its numbers are a function of."""
-    return cfg.fingerprint(data_fingerprint, eval_version(cfg.eval))
+    return build_objective(cfg).run_name(data_fingerprint)
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
@@ -46,68 +36,42 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 
     Raises UsageError where the data are not prepared.
     """
-    data = open_prepared(cfg.data, root)
+    data = build_objective(cfg).open(root)
     name = run_name(cfg, data.fingerprint, resources)
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
-def build_model(cfg: RunConfig, data: PreparedData) -> LanguageModel:
-    """The run's model at its initial weights. Raises UsageError: a small vocabulary, an unknown variant."""
-    needed = data.tokenizer.vocab_size
-    if cfg.model.vocab_size < needed:
-        raise UsageError(
-            f"model.vocab_size: {cfg.model.vocab_size} is less than the {needed} of tokenizer "
-            f"{cfg.data.tokenizer}; set it to {needed}"
-        )
-    try:
-        return LanguageModel(cfg.model)
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
-
-
-def parameters(model: ModelConfig) -> int:
-    """Parameters of a model, without memory for them. Raises UsageError for what a part refuses."""
-    try:
-        return _parameters(model.model_dump_json())
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
+def parameters(cfg: RunConfig) -> int:
+    """Parameters of the run's model, built without memory for them. Raises UsageError."""
+    # of the config only what a model can be a function of: a grid has few models and many cells
+    of = cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
+    return _parameters(of.model_dump_json())
 
 
 @cache
-def _parameters(model: str) -> int:
-    return build_on_meta(ModelConfig.model_validate_json(model)).num_parameters()
+def _parameters(cfg: str) -> int:
+    return model_on_meta(RunConfig.model_validate_json(cfg)).num_parameters()
 
 
-def build_on_meta(model: ModelConfig) -> LanguageModel:
-    """The model without memory for its weights: sizes can be asked of it. Raises ValueError."""
+def model_on_meta(cfg: RunConfig) -> Model:
+    """The run's model without memory for its weights, to ask for its sizes. Raises UsageError."""
     with torch.device("meta"):
-        return LanguageModel(model)
+        return build_objective(cfg).build_model()
 
 
 def check_config(cfg: RunConfig) -> None:
-    """What the config gets wrong by itself: a variant, a task, an option, a source that is not there.
-
-    Raises UsageError that names the field.
-    """
-    parameters(cfg.model)
-    for column, tasks in cfg.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                build_task(task)
-    for i, source in enumerate(cfg.data.sources):
-        for j, task in enumerate(source.tasks):
-            with within(f"data.sources.{i}.tasks.{j}"):
-                build_generated(task)
+    """What the config gets wrong by itself: a variant, a task, an option. Raises UsageError."""
+    build_objective(cfg).check()
 
 
 def check_sources(cfg: RunConfig) -> None:
     """Whether the files that the config names are on this machine. Raises UsageError."""
-    for i, source in enumerate(cfg.data.sources):
-        if source.path and not glob.glob(source.path, recursive=True):
-            raise UsageError(f"data.sources.{i}.path: no file {source.path}")
-    tokenizer = cfg.data.tokenizer
-    if tokenizer.endswith((".model", ".json")) and not Path(tokenizer).is_file():
-        raise UsageError(f"data.tokenizer: no file {tokenizer}; give a path, or `byte`")
+    build_objective(cfg).check_sources()
+
+
+def check_data(cfg: RunConfig, data: Any) -> None:
+    """What only the prepared data can show: the vocabulary, the room for items. Raises UsageError."""
+    build_objective(cfg).check(data)
 
 
 def check_resources(cfg: RunConfig, resources: Resources) -> None:
@@ -137,7 +101,7 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Refuse what this machine cannot hold at the very least."""
-    count = parameters(cfg.model)
+    count = parameters(cfg)
     rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // resources.workers
     tokens = rows * cfg.data.sequence_length
     # what the backward pass needs at least: the residual stream of each block, the logits
@@ -160,23 +124,3 @@ def _memory(resources: Resources) -> int:
     if resources.gpus_per_worker and torch.cuda.is_available():
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_data(cfg: RunConfig, data: PreparedData) -> None:
-    """What only the prepared data can show: the vocabulary, the room for items. Raises UsageError."""
-    with torch.device("meta"):
-        build_model(cfg, data)
-    for column, tasks in cfg.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                built = build_task(task)
-                if isinstance(built, GeneratedTask):
-                    _check_fits(built, task.lengths, cfg, data)
-            if isinstance(built, Perplexity):
-                data.validation(1)
-
-
-def _check_fits(task: GeneratedTask, lengths: tuple[float, ...], cfg: RunConfig, data: PreparedData) -> None:
-    """Make one item of each length: what does not fit would be found when the training is over."""
-    for multiple in lengths:
-        task.item(random.Random(0), row_length(multiple, cfg.data.sequence_length), data.tokenizer)

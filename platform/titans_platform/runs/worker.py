@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titans_core import LanguageModel
-from titans_platform.data import PreparedData, open_prepared
-from titans_platform.evals import eval_version, evaluate
+from titans_core import Model
+from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
-from titans_platform.runs.check import build_model, check_data
 from titans_platform.runs.folder import CHECKPOINTS
 from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
@@ -49,7 +47,8 @@ class _Worker:
         )
         self.phases = Phases()
         with self.phases.phase("data"):
-            self.data: PreparedData = open_prepared(self.cfg.data, spec.root)
+            self.objective = build_objective(self.cfg)
+            self.data = self.objective.open(spec.root)
         with self.phases.phase("record"):
             self.reporter = Reporter(spec) if self.rank == 0 else None
 
@@ -66,15 +65,16 @@ class _Worker:
 
     def _trained(self, until: Rung | None) -> Trainer:
         with self.phases.phase("build"):
-            check_data(self.cfg, self.data)
+            self.objective.check(self.data)
             stream = self.data.train_stream(
                 self.cfg.optim.global_batch_size, self.cfg.seed, rank=self.rank, world_size=self.world_size
             )
             trainer = Trainer(
-                build_model(self.cfg, self.data),
+                self.objective.build_model(),
                 self.cfg.optim,
                 stream,
                 self.device,
+                self.objective,
                 sequence_length=self.cfg.data.sequence_length,
             )
         checkpoints = self.spec.folder.path / CHECKPOINTS
@@ -98,12 +98,13 @@ class _Worker:
             phases=self.phases,
         )
 
-    def _measure(self, trainer: Trainer, columns: dict[str, Any]) -> dict[str, Any]:
-        asked = self.cfg.eval.model_copy(update={"columns": columns})
-        return evaluate(trainer.model, self.data, asked, self.cfg.data.sequence_length, device=trainer.device)
+    def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
+        """These columns, all if none is given."""
+        assert isinstance(trainer.model, Model)
+        return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
 
     def _at_rung(self, trainer: Trainer, rung: Rung) -> dict[str, float]:
-        measured = self._measure(trainer, {rung.column: self.cfg.eval.columns[rung.column]})
+        measured = self._measure(trainer, rung.column)
         return self.reporter.reached(rung, measured["columns"]) if self.reporter else {}
 
     def _finished(self, trainer: Trainer) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class _Worker:
         if self.reporter:
             self.reporter.phase("evaluate")
         with self.phases.phase("evaluate"):
-            measured = self._measure(trainer, dict(self.cfg.eval.columns))
+            measured = self._measure(trainer)
         if not self.reporter:
             return {}
         result = self._result(trainer, measured) | {"eval_seconds": time.perf_counter() - started}
@@ -123,14 +124,14 @@ class _Worker:
     def _result(self, trainer: Trainer, measured: dict[str, Any]) -> dict[str, Any]:
         """All that is kept of the run: numbers, and what they are a function of."""
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
-        assert isinstance(model, LanguageModel)
+        assert isinstance(model, Model)
         assert self.reporter
         return {
             "cell": self.spec.name,
             "seed": cfg.seed,
             "config": cfg.model_dump(mode="json"),
             "data_fingerprint": self.data.fingerprint,
-            "eval_version": eval_version(cfg.eval),
+            "eval_version": self.objective.eval_version(),
             # of the driver that began it: the tree may have moved on since
             "commit": self.spec.folder.commit() or commit(),
             "environment": environment(),

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from titans_platform.config import DataConfig
+from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError
 from titans_platform.files import write_json
+from titans_platform.objectives import build_objective
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.resources import Machine
 from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
@@ -175,9 +176,7 @@ def _searched(opened: Opened, search: Searched, plan: Plan, console: Console) ->
 
 
 def _data_fingerprint(opened: Opened) -> str:
-    from titans_platform.data import open_prepared
-
-    return open_prepared(opened.cells[0].config.data, opened.run.root).fingerprint
+    return build_objective(opened.cells[0].config).open(opened.run.root).fingerprint
 
 
 def _with_found_row(opened: Opened, found: Searched) -> Opened:
@@ -204,16 +203,14 @@ def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> 
 
 
 def _prepare(opened: Opened, console: Console) -> Opened:
-    from titans_platform.data import prepare
-
     with console.status("preparing data") as status:
 
         def report(label: str, documents: int, tokens: int, done: float | None) -> None:
             share = "" if done is None else f" ({done:.0%})"
             status.update(f"preparing data: {label}: {documents:,} documents, {tokens:,} tokens{share}")
 
-        def once(data: DataConfig) -> Any:
-            return prepare(data, opened.run.root, progress=report)
+        def once(config: RunConfig) -> Any:
+            return build_objective(config).prepare(opened.run.root, report)
 
         prepared = named(opened, once)
         status.update("checking every row against the data")

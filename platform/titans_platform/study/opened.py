@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from titans_platform.config import DataConfig, RunConfig, digest
+from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
+from titans_platform.objectives import Data, build_objective
 from titans_platform.runs.check import (
     check_batch,
     check_config,
@@ -26,9 +26,6 @@ from titans_platform.study.search import Searched, check_space, read_search
 from titans_platform.study.space import Search
 from titans_platform.study.spec import Cell, expand, load_study
 from titans_platform.study.trial import FOUND, trial_row
-
-if TYPE_CHECKING:
-    from titans_platform.data import PreparedData
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def open_study(
 
 def _check_search(run: StudyRun, search: Search) -> None:
     for config in check_space(run, search):
-        parameters(config.model)
+        parameters(config)
 
 
 def with_found(run: StudyRun, searched: Searched) -> StudyRun:
@@ -113,17 +110,16 @@ def check(cells: Iterable[Cell]) -> None:
 
 def check_dry(opened: Opened) -> None:
     """What a run would find out later, as far as it can be seen without data. Raises UsageError."""
-    _each_row(opened.cells, check_sources)
+    _each_row([cell for cell in opened.cells if not cell.name], check_sources)
     _each_row(opened.cells, lambda config: check_resources(config, opened.run.resources))
 
 
 def check_against_data(opened: Opened) -> None:
     """What a cell would find out on a worker, found before any is begun. Raises UsageError."""
-    from titans_platform.data import open_prepared
 
     def whole(config: RunConfig) -> None:
         check_batch(config, opened.run.resources)
-        check_data(config, open_prepared(config.data, opened.run.root))
+        check_data(config, build_objective(config).open(opened.run.root))
 
     _each_row(opened.cells, whole)
 
@@ -136,26 +132,24 @@ def _each_row(cells: Iterable[Cell], look: Callable[[RunConfig], None]) -> None:
             raise UsageError(f"row {row!r}: {error}") from None
 
 
-Prepared = Callable[[DataConfig], "PreparedData"]
+Prepare = Callable[[RunConfig], Data]
 
 
-def named(opened: Opened, prepare: Prepared | None = None) -> Opened:
+def named(opened: Opened, prepare: Prepare | None = None) -> Opened:
     """Names for the cells asked for, by ``prepare``, and for all whose data are there."""
-    from titans_platform.data import open_prepared
-
-    at_hand = _naming(opened.run, lambda data: open_prepared(data, opened.run.root))
+    at_hand = _naming(opened.run, lambda config: build_objective(config).open(opened.run.root))
     chosen = _naming(opened.run, prepare) if prepare else at_hand
     return replace(opened, cells=_with_names(opened.cells, chosen), whole=_with_names(opened.whole, at_hand))
 
 
-def _naming(run: StudyRun, prepare: Prepared) -> Callable[[RunConfig], str]:
-    """Names of cells, each data config prepared (or opened) once."""
-    known: dict[str, PreparedData] = {}
+def _naming(run: StudyRun, prepare: Prepare) -> Callable[[RunConfig], str]:
+    """Names of cells, the data of equal configs prepared (or opened) once."""
+    known: dict[str, Data] = {}
 
     def name(config: RunConfig) -> str:
-        key = digest(config.data.model_dump(mode="json"))
+        key = digest([config.data.model_dump(mode="json"), config.objective.model_dump(mode="json")])
         if key not in known:
-            known[key] = prepare(config.data)
+            known[key] = prepare(config)
         return run_name(config, known[key].fingerprint, run.resources)
 
     return name

@@ -92,17 +92,20 @@ def _finished_seconds(plan: Plan, root: Path) -> dict[str, list[float]]:
 def _calibrated(plan: Plan) -> Estimate:
     import torch
 
-    from titans_core import LanguageModel
+    from titans_platform.objectives import build_objective
 
     config = plan.todo[0].config
     with torch.device("meta"):
-        parameters = LanguageModel(config.model).num_parameters()
+        parameters = build_objective(config).build_model().num_parameters()
     if parameters > CALIBRATION_LIMIT:
         flop = sum(6 * parameters * train_tokens(cell.config) for cell in plan.todo)
         return Estimate(None, f"no cell is finished yet; about 6ND = {flop:.1e} FLOP of training in all")
     rows = {cell.row: cell.config for cell in plan.todo}
     timed = dict(list(rows.items())[:: -(-len(rows) // TIMED)])
-    per_token = statistics.fmean(_seconds_per_token(config) for config in timed.values())
+    seconds = [_seconds_per_token(config) for config in timed.values()]
+    if None in seconds:
+        return Estimate(None, "no cell is finished yet, and the objective has no sample rows to time")
+    per_token = statistics.fmean(filter(None, seconds))
     each = [per_token * (train_tokens(cell.config) + eval_tokens(cell.config) / 3) for cell in plan.todo]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} rows"
     return Estimate(_wall(plan, each), f"two optimiser steps of {of} timed now")
@@ -121,10 +124,9 @@ def eval_tokens(config: RunConfig) -> float:
     return config.eval.items * lengths * config.data.sequence_length
 
 
-def _seconds_per_token(config: RunConfig) -> float:
-    """Time two steps after one to warm up, on random tokens: no data are needed."""
-
-    from titans_core import LanguageModel
+def _seconds_per_token(config: RunConfig) -> float | None:
+    """Time two steps after one to warm up, on rows of random content: no data are needed."""
+    from titans_platform.objectives import build_objective
     from titans_platform.training.loop import Trainer, deterministic
 
     rows = min(
@@ -132,9 +134,11 @@ def _seconds_per_token(config: RunConfig) -> float:
     )
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
-        stream = _RandomRows(rows, config.data.sequence_length, config.model.vocab_size)
-        length = config.data.sequence_length
-        trainer = Trainer(LanguageModel(config.model), optim, stream, sequence_length=length)
+        objective, length = build_objective(config), config.data.sequence_length
+        if (batch := objective.sample_batch(rows)) is None:
+            return None
+        model = objective.build_model()
+        trainer = Trainer(model, optim, _Repeated(batch), objective=objective, sequence_length=length)
         trainer.step()
         started = time.perf_counter()
         for _ in range(2):
@@ -143,19 +147,12 @@ def _seconds_per_token(config: RunConfig) -> float:
     return seconds / (2 * rows * config.data.sequence_length)
 
 
-class _RandomRows:
-    """A stream whose every batch is the same random rows."""
+class _Repeated:
+    """A stream whose every batch is the same."""
 
-    def __init__(self, rows: int, length: int, vocab_size: int):
-        import torch
-
-        from titans_platform.data import Batch
-
-        starts = torch.zeros(rows, length + 1, dtype=torch.bool)
-        starts[:, 0] = True
-        tokens = torch.randint(vocab_size, (rows, length + 1))
-        self._batch = Batch(tokens, starts, torch.ones(rows, length, dtype=torch.bool))
+    def __init__(self, batch: Any):
+        self.only = batch
 
     def batch(self, step: int) -> Any:
-        """The rows, whatever the step."""
-        return self._batch
+        """The batch, whatever the step."""
+        return self.only

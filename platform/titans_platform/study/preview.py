@@ -37,7 +37,7 @@ def planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
         "cell": cell.name,
         "row": cell.row,
         "seed": cell.seed,
-        "parameters": parameters(cell.config.model),
+        "parameters": parameters(cell.config),
         "tokens": train_tokens(cell.config),
         "state": state,
     }

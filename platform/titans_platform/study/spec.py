@@ -80,6 +80,7 @@ class Scale(Frozen):
     optim: Fragment = Field(default_factory=dict)
     eval: Fragment = Field(default_factory=dict)
     checkpoint: Fragment = Field(default_factory=dict)
+    objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes of the study that are others at this scale."""
@@ -88,7 +89,7 @@ class Scale(Frozen):
 
     def fragment(self) -> dict[str, Any]:
         """The part of a RunConfig this scale lays over the base."""
-        names = ("model", "data", "optim", "eval", "checkpoint")
+        names = ("model", "data", "optim", "eval", "objective", "checkpoint")
         parts = {name: getattr(self, name) for name in names}
         return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
 

@@ -115,8 +115,8 @@ class Trainer:
         if cfg.parallel == "fsdp" and cfg.global_batch_size % self.world_size:
             # each forward pass gathers parameters from all workers, so all must make as many
             raise UsageError(
-                f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among {self.world_size} workers, "
-                "which optim.parallel fsdp needs; give a multiple"
+                f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among "
+                f"{self.world_size} workers, which optim.parallel fsdp needs; give a multiple"
             )
         self._forward = parallelize(model, cfg.parallel, self.device)
         # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place

@@ -1,0 +1,91 @@
+"""Next-token prediction: text and generated items as rows of tokens (`data`), measured by `evals`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titans_core import LanguageModel
+from titans_platform.data import PreparedData, open_prepared, prepare
+from titans_platform.data.sources import FilesSource
+from titans_platform.data.stream import Batch
+from titans_platform.data.tokenizer import load_tokenizer
+from titans_platform.errors import UsageError, within
+from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
+from titans_platform.evals.perplexity import Perplexity
+from titans_platform.objectives.base import Objective, Report, register
+from titans_platform.training.loop import NEXT_TOKEN
+
+
+@register("next_token")
+class NextToken(Objective[PreparedData]):
+    """Cross-entropy of each row's next tokens, in nats."""
+
+    def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
+        """Tokenise the sources of ``data`` that are not tokenised yet."""
+        return prepare(self.cfg.data, root, progress=report)
+
+    def open(self, root: Path) -> PreparedData:
+        """The tokenised sources."""
+        return open_prepared(self.cfg.data, root)
+
+    def build_model(self) -> LanguageModel:
+        """A language model."""
+        try:
+            return LanguageModel(self.cfg.model)
+        except ValueError as error:
+            raise UsageError(f"model.{error}") from None
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """[B] mean cross-entropy over the positions of a row that count."""
+        return NEXT_TOKEN.losses(model, batch)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """[B] bool: a position of the row counts."""
+        return NEXT_TOKEN.counts(batch)
+
+    def sample_batch(self, rows: int) -> Batch:
+        """Random tokens, each row one document."""
+        length = self.cfg.data.sequence_length
+        starts = torch.zeros(rows, length + 1, dtype=torch.bool)
+        starts[:, 0] = True
+        tokens = torch.randint(self.cfg.model.vocab_size, (rows, length + 1))
+        return Batch(tokens, starts, torch.ones(rows, length, dtype=torch.bool))
+
+    def check_sources(self) -> None:
+        """The tokenizer's file, and files of text."""
+        load_tokenizer(self.cfg.data.tokenizer)
+        for i, source in enumerate(self.cfg.data.sources):
+            if source.kind == "files":
+                FilesSource(source, f"data.sources.{i}", Path()).files()
+
+    def check(self, data: PreparedData | None = None) -> None:
+        """Also that the vocabulary holds the data's tokens, and that the tasks which make rows exist."""
+        size = self.cfg.model.vocab_size
+        if data is not None and size < (needed := data.tokenizer.vocab_size):
+            raise UsageError(
+                f"model.vocab_size: {size} is less than the {needed} of tokenizer "
+                f"{self.cfg.data.tokenizer}; set it to {needed}"
+            )
+        super().check(data)
+        for i, source in enumerate(self.cfg.data.sources):
+            for j, task in enumerate(source.tasks):
+                with within(f"data.sources.{i}.tasks.{j}"):
+                    build_generated(task)
+        measured = [build_task(task) for tasks in self.cfg.eval.columns.values() for task in tasks]
+        if data is not None and any(isinstance(task, Perplexity) for task in measured):
+            # an iterator nobody reads, or a UsageError where there are no validation rows
+            data.validation(1)
+
+    def check_task(self, task: Task, lengths: Sequence[float], data: PreparedData | None) -> None:
+        """Also, with data, that an item of each length fits in it."""
+        super().check_task(task, lengths, data)
+        if data is not None and isinstance(task, GeneratedTask):
+            for multiple in lengths:
+                length = row_length(multiple, self.cfg.data.sequence_length)
+                task.item(random.Random(0), length, data.tokenizer)

@@ -1,0 +1,233 @@
+"""Real-valued series: read, kept under the storage root, split by time, standardised, cut into windows.
+
+B windows, T steps of a window, h steps after it, C channels, N steps of the whole series.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import lzma
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pyarrow import csv, parquet
+from torch import Tensor
+
+from titans_platform.config import digest
+from titans_platform.data import NotPrepared
+from titans_platform.data.stream import shuffled
+from titans_platform.errors import UsageError
+from titans_platform.files import read_json, write_json
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+class Table(NamedTuple):
+    """The values of a series and the names of its channels."""
+
+    values_NC: NDArray[np.float64]
+    channels: tuple[str, ...]
+
+
+class Windows(NamedTuple):
+    """A batch of windows."""
+
+    inputs: Tensor
+    """float32 [B, T, C]"""
+    targets: Tensor
+    """float32 [B, h, C], the steps after the inputs'."""
+
+
+class SeriesData:
+    """A series in standard units, the last part of its time kept for validation.
+
+    Mean and standard deviation are the training part's, channel by channel.
+
+    Raises:
+        UsageError: one of the parts has no window.
+    """
+
+    def __init__(self, table: Table, length: int, horizon: int, validation_fraction: float):
+        N = len(table.values_NC)
+        self.channels, self.length, self.horizon = table.channels, length, horizon
+        self.train_steps = N - round(validation_fraction * N)
+        self.validation_steps = N - self.train_steps
+        self.windows = self.train_steps - length - horizon + 1
+        if self.windows < 1:
+            raise UsageError(
+                f"data.sequence_length: {self.train_steps} training steps make no window of {length} + "
+                f"{horizon}; lower it, or objective.options.horizon"
+            )
+        if self.validation_steps < horizon:
+            raise UsageError(
+                f"objective.options.validation_fraction: {self.validation_steps} validation steps make no "
+                f"horizon of {horizon}; raise it"
+            )
+        train = table.values_NC[: self.train_steps]
+        # a channel that does not change has nothing to divide by
+        scale = np.where(train.std(0) > 0, train.std(0), 1.0)
+        self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
+        self.fingerprint = digest([_content(table), length], 16)
+
+    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> WindowStream:
+        """Training batches of ``batch_size`` windows over all workers. Raises UsageError."""
+        if batch_size < world_size:
+            raise UsageError(
+                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
+            )
+        return WindowStream(self, batch_size, seed, rank, world_size)
+
+    def validation(self, length: int, items: int, batch_size: int) -> Iterator[Windows]:
+        """Up to ``items`` windows of ``length`` steps, evenly spread, with targets in the validation part.
+
+        Targets are the same for every ``length``; inputs may reach back into the training part.
+        Raises UsageError where ``length`` steps are more than there are before them.
+        """
+        first, last = self.train_steps, len(self.values_NC) - self.horizon
+        if length > first:
+            raise UsageError(f"lengths: {length} steps of input are more than the {first} before the targets")
+        starts = np.unique(np.linspace(first, last, min(items, last - first + 1)).round().astype(np.int64))
+        for i in range(0, len(starts), batch_size):
+            yield self.cut(starts[i : i + batch_size] - length, length)
+
+    def cut(self, starts: NDArray[np.int64], length: int) -> Windows:
+        """Windows of ``length`` steps that begin at ``starts``, with the steps that follow them."""
+        index = torch.from_numpy(starts)[:, None] + torch.arange(length + self.horizon)
+        whole = self.values_NC[index]
+        return Windows(whole[:, :length], whole[:, length:])
+
+
+class WindowStream:
+    """Training windows: `batch(step)` is a function of the seed and the step, for any number of workers.
+
+    Every window of the training part comes once before any comes again, in a new order each time.
+    """
+
+    def __init__(self, data: SeriesData, batch_size: int, seed: int, rank: int, world_size: int):
+        self.data, self.batch_size, self.seed = data, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self._order: tuple[int, NDArray[np.int64]] = -1, np.empty(0, np.int64)
+
+    def batch(self, step: int) -> Windows:
+        """This worker's windows of the global batch of ``step`` (from 0)."""
+        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.rank :: self.world_size]
+        return self.data.cut(np.array([self._start(sample) for sample in samples]), self.data.length)
+
+    def _start(self, sample: int) -> int:
+        epoch, position = divmod(sample, self.data.windows)
+        if self._order[0] != epoch:
+            self._order = epoch, shuffled(self.data.windows, f"{self.seed}/{epoch}")
+        return int(self._order[1][position])
+
+
+def keep(table: Table, index: Path) -> None:
+    """Write the series beside ``index``, named by its content, and note in ``index`` which it is."""
+    content = _content(table)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    partial = index.with_name(f".{content}.{os.getpid()}")
+    with partial.open("wb") as file:
+        np.save(file, table.values_NC)
+    # also over one that is there: a damaged file is mended
+    os.replace(partial, _file(index, content))
+    write_json(index, {"content": content, "channels": table.channels})
+
+
+def kept(index: Path) -> Table:
+    """The series that ``index`` names. Raises NotPrepared, and UsageError where its file is damaged."""
+    if (noted := read_json(index)) is None:
+        raise NotPrepared("objective.options: the series is not prepared; run titans train on it first")
+    path = _file(index, noted["content"])
+    try:
+        table = Table(np.load(path), tuple(noted["channels"]))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
+    if _content(table) != noted["content"]:
+        raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
+    return table
+
+
+def _file(index: Path, content: str) -> Path:
+    return index.with_name(f"{content}.npy")
+
+
+def _content(table: Table) -> str:
+    shape = f"{table.values_NC.shape}{table.channels}".encode()
+    return hashlib.sha256(shape + np.ascontiguousarray(table.values_NC).tobytes()).hexdigest()[:16]
+
+
+def read_series(name: str, columns: Sequence[str], field: str) -> Table:
+    """The series in a .csv, .parquet (numeric columns, or those named) or .npy ([N] or [N, C]) file.
+
+    Also with .gz or .xz behind. Raises UsageError, which names ``field``.
+    """
+    path = Path(name).expanduser()
+    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    readers = {".csv": _read_csv, ".parquet": _read_parquet, ".npy": _read_npy}
+    if suffix not in readers:
+        raise UsageError(f"{field}: {name} is none of {', '.join(readers)} (or with .gz or .xz)")
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+            table = readers[suffix](file)
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
+        raise UsageError(f"{field}: {name} cannot be read: {' '.join(str(error).split())}") from None
+    return _checked(_chosen(table, columns, field, name), field, name)
+
+
+def _read_csv(file: Any) -> Table:
+    return _numeric(csv.read_csv(file))
+
+
+def _read_parquet(file: Any) -> Table:
+    return _numeric(parquet.read_table(io.BytesIO(file.read())))
+
+
+def _read_npy(file: Any) -> Table:
+    values = np.load(file, allow_pickle=False)
+    values_NC = values.astype(np.float64).reshape(len(values), -1)
+    return Table(values_NC, tuple(map(str, range(values_NC.shape[1]))))
+
+
+def _numeric(table: pa.Table) -> Table:
+    """The columns that hold numbers, in their order; a missing number is NaN."""
+    numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
+    columns = [table.column(name).cast(pa.float64()).to_numpy() for name in numbers]
+    return Table(np.stack(columns, 1) if columns else np.empty((0, 0)), tuple(numbers))
+
+
+def _chosen(table: Table, columns: Sequence[str], field: str, name: str) -> Table:
+    if not columns:
+        return table
+    missing = next((column for column in columns if column not in table.channels), None)
+    if missing is not None:
+        raise UsageError(
+            f"{field}: {name} has no numeric column {missing}; it has {', '.join(table.channels)}"
+        )
+    places = [table.channels.index(column) for column in columns]
+    return Table(table.values_NC[:, places], tuple(columns))
+
+
+def _checked(table: Table, field: str, name: str) -> Table:
+    if not table.values_NC.size:
+        raise UsageError(f"{field}: {name} has no numbers")
+    wrong = np.argwhere(~np.isfinite(table.values_NC))
+    if len(wrong):
+        step, channel = wrong[0]
+        raise UsageError(f"{field}: {name} has no finite number in row {step} of {table.channels[channel]}")
+    return table
+
+
+def sines(steps: int, channels: int, seed: int) -> Table:
+    """Noisy waves, each the sum of three sines: a series that can be predicted, without a file."""
+    generator, t = np.random.default_rng(seed), np.arange(steps)[:, None]
+    values_NC = 0.1 * generator.standard_normal((steps, channels))
+    for period in (8, 24, 36):
+        values_NC += np.sin(2 * np.pi * t / period + generator.uniform(0, 2 * np.pi, channels))
+    return Table(values_NC, tuple(map(str, range(channels))))

@@ -1,0 +1,225 @@
+"""Objectives through the commands: a series trained, resumed, evaluated and reported like tokens are."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titans_platform import cli
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.files import read_json
+from titans_platform.loading import load_config
+from titans_platform.objectives import build_objective
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+
+RUN: dict[str, Any] = {
+    "model": {
+        "d_model": 16,
+        "n_layers": 1,
+        "persistent_tokens": 0,
+        "memory": {"heads": 2, "chunk_size": 8},
+        "attention": {"heads": 2},
+    },
+    "data": {"sequence_length": 16},
+    "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2, "horizon": 3}},
+    "optim": {"steps": 40, "global_batch_size": 8, "lr": 1e-2},
+    "eval": {
+        "items": 20,
+        "columns": {"mse": [{"task": "mse"}], "mae": [{"task": "mae", "lengths": [1, 2]}]},
+    },
+}
+CLOCKS = {"train_seconds", "eval_seconds", "mlflow_run_id"}
+
+
+def config(**options: Any) -> RunConfig:
+    given = {"kind": "regression", "options": RUN["objective"]["options"] | options}
+    return RunConfig.model_validate_json(json.dumps(RUN | {"objective": given}))
+
+
+def run_name(cfg: RunConfig, root: Path) -> str:
+    objective = build_objective(cfg)
+    return objective.run_name(objective.prepare(root).fingerprint)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(json.dumps(RUN))
+    return tmp_path / "run.yaml"
+
+
+def train(*arguments: str) -> int:
+    return cli.run(["train", "run.yaml", "--root", "runs", *arguments])
+
+
+def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys):
+    assert train("--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["columns"]["mse"] < 0.8 * first["chance"]["mse"]
+    assert first["columns"]["mae"] < first["chance"]["mae"]
+    assert first["tasks"].keys() == {"mse/mse@16", "mae/mae@16", "mae/mae@32"}
+    assert first["tasks"]["mse/mse@16"]["items"] == 20
+    assert first["tokens"] == 40 * 8 * 16
+    assert first["parameters"] > 0
+    assert first["state_bytes"] > 0
+    assert "surprise" in first["telemetry"]
+
+    cell = Path("runs/cells") / first["cell"]
+    assert cli.run(["eval", first["cell"], "--root", "runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["columns"] == first["columns"]
+
+    (cell / "result.json").unlink()
+    shutil.rmtree(cell / "checkpoints" / "step-00000040")
+    assert (cell / "checkpoints" / "step-00000036").is_dir()
+    assert train() == 0
+    assert "time steps, " in (shown := capsys.readouterr().out)
+    assert "MSE" in shown
+    again = read_json(cell / "result.json")
+    assert again is not None
+    assert {k: v for k, v in again.items() if k not in CLOCKS} == {
+        k: v for k, v in first.items() if k not in CLOCKS
+    }
+
+
+STUDY = {
+    "name": "waves",
+    "columns": {
+        "mse": {"title": "Squared error", "higher_is_better": False, "decimals": 3},
+        "mae": {"title": "Absolute error", "higher_is_better": False, "decimals": 3},
+    },
+    "base": {key: value for key, value in RUN.items() if key != "objective"} | {"optim": RUN["optim"]},
+    "scales": {"small": {"objective": RUN["objective"]}},
+    "rows": [
+        {"name": "next step", "set": {"objective.options.horizon": 1}},
+        {"name": "three steps"},
+    ],
+}
+
+
+@pytest.mark.cluster
+def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
+    Path("waves.yaml").write_text(json.dumps(STUDY))
+    study = ["waves.yaml", "--scale", "small", "--root", "runs"]
+    assert cli.run(["sweep", "run", *study, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["to_run"] == 2
+    assert plan["cells"][0]["parameters"] < plan["cells"][1]["parameters"]
+    assert "timed now" in plan["estimate_basis"]
+    assert cli.run(["sweep", "run", *study]) == 0
+    assert "Squared error" in capsys.readouterr().out
+    with Path("runs/studies/waves-small/table.csv").open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert float(rows["next step"]["mse"]) < float(rows["three steps"]["mse"])
+    assert float(rows["three steps"]["mae"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["objective.kind=regresion"], "objective.kind: no 'regresion'; did you mean regression?"),
+        (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
+        (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
+        (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
+        (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
+        (["eval.columns.mse.0.task=perplexity"], "eval.columns.mse.0.task: perplexity is measured on tokens"),
+        (["eval.columns.mse.0.lengths=[20]"], "eval.columns.mse.0.lengths: 320 steps of input are more than"),
+        (["objective.options.sines=20"], "data.sequence_length: 16 training steps make no window of 16 + 3"),
+        (
+            ["objective.options.sines=null", "objective.options.path=none.csv"],
+            "objective.options.path: none.csv cannot be read: ",
+        ),
+        (["model.variant=lnm"], "model.variant: "),
+    ],
+)
+def test_what_a_config_gets_wrong_is_one_line(run_yaml, capsys, sets, says):
+    assert train(*(word for one in sets for word in ("--set", one))) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert f"error: {says}" in lines[0]
+    assert not Path("runs/cells").exists()
+
+
+def test_tokens_are_not_measured_by_errors_of_a_series(tiny_run):
+    columns = {"mse": [{"task": "mse"}]}
+    cfg = RunConfig.model_validate_json(
+        json.dumps(tiny_run.model_dump(mode="json") | {"eval": {"columns": columns}})
+    )
+    with pytest.raises(UsageError, match="mse is measured on series; objective next_token has tokens"):
+        build_objective(cfg).check()
+
+
+def test_a_run_is_named_by_content_and_options_not_by_paths(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("x\n" + "\n".join(str(t % 7) for t in range(60)) + "\n")
+
+    def named(path: str, **options: Any) -> str:
+        given = {"sines": None, "channels": 1, "path": str(tmp_path / path)} | options
+        return run_name(config(**given), tmp_path / "root")
+
+    assert named("a.csv") == named("b.csv")
+    # a default written out is no other run
+    assert named("a.csv") == named("a.csv", patch=1)
+    assert named("a.csv") != named("a.csv", horizon=2)
+    before = named("b.csv")
+    (tmp_path / "b.csv").write_text("x\n" + "\n".join(str(t % 8) for t in range(60)) + "\n")
+    assert named("b.csv") != before
+
+
+def test_prepared_series_need_their_file_no_more(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x\n" + "\n".join(str(t % 7) for t in range(60)) + "\n")
+    objective = build_objective(config(sines=None, channels=1, path=str(path)))
+    made = objective.prepare(tmp_path / "root")
+    path.unlink()
+    assert objective.open(tmp_path / "root").fingerprint == made.fingerprint
+    with pytest.raises(UsageError, match="channels: 2 are not the 1 of the series; set it to 1"):
+        build_objective(config(sines=None, channels=2, path=str(path))).check(made)
+
+
+OWN = '''
+"""An objective in a researcher's own file: the error of Huber in place of the squared one."""
+
+from torch.nn import functional as F
+
+from titans_platform.objectives.regression import Regression, SeriesOptions
+
+
+class HuberOptions(SeriesOptions):
+    delta: float = 1.0
+
+
+class Huber(Regression):
+    Options = HuberOptions
+    loss_unit = "Huber"
+
+    def losses(self, model, batch):
+        predicted = model(batch.inputs).prediction
+        return F.huber_loss(predicted, batch.targets, reduction="none", delta=self.options.delta).mean((1, 2))
+'''
+
+
+def test_an_objective_of_ones_own_file(run_yaml, capsys):
+    Path("own_objective.py").write_text(OWN)
+    sets = ["objective.kind=own_objective:Huber", "objective.options.delta=0.5", "optim.steps=8"]
+    cfg, root = load_config(run_yaml, sets), Path("runs")
+    names = {run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}
+    assert len(names) == 3
+    result = execute(spec_for(cfg, root))
+    assert result["cell"] == run_name(cfg, root)
+    # at the same weights Huber's error is below half the squared one
+    squared = execute(spec_for(load_config(run_yaml, sets[2:]), root))
+    assert 0 < result["final_train_loss"] < 0.6 * squared["final_train_loss"]
+    for kind, says in (
+        ("own_objective:Hubert", "objective.kind: own_objective:Hubert cannot be imported"),
+        ("no_such_module:Huber", "objective.kind: no_such_module:Huber cannot be imported"),
+        ("own_objective:HuberOptions", "is no subclass of titans_platform.objectives.Objective"),
+    ):
+        assert train("--set", f"objective.kind={kind}") == 2
+        assert says in capsys.readouterr().err

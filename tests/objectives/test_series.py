@@ -1,0 +1,117 @@
+"""Series as data: what is read, how it is split, and which windows a run sees."""
+
+from __future__ import annotations
+
+import lzma
+
+import numpy as np
+import pytest
+import torch
+
+from titans_platform.data import NotPrepared
+from titans_platform.errors import UsageError
+from titans_platform.objectives.series import SeriesData, Table, keep, kept, read_series, sines
+
+CSV = "date,load,note,oil\n2016-07-01,1,a,4.5\n2016-07-02,2,b,5.5\n2016-07-03,3,c,6.5\n"
+
+
+def line(steps: int = 40) -> Table:
+    """A series whose values say when they are, beside a constant one."""
+    return Table(np.stack([np.arange(steps, dtype=float), np.full(steps, 7.0)], 1), ("t", "constant"))
+
+
+def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:
+    """The steps of standardised values of `line`."""
+    train = np.arange(data.train_steps)
+    return (values[..., 0] * train.std() + train.mean()).round().long()
+
+
+def test_windows_are_cut_by_time_and_in_units_of_the_training_part():
+    data = SeriesData(line(), length=6, horizon=2, validation_fraction=0.25)
+    train = data.values_NC[: data.train_steps]
+    torch.testing.assert_close(train[:, 0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(train[:, 0].std(correction=0), torch.tensor(1.0))
+    assert (data.values_NC[:, 1] == 0).all()
+    stream = data.train_stream(batch_size=4, seed=0)
+    seen = [when(data, torch.cat(stream.batch(step), 1)) for step in range(30)]
+    steps = torch.cat(seen)
+    assert (steps.diff(dim=1) == 1).all()
+    assert steps.min() == 0
+    assert steps.max() == 29
+    (batch,) = data.validation(length=6, items=100, batch_size=100)
+    assert when(data, batch.targets).unique().tolist() == list(range(30, 40))
+    (longer,) = data.validation(length=12, items=100, batch_size=100)
+    assert torch.equal(longer.targets, batch.targets)
+    with pytest.raises(UsageError, match="lengths: 31 steps of input are more than the 30"):
+        next(data.validation(31, 1, 1))
+
+
+def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():
+    data = SeriesData(line(), length=6, horizon=2, validation_fraction=0.25)
+    alone = data.train_stream(23, seed=3)
+    first = when(data, alone.batch(0).inputs)[:, 0]
+    assert sorted(first.tolist()) == list(range(23))
+    assert first.tolist() != when(data, alone.batch(1).inputs)[:, 0].tolist()
+    shared = [data.train_stream(23, 3, rank, 2).batch(1).inputs for rank in range(2)]
+    assert torch.equal(torch.cat(shared).sort(0).values, alone.batch(1).inputs.sort(0).values)
+    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 1 rows cannot be shared by 2"):
+        data.train_stream(1, 0, 0, 2)
+
+
+def test_a_part_without_a_window_is_refused():
+    with pytest.raises(
+        UsageError, match=r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
+    ):
+        SeriesData(line(), 29, 2, 0.25)
+    with pytest.raises(UsageError, match=r"validation_fraction: 2 validation steps make no horizon of 3"):
+        SeriesData(line(), 6, 3, 0.05)
+
+
+def test_columns_of_numbers_are_read(tmp_path):
+    (tmp_path / "s.csv").write_text(CSV)
+    (tmp_path / "s.csv.xz").write_bytes(lzma.compress(CSV.encode()))
+    table = read_series(str(tmp_path / "s.csv"), (), "f")
+    assert table.channels == ("load", "oil")
+    assert table.values_NC.tolist() == [[1, 4.5], [2, 5.5], [3, 6.5]]
+    only = read_series(str(tmp_path / "s.csv.xz"), ("oil",), "f")
+    assert only.values_NC.tolist() == [[4.5], [5.5], [6.5]]
+    np.save(tmp_path / "s.npy", np.arange(4))
+    assert read_series(str(tmp_path / "s.npy"), (), "f").values_NC.shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "says"),
+    [
+        ("none.csv", None, (), r"f: .*none.csv cannot be read: .*No such file"),
+        ("s.txt", "1", (), "f: .*s.txt is none of .csv"),
+        ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
+        ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
+        ("s.csv", "a\nx\n", (), "has no numbers"),
+        ("s.csv.xz", "not xz", (), "cannot be read"),
+        ("s.npy", "not numpy", (), "cannot be read"),
+        ("s.parquet", "not parquet", (), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path, name, content, columns, says):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=says):
+        read_series(str(tmp_path / name), columns, "f")
+
+
+def test_a_kept_series_is_read_again_and_checked(tmp_path):
+    index, table = tmp_path / "series" / "x.json", sines(50, 2, seed=0)
+    with pytest.raises(NotPrepared):
+        kept(index)
+    keep(table, index)
+    again = kept(index)
+    assert again.channels == table.channels
+    assert np.array_equal(again.values_NC, table.values_NC)
+    (stored,) = index.parent.glob("*.npy")
+    values = np.load(stored)
+    values[3, 1] += 1e-9
+    np.save(stored, values)
+    with pytest.raises(UsageError, match="damaged"):
+        kept(index)
+    keep(table, index)
+    assert np.array_equal(kept(index).values_NC, table.values_NC)

@@ -1,0 +1,110 @@
+"""What models share: the stack of blocks, the state it carries between calls, what weight decay may touch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from titans_core.blocks import BLOCKS, Block
+from titans_core.blocks.base import Place
+from titans_core.config import ModelConfig
+from titans_core.documents import Documents
+from titans_core.init import initialize
+from titans_core.layers import RMSNorm
+
+
+class ModelState(NamedTuple):
+    """What a sequence leaves behind: tokens seen so far, and the state of each block."""
+
+    position: int
+    blocks: tuple[Any, ...]
+
+    def detach(self) -> ModelState:
+        """The same state, cut from the graph."""
+        cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
+        return ModelState(self.position, tree_map(cut, self.blocks))
+
+
+class Model(nn.Module):
+    """What a run trains: a module that knows its size, what a sequence costs it, and which weights decay."""
+
+    def num_parameters(self) -> int:
+        """Trained numbers, a tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes one sequence carries after ``length`` positions; 0 for a model without a state."""
+        return 0
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimiser groups: decay pulls on the matrices of linear layers and on nothing else.
+
+        Norms, biases, convolutions, gates' biases, persistent tokens, the embedding of tokens (and a head
+        tied to it) and M_0 keep their scale: it means something in each of them.
+        """
+        decayed = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)}
+        decayed -= {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
+        split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for p in self.parameters():
+            split[id(p) not in decayed].append(p)
+        return [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
+
+
+class Backbone(Model):
+    """Blocks of one variant and a final norm, between an embedding and a head that the data decide.
+
+    A subclass gives both, calls `encode` between them in its ``forward``, and inherits the rest.
+
+    Raises:
+        ValueError: the config's variant is not in the block registry.
+    """
+
+    def __init__(self, config: ModelConfig, embedding: nn.Module, head: nn.Module):
+        super().__init__()
+        if config.variant not in BLOCKS:
+            raise ValueError(f"variant: {config.variant!r} is not one of {', '.join(BLOCKS)}")
+        self.config = config
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(BLOCKS[config.variant](config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.d_model)
+        self.head = head
+        initialize(self, config.n_layers)
+
+    def encode(
+        self, x_BTD: Tensor, state: ModelState | None, document_starts: Tensor | Documents | None
+    ) -> tuple[Tensor, ModelState | None]:
+        """[B, T, D] embedded tokens to [B, T, D] normalised features, and the state after the last token.
+
+        Args:
+            x_BTD: what the embedding gave.
+            state: from an earlier call: the sequence goes on, cut anywhere.
+            document_starts: [B, T] bool, True where a packed document begins; memory, convolutions,
+                attention and positions start afresh there. Cannot be combined with ``state``, and leaves
+                none. A compiled model takes `Documents.from_starts` of it, made outside: how many there
+                are is data.
+        """
+        if document_starts is not None and state is not None:
+            raise ValueError("document_starts: packed documents cannot continue a state")
+        place, start = _place(x_BTD, state, document_starts)
+        before = [None] * len(self.blocks) if state is None else state.blocks
+        after = []
+        for block, block_state in zip(self.blocks, before, strict=True):
+            x_BTD, block_state = block(x_BTD, block_state, place)
+            after.append(block_state)
+        end = None if place.documents else ModelState(start + x_BTD.shape[1], tuple(after))
+        return self.norm(x_BTD), end
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes one sequence carries after ``length`` tokens."""
+        return sum(cast(Block, block).state_bytes(length) for block in self.blocks)
+
+
+def _place(x_BTD: Tensor, state: ModelState | None, starts: Tensor | Documents | None) -> tuple[Place, int]:
+    if starts is not None:
+        documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
+        return Place(documents.position_BT, documents), 0
+    start = 0 if state is None else state.position
+    return Place(torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]), start

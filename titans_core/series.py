@@ -1,0 +1,63 @@
+"""The model of real-valued series: a window in, the values that follow it out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from titans_core.backbone import Backbone, ModelState
+from titans_core.config import ModelConfig
+from titans_core.documents import Documents
+
+
+class SeriesOutput(NamedTuple):
+    """The values that follow, [B, h, C], and the state after the window (None when packed)."""
+
+    prediction: Tensor
+    state: ModelState | None
+
+
+class SeriesModel(Backbone):
+    """The next ``horizon`` values of ``channels`` series, all at once, from what the last token has seen.
+
+    A token is ``patch`` steps of all channels, embedded by one linear layer; ``vocab_size`` and
+    ``tie_embeddings`` of the config are not used.
+
+    Raises:
+        ValueError: the config's variant is not in the block registry.
+    """
+
+    def __init__(self, config: ModelConfig, channels: int, horizon: int, patch: int = 1):
+        embedding = nn.Linear(patch * channels, config.d_model, bias=False)
+        super().__init__(config, embedding, nn.Linear(config.d_model, horizon * channels, bias=False))
+        self.horizon, self.patch = horizon, patch
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        state: ModelState | None = None,
+        *,
+        document_starts: Tensor | Documents | None = None,
+    ) -> SeriesOutput:
+        """[B, T, C] to [B, h, C]: the ``horizon`` steps after the last.
+
+        Args:
+            x_BTC: [B, T, C] values, T a multiple of ``patch``.
+            state: from an earlier call: the series goes on, cut between any two patches.
+            document_starts: [B, T / patch] bool, True at the patch a packed series begins with; the
+                prediction is that of the last.
+
+        Raises:
+            ValueError: T is not a multiple of ``patch``.
+        """
+        B, T, C = x_BTC.shape
+        if T % self.patch:
+            raise ValueError(f"patch: {self.patch} steps do not divide a window of {T}")
+        x = self.embedding(x_BTC.reshape(B, T // self.patch, self.patch * C))
+        x, state = self.encode(x, state, document_starts)
+        return SeriesOutput(self.head(x[:, -1]).view(B, self.horizon, C), state)
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes one series carries after ``length`` steps."""
+        return super().state_bytes(-(-length // self.patch))
