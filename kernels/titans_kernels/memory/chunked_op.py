@@ -23,8 +23,8 @@ _ARGUMENTS = (
 
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """The same function as `reference.forget_and_learn`."""
-    y, *state = memory_chunked(*inputs.wide(), list(weights), list(momentum), *options)
+    """Write and read every token: `chunked.forget_and_learn` as an operator."""
+    y, *state = memory_chunked(*inputs.to_state_dtype(), list(weights), list(momentum), *options[:4])
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
 
 

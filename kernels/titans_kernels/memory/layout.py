@@ -56,7 +56,7 @@ class EqualRows:
         """Inverse of `split`."""
         return x.movedim((0, 2), (1, 3)).flatten(1, 2)[:, : self.length]
 
-    def room(self, x: Tensor) -> Tensor:
+    def empty_like(self, x: Tensor) -> Tensor:
         """Chunks yet to be filled, as `split` gives of x; laid out so that `join` copies nothing."""
         padded = len(self.rows) * self.chunk_size
         empty = torch.empty(x.shape[0], padded, *x.shape[2:], dtype=x.dtype, device=x.device)
@@ -126,7 +126,7 @@ class Packed:
         """Inverse of `split`."""
         return x.transpose(1, 2).flatten(0, 1)[self.place][None]
 
-    def room(self, x: Tensor) -> Tensor:
+    def empty_like(self, x: Tensor) -> Tensor:
         """Chunks yet to be filled, as `split` gives of x."""
         M, b = self.source.shape
         return torch.empty(M, x.shape[2], b, *x.shape[3:], dtype=x.dtype, device=x.device)
@@ -179,7 +179,7 @@ def _known(cu_seqlens: Tensor) -> _Known:
     return known
 
 
-def borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     """The borders of documents packed into ``length`` tokens, read from the device once for each tensor.
 
     Raises:
@@ -192,7 +192,7 @@ def borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     return found
 
 
-def packed(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
+def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
     """The layout of packed documents for tokens on ``device``, made once for each tensor."""
     known, key = _known(cu_seqlens), (chunk_size, device)
     if key not in known.layouts:
@@ -205,4 +205,4 @@ def layout_of(tokens: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Lay
     """The layout of ``tokens`` [B, T, ...], or of the documents packed into them."""
     if cu_seqlens is None:
         return EqualRows(chunk_size, tokens.shape[0], tokens.shape[1], tokens.device)
-    return packed(cu_seqlens, chunk_size, tokens.device)
+    return packed_layout(cu_seqlens, chunk_size, tokens.device)

@@ -1,0 +1,154 @@
+"""The rule of the memory: its inner loss, where a gradient is taken, and what a token's gradient becomes.
+
+`Rule` is the paper's rule; a subclass replaces any of its three parts and is served by the reference, by the
+generic chunked form (`autograd`) and by `decode_step`. The hand-written forms take the paper's rule alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The paper's rule (eqs. 12-14, 16).
+
+    The fields of a subclass are its parameters. Its parts are plain differentiable functions of torch without
+    in-place operations: the outer loss takes its gradient through them, so they run under `torch.func`.
+    """
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """Inner loss of each token, [..., D] and [..., D] to [...]: ``||M(k) - v||^2`` (12)."""
+        return (prediction - v).square().sum(-1)
+
+    def gradient_point(self, weights: Tensor, decay: Tensor) -> Tensor:
+        """The weights of a layer at which the gradient of a token is taken.
+
+        ``weights`` are those its chunk starts from; ``decay`` is the product of 1 - alpha over the tokens of
+        the chunk up to and with this one, of a shape that multiplies ``weights``. The paper takes the
+        gradient at the weights as they are (16).
+        """
+        return weights
+
+    def update(
+        self, weights: Tensor, momentum: Tensor, gradient: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and momentum [B, H, D, F] of a layer after a token, whose gates are [B, H, 1, 1].
+
+        ``S' = eta S - theta gradient`` (14) and ``W' = (1 - alpha) W + S'`` (13). The momentum is whatever
+        a rule keeps beside the weights, of their shape.
+        """
+        momentum = eta * momentum - theta * gradient
+        return (1 - alpha) * weights + momentum, momentum
+
+    def error(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """Gradient of the inner loss with respect to the prediction, [..., D]. Follows from `loss`."""
+        return torch.func.grad(lambda p: self.loss(p, v).sum())(prediction)
+
+
+@dataclass(frozen=True)
+class GatedDelta(Rule):
+    """The gradient at the decayed state, as in Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, eq. 10).
+
+    Token by token, ``M_t = (1 - alpha_t) M_{t-1} + S_t`` with the gradient in S_t taken at
+    ``(1 - alpha_t) M_{t-1}``, the state after forgetting and before the write. A linear memory without
+    momentum (row vectors, ``W = S^T``) has the gradient ``2 k (k^T W - v^T)``, so
+
+        W_t = a W - theta 2 k (k^T a W - v^T) = a (I - 2 theta k k^T) W + 2 theta k v^T,   a = 1 - alpha_t,
+
+    the published ``S_t = S_{t-1} (a (I - beta k k^T)) + beta v k^T`` with ``beta = 2 theta_t``.
+
+    In chunks, the paper's gradients leave out of M_{t-1} what the chunk has written (16), which is what
+    makes them parallel. Forgetting depends on no gradient, so it stays: token t of a chunk that starts from
+    M_{t'} meets the decayed state ``(1 - alpha_{t'+1}) ... (1 - alpha_t) M_{t'}``. For chunks of one token
+    this is the recurrence above, exactly.
+    """
+
+    def gradient_point(self, weights: Tensor, decay: Tensor) -> Tensor:
+        return decay * weights
+
+
+@dataclass(frozen=True)
+class Huber(Rule):
+    """Huber inner loss, coordinate by coordinate (MIRAS, arXiv 2504.13173, Section 5.1).
+
+    With ``e = M(k) - v`` the loss is the sum over coordinates of ``e^2`` where ``|e| <= delta`` and of
+    ``2 delta |e| - delta^2`` beyond: an outlier pulls with a constant force. This is twice MIRAS's H, whose
+    square has a half that eq. 12 has not, so that a large delta gives the paper's rule. MIRAS also makes
+    delta a function of the token; here it is one number.
+    """
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < math.inf:
+            raise ValueError(f"delta: {self.delta} must be above 0 and finite")
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        e = prediction - v
+        near = e.clamp(-self.delta, self.delta)
+        return (near * (2 * e - near)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Yaad(Huber):
+    """The update that MIRAS publishes as Yaad, a Huber loss switched by the norm of the error.
+
+    The gradient is that of ``||e||_2^2`` where ``||e||_2 <= delta`` and that of ``2 delta ||e||_1`` beyond;
+    again twice MIRAS's. Unlike Huber's it is not continuous at the threshold. Yaad has no momentum
+    (``MemoryConfig.momentum``).
+    """
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        e = prediction - v
+        near = e.square().sum(-1) <= self.delta**2
+        return torch.where(near, e.square().sum(-1), 2 * self.delta * e.abs().sum(-1))
+
+
+RULES: dict[str, type[Rule]] = {
+    "paper": Rule,
+    "gated_delta": GatedDelta,
+    "huber": Huber,
+    "yaad": Yaad,
+}
+"""The rules known by name."""
+
+
+def find_rule(name: str, **parameters: float) -> Rule:
+    """The rule of a name in `RULES`, or at an import path ``module:Name``, with its parameters.
+
+    Raises:
+        ValueError: there is no such rule, or it does not take these parameters; one line.
+    """
+    kind = _imported(name) if ":" in name else RULES.get(name)
+    if kind is None:
+        near = difflib.get_close_matches(name, RULES, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"rule: {name!r} is not one of {', '.join(RULES)}, nor a 'module:Name'{hint}")
+    known = [field.name for field in fields(kind) if field.init]
+    for parameter in parameters:
+        if parameter not in known:
+            raise ValueError(
+                f"rule: {name} has no parameter {parameter!r} (it has {', '.join(known) or 'none'})"
+            )
+    try:
+        return kind(**parameters)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rule: {name}: {error}") from None
+
+
+def _imported(path: str) -> type[Rule]:
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"rule: {path!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Rule)):
+        raise ValueError(f"rule: {path!r} is not a subclass of titans_kernels.Rule")
+    return found
