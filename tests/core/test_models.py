@@ -39,6 +39,8 @@ SWITCHES: dict[str, dict] = {
     "gates_per_chunk": {"gates_per": "chunk"},
     "plain_output": {"output_norm": False, "output_gate": False},
     "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
+    "gated_delta": {"rule": "gated_delta"},
+    "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
 }
 
@@ -370,7 +372,7 @@ def storages(state) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
 
 
-@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "smallest"])
+@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "huber", "smallest"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):

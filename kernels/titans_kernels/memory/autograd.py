@@ -1,6 +1,6 @@
 """The generic chunked form: any rule, by automatic differentiation. Slow, and right.
 
-The gradients of a chunk's tokens are taken together by `torch.func`, at the weights the chunk starts from;
+The gradients of a chunk's tokens are taken together, at the weights the chunk starts from;
 the rule then updates the memory token after token. Gradients of the outer loss flow through all of it, the
 inner gradients included.
 
@@ -19,6 +19,7 @@ from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, Result
 from titans_kernels.memory.reference import apply_memory, bounded, each_document
 from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.vjp import flows, vjp
 
 
 class OpenChunk(NamedTuple):
@@ -89,11 +90,12 @@ def token_gradients(
         f: activation between the layers.
         bound: of each token's error signal at every layer, or None.
     """
-    x, pullbacks = k[..., None, :], []
+    create_graph, x, pullbacks = flows(*start, k, v, decay), k[..., None, :], []
     for l, W in enumerate(start):
         points = rule.gradient_point(W[:, :, None], decay[..., None, None])
         points = points.expand(*k.shape[:3], *W.shape[-2:])
-        x, pullback = torch.func.vjp(partial(_layer, f if l else ACTIVATIONS["identity"]), points, x)
+        layer = partial(_layer, f if l else ACTIVATIONS["identity"])
+        x, pullback = vjp(layer, points, x, create_graph=create_graph)
         pullbacks.append(pullback)
     error, gradients = bounded(rule.error(x, v[..., None, :]), bound), []
     for pullback in reversed(pullbacks):

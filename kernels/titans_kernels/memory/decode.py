@@ -22,7 +22,7 @@ from titans_kernels.memory.gates import decay_products
 from titans_kernels.memory.op import neural_memory
 from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, without_autocast
 from titans_kernels.memory.reference import surprise
-from titans_kernels.memory.rules import Rule, find_rule
+from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import check_options, check_shapes
 
 TAKES = (Rule,)
@@ -121,7 +121,7 @@ def decode_step(
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
-    rule: Rule | str = "paper",
+    rule: Rule | str = PAPER,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
 
@@ -169,7 +169,7 @@ def extend_memory(
     activation: str = "silu",
     surprise_bound: float | None = None,
     backend: str = "auto",
-    rule: Rule | str = "paper",
+    rule: Rule | str = PAPER,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
 

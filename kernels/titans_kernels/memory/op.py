@@ -20,7 +20,7 @@ from titans_kernels.memory.options import (
     state_dtype,
     without_autocast,
 )
-from titans_kernels.memory.rules import Rule, find_rule
+from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import check_options, check_shapes
 
 BACKENDS = ("auto", "reference", "autograd", "chunked", "triton")
@@ -47,7 +47,7 @@ def neural_memory(
     surprise_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
-    rule: Rule | str = "paper",
+    rule: Rule | str = PAPER,
 ) -> tuple[Tensor, MemoryState]:
     """Write each token into the memory and read it back (eqs. 12-16).
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.rules import PAPER, Rule
 
 Layers = tuple[Tensor, ...]
 """Weights or momentum of each layer, [N, H, D_in, D_out]: one for each row or packed document."""
@@ -55,7 +55,7 @@ class Options(NamedTuple):
     activation: str
     surprise_bound: float | None
     cu_seqlens: Tensor | None
-    rule: Rule = Rule()
+    rule: Rule = PAPER
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

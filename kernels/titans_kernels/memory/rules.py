@@ -14,13 +14,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.vjp import flows, vjp
+
 
 @dataclass(frozen=True)
 class Rule:
     """The paper's rule (eqs. 12-14, 16).
 
-    The fields of a subclass are its parameters. Its parts are plain differentiable functions of torch without
-    in-place operations: the outer loss takes its gradient through them, so they run under `torch.func`.
+    The fields of a subclass are its parameters. Its parts are plain differentiable functions of torch, since
+    the gradient of the outer loss goes through them.
     """
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
@@ -49,7 +51,8 @@ class Rule:
 
     def error(self, prediction: Tensor, v: Tensor) -> Tensor:
         """Gradient of the inner loss with respect to the prediction, [..., D]. Follows from `loss`."""
-        return torch.func.grad(lambda p: self.loss(p, v).sum())(prediction)
+        loss, pullback = vjp(self.loss, prediction, v, create_graph=flows(prediction, v))
+        return pullback(torch.ones_like(loss))[0]
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class Yaad(Huber):
         return torch.where(near, e.square().sum(-1), 2 * self.delta * e.abs().sum(-1))
 
 
+PAPER = Rule()
+
 RULES: dict[str, type[Rule]] = {
     "paper": Rule,
     "gated_delta": GatedDelta,
@@ -131,8 +136,8 @@ def find_rule(name: str, **parameters: float) -> Rule:
         near = difflib.get_close_matches(name, RULES, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"rule: {name!r} is not one of {', '.join(RULES)}, nor a 'module:Name'{hint}")
-    known = [field.name for field in fields(kind) if field.init]
     for parameter in parameters:
+        known = [field.name for field in fields(kind)]
         if parameter not in known:
             raise ValueError(
                 f"rule: {name} has no parameter {parameter!r} (it has {', '.join(known) or 'none'})"
