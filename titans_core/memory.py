@@ -20,6 +20,7 @@ from titans_kernels import (
     DecodeState,
     MemoryState,
     OpenChunk,
+    Rule,
     extend_memory,
     find_rule,
     neural_memory,
@@ -68,13 +69,14 @@ class NeuralMemory(nn.Module):
         initialized: False leaves that to the model it is part of, which knows its own depth.
 
     Raises:
-        ValueError: the config names a rule that does not exist, or parameters that it has not.
+        ValueError: the config names a rule that does not exist, or parameters that it has not; one line that
+            begins with the field of a `ModelConfig`.
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
         super().__init__()
         self.config = config
-        self.rule = find_rule(config.rule, **config.rule_options)
+        self.rule = _rule(config)
         self.head_dim = config.head_dim or d_model // config.heads
         channels = config.heads * self.head_dim
         self.w_q = nn.Linear(d_model, channels, bias=False)
@@ -300,6 +302,13 @@ class NeuralMemory(nn.Module):
         if self.output_gate is not None:
             y = y * F.silu(self.output_gate(x_BTD))
         return self.w_o(y)
+
+
+def _rule(config: MemoryConfig) -> Rule:
+    try:
+        return find_rule(config.rule, **config.rule_options)
+    except ValueError as error:
+        raise ValueError(f"memory.{error}") from None
 
 
 def _gate(linear: nn.Linear, x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         y, opened = continue_chunk(Inputs(*chunk), OpenChunk.of(state), options)
         state = opened.memory()
         outputs.append(y)
-    return torch.cat(outputs, 1), *state
+    return torch.cat(outputs, 1), state.weights, state.momentum
 
 
 def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[Tensor, OpenChunk]:

@@ -6,8 +6,6 @@ generic chunked form (`autograd`) and by `decode_step`. The hand-written forms t
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 from dataclasses import dataclass, fields
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.vjp import flows, vjp
+from titans_kernels.registry import find_class
 
 
 @dataclass(frozen=True)
@@ -122,38 +121,22 @@ RULES: dict[str, type[Rule]] = {
     "huber": Huber,
     "yaad": Yaad,
 }
-"""The rules known by name."""
+"""The rules with a short name; ``RULES["mine"] = MyRule`` adds one to this process."""
 
 
 def find_rule(name: str, **parameters: float) -> Rule:
-    """The rule of a name in `RULES`, or at an import path ``module:Name``, with its parameters.
+    """The rule of a name in `RULES`, or at an import path ``package.module:Class``, with its parameters.
 
     Raises:
         ValueError: there is no such rule, or it does not take these parameters; one line.
     """
-    kind = _imported(name) if ":" in name else RULES.get(name)
-    if kind is None:
-        near = difflib.get_close_matches(name, RULES, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"rule: {name!r} is not one of {', '.join(RULES)}, nor a 'module:Name'{hint}")
+    kind = find_class("rule", name, RULES, Rule)
     for parameter in parameters:
         known = [field.name for field in fields(kind)]
         if parameter not in known:
-            raise ValueError(
-                f"rule: {name} has no parameter {parameter!r} (it has {', '.join(known) or 'none'})"
-            )
+            has = ", ".join(known) or "no parameters"
+            raise ValueError(f"rule_options.{parameter}: the rule {name} has {has}")
     try:
         return kind(**parameters)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rule: {name}: {error}") from None
-
-
-def _imported(path: str) -> type[Rule]:
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"rule: {path!r} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, Rule)):
-        raise ValueError(f"rule: {path!r} is not a subclass of titans_kernels.Rule")
-    return found
+        raise ValueError(f"rule_options.{error}") from None

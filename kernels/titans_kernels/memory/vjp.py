@@ -22,7 +22,8 @@ def vjp(function: Callable[..., Tensor], *inputs: Tensor, create_graph: bool) ->
         create_graph: whether an outer gradient is to flow through the result and the gradients.
     """
     if torch.compiler.is_compiling():
-        return torch.func.vjp(function, *inputs)
+        output, pullback, *_ = torch.func.vjp(function, *inputs)
+        return output, pullback
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [_differentiable(x, create_graph) for x in inputs]
         output = function(*leaves)
