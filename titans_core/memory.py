@@ -31,9 +31,9 @@ from titans_kernels import (
 )
 
 ConvState = dict[str, Tensor]
-"""Of each of q, k, v the last inputs of its convolution, [B, K - 1, C]."""
+"""For q, k and v the last inputs of the convolution, [B, K - 1, C] each."""
 Record = dict[str, tuple[Tensor, int]]
-"""Telemetry of one call: of each quantity its sum, and what to divide it by."""
+"""Telemetry of one call: for each quantity its sum, and the count to divide it by."""
 
 
 class Writes(NamedTuple):
@@ -319,12 +319,12 @@ def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Of norm 1, in the state's precision, as the operator takes it."""
+    """x scaled to norm 1 over the last dimension, in the precision of the state."""
     return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)
 
 
 def _check_start(cache: MemoryCache) -> None:
-    """Packed documents begin chunks, all from one state."""
+    """Raises ValueError unless ``cache`` is one state, on a chunk border."""
     if cache.memory.position:
         raise ValueError(
             f"cache: {cache.memory.position} tokens into a chunk; packed documents start on a chunk border"

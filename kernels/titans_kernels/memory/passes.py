@@ -45,7 +45,7 @@ class Keys(NamedTuple):
 
     @staticmethod
     def empty(k: Tensor, W: Sequence[Tensor], bound: float | None) -> Keys:
-        """Keys of k [R, b, D], yet to be filled by `keys_pass`."""
+        """Uninitialised tensors for keys k [R, b, D]; `keys_pass` fills them."""
         widths = [x.shape[-1] for x in W]
         empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
         hidden = widths[:-1]

@@ -49,7 +49,7 @@ class Kept(NamedTuple):
 
     @staticmethod
     def empty(shape: Shape, like: Tensor, keep: bool) -> Kept:
-        """Yet to be filled; without ``keep`` for the coefficients alone."""
+        """Uninitialised; without ``keep`` empty but for the coefficients."""
         tokens, H, L = shape.tokens, shape.H, shape.depth
         hidden = (L - 1, tokens, H, shape.layers[0].F)
         single = torch.float32

@@ -52,7 +52,7 @@ def of_the_moment() -> bool:
 
 
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Each layer of a model is given the same borders, and asks for the same tables."""
+"""Tables by cu_seqlens: every layer of a model needs those of the same tensor."""
 
 
 def _equal_fresh(batch: int, length: int, b: int, device: torch.device) -> Tables:
