@@ -12,15 +12,13 @@ import pytest
 import yaml
 
 from titans_platform.cli import run
-from titans_platform.clusters import package
-from titans_platform.clusters.crd import check_manifests
-from titans_platform.clusters.files import known_clusters, load_cluster
-from titans_platform.clusters.follow import Answer
-from titans_platform.clusters.jobs import Job, shell_code
-from titans_platform.clusters.manifests import as_yaml, ray_job
-from titans_platform.clusters.registry import KINDS
+from titans_platform.clusters import packaging
+from titans_platform.clusters.access import write_token
+from titans_platform.clusters.jobs import Answer, Job, JobInfo
+from titans_platform.clusters.kuberay import ray_job
+from titans_platform.clusters.manifests import as_yaml, check_manifests
+from titans_platform.clusters.registry import KINDS, known_clusters, load_cluster
 from titans_platform.clusters.study import environment
-from titans_platform.clusters.tokens import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs import joined
 from titans_platform.study.plan import concurrency
@@ -213,22 +211,22 @@ def test_schema_finds_what_a_server_would_drop(tmp_path, capsys):
 
 
 def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
-    wheel = package.project_wheel(tmp_path)
-    again = package.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel
+    wheel = packaging.project_wheel(tmp_path)
+    again = packaging.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel
     assert (wheel.name, wheel.read_bytes()) == (again.name, again.read_bytes())
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     shipped = "titans_platform/_shipped"
     for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
         assert name in files
-    assert files[f"{shipped}/constraints.txt"] == package.constraints()
-    changed = package._write({**files, "titans_core/memory.py": b""}, tmp_path)
+    assert files[f"{shipped}/constraints.txt"] == packaging.constraints()
+    changed = packaging._write({**files, "titans_core/memory.py": b""}, tmp_path)
     assert changed.name != wheel.name, "Ray keeps wheels by name"
     # as Ray installs it, and without a network
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--target={tmp_path}/site"]
     subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
     code = (
-        "import titans_platform as t; print(t.__file__); from titans_platform.clusters import package as p; "
+        "import titans_platform as t; print(t.__file__); from titans_platform.clusters import packaging as p; "
     )
     code += "import pathlib, sys; print(p.project_wheel(pathlib.Path(sys.argv[1])).name, p.checkout())"
     out = tmp_path / "out"
@@ -258,7 +256,7 @@ def test_an_answer_is_told_from_the_log():
     [(0, "succeeded", 0), (4, "failed", 4), (-9, "failed", 137), (None, "failed", 1), (None, "stopped", 130)],
 )
 def test_exit_codes_as_a_shell_has_them(code, state, expected):
-    assert shell_code(code, state) == expected
+    assert JobInfo("a-1", "a", state, code=code).shell_code == expected
 
 
 def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from titans_platform.cli import run
-from titans_platform.clusters.files import load_cluster
-from titans_platform.clusters.kubejobs import object_name
+from titans_platform.clusters.registry import load_cluster
+from titans_platform.clusters.kuberay import object_name
 from titans_platform.clusters.study import titans_job
 
 SECRET = "feed" * 16
@@ -103,7 +103,10 @@ def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd
     assert run(["cluster", "down", slurm]) == 0
     # the other job is somebody else's
     assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 77"]
-    assert run(["cluster", "stop", slurm, "none"]) == 3
+    capfd.readouterr()
+    for command in ("stop", "logs"):
+        assert run(["cluster", command, slurm, "none"]) == 3
+        assert capfd.readouterr().err == f"error: cluster hpc: no job 'none'; its jobs: {job.name}\n"
 
 
 def test_without_a_scheduler_it_says_so(tmp_path, monkeypatch, capsys):
@@ -124,10 +127,12 @@ def test_names_kubernetes_takes(name):
 def test_a_rayjob_is_followed_to_its_exit_code(fake, tmp_path, capfd):
     status = {"jobStatus": "FAILED", "message": "Job entrypoint command failed with exit code 4, last logs:"}
     job = {"metadata": {"name": "x-1"}, "status": status}
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    (tmp_path / "job.json").write_text(json.dumps({"items": [job]}))
     fake(
         "kubectl",
-        'case "$*" in *apply*) cat > "$FAKE/applied";; *"get rayjob"*) cat "$FAKE/job.json";; '
+        'case "$*" in *apply*) cat > "$FAKE/applied";; '
+        '*"get rayjobs --selector app.kubernetes.io/managed-by=titans"*) '
+        'sed "s/x-1/$(sed -n "s/^  name: //p" "$FAKE/applied" | head -n 1)/" "$FAKE/job.json";; '
         '*logs*) echo "1 cell has no result";; esac',
     )
     assert run(["cluster", "submit", "kuberay-job", "--", "sweep", "run", "ablation"]) == 4
@@ -150,13 +155,13 @@ def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     error = capfd.readouterr().err
     assert "kubectl" in error
     assert "refused" in error
-    fetched = load_cluster("kuberay")._fetched_token()
-    assert fetched.path.read_text() == SECRET
-    assert fetched.path.stat().st_mode & 0o777 == 0o600
+    fetched = load_cluster("kuberay").token.path
+    assert fetched.read_text() == SECRET
+    assert fetched.stat().st_mode & 0o777 == 0o600
     assert run(["cluster", "down", "kuberay"]) == 0
     deleted = [call for call in calls(tmp_path) if " delete " in call]
     assert deleted == ["kubectl --namespace titans delete raycluster kuberay --ignore-not-found --wait"]
-    assert not fetched.path.exists()
+    assert not fetched.exists()
     assert SECRET not in "".join(calls(tmp_path))
 
 
