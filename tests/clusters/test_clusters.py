@@ -165,7 +165,7 @@ def test_kuberay_manifests():
 
 
 def test_a_rayjob_cleans_up_after_itself_and_carries_the_study():
-    spec = load_cluster("kuberay-job").spec
+    spec = load_cluster("kuberay-job")
     files, job = ray_job("a-1", spec, Job("a", ("sweep", "run", "a"), {"sweeps/a.yaml": b"name: a\n"}))
     assert files["kind"] == "ConfigMap"
     body = job["spec"]

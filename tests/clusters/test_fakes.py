@@ -155,7 +155,7 @@ def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     error = capfd.readouterr().err
     assert "kubectl" in error
     assert "refused" in error
-    fetched = load_cluster("kuberay").token.path
+    fetched = load_cluster("kuberay").token_used.path
     assert fetched.read_text() == SECRET
     assert fetched.stat().st_mode & 0o777 == 0o600
     assert run(["cluster", "down", "kuberay"]) == 0

@@ -23,7 +23,7 @@ _SIGNALS = 128
 """Exit codes above it are of processes that a signal ended."""
 
 
-def _load(name: str) -> Cluster[Any]:
+def _load(name: str) -> Cluster:
     from titans_platform.clusters.registry import load_cluster
 
     return load_cluster(name)
@@ -68,7 +68,7 @@ def _listed(name: str, path: Path) -> dict[str, Any]:
     except UsageError as error:
         return {"name": name, "kind": "?", "state": "wrong", "path": path, "description": str(error)}
     state = "up" if found.is_up else "-"
-    about = " ".join(found.spec.description.split())
+    about = " ".join(found.description.split())
     return {"name": name, "kind": found.kind, "state": state, "path": path, "description": about}
 
 
@@ -106,7 +106,7 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
         click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
 
 
-def _check_manifests(found: Cluster[Any], schemas: Sequence[Path]) -> None:
+def _check_manifests(found: Cluster, schemas: Sequence[Path]) -> None:
     from titans_platform.clusters.manifests import check_manifests
     from titans_platform.errors import UsageError
 
@@ -257,7 +257,7 @@ def run_study_on(
 
 
 def _submit(
-    found: Cluster[Any], name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False
+    found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False
 ) -> int:
     """Submit and follow. With ``as_json`` the log goes to stderr, and the command's answer to stdout."""
     from titans_platform.clusters.jobs import Answer
@@ -317,7 +317,7 @@ def _show(steps: Sequence[Step], as_json: bool = False) -> None:
         click.echo(step.shown())
 
 
-def _show_jobs(found: Cluster[Any], steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
+def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
     """Print what leads to a cluster's jobs, and ``steps`` there; contacts nothing."""
     jobs = found.jobs()
     _show([*jobs.way(), *steps(jobs)], as_json)

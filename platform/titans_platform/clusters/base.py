@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from titans_core.config import Frozen
 from titans_platform.clusters.access import Token
@@ -23,47 +23,6 @@ from titans_platform.errors import ClusterError
 from titans_platform.files import read_json, write_json
 
 Count = Annotated[int, Field(ge=0)]
-
-
-class ClusterSpec(Frozen):
-    """The fields that every kind has; each kind adds its own."""
-
-    kind: str
-    description: str = ""
-    storage: str | None = None
-    """Folder of data, runs and studies as the nodes see it, the same on each: an absolute path."""
-    mlflow: str | None = None
-    """Address of an MLflow server that every node reaches. None: the SQLite file under the storage."""
-    token: Token | None = None
-    """Where the token is. None: where the kind keeps it, else Ray's own ~/.ray/auth_token."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Variables that every process of a job gets. No secrets: they can be read in the dashboard."""
-    pip: bool = False
-    """Install the locked requirements on the nodes first; not needed where the image has them."""
-
-    @model_validator(mode="after")
-    def _reachable(self) -> Self:
-        if self.storage and "://" in self.storage:
-            raise ValueError(
-                "storage: cells are files in a folder; mount the bucket on every node, give its path"
-            )
-        if self.storage and not os.path.isabs(self.storage):
-            raise ValueError("storage: should be an absolute path: nodes have no common working directory")
-        if self.mlflow:
-            _check_mlflow(self.mlflow)
-        if "RAY_AUTH_TOKEN" in self.env:
-            raise ValueError("env: the token does not belong in a file that is shared; see `token`")
-        return self
-
-
-def _check_mlflow(uri: str) -> None:
-    parts = urlsplit(uri)
-    if parts.scheme == "sqlite":
-        raise ValueError("mlflow: an SQLite file takes one machine; give the address of an `mlflow server`")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
-    if parts.password:
-        raise ValueError("mlflow: holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes instead")
 
 
 @dataclass(frozen=True)
@@ -106,33 +65,66 @@ class State:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-Spec = TypeVar("Spec", bound=ClusterSpec)
+class Cluster(Frozen, ABC):
+    """A cluster as a file describes it. Nothing is contacted before a method is called.
 
+    These are the fields that every kind has; a kind adds its own, its steps and its jobs.
+    """
 
-class Cluster(ABC, Generic[Spec]):
-    """A cluster as a file describes it. Nothing is contacted before a method is called."""
+    kind: str
+    description: str = ""
+    storage: str | None = None
+    """Folder of data, runs and studies as the nodes see it, the same on each: an absolute path."""
+    mlflow: str | None = None
+    """Address of an MLflow server that every node reaches. None: the SQLite file under the storage."""
+    token: Token | None = None
+    """Where the token is. None: where the kind keeps it, else Ray's own ~/.ray/auth_token."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables that every process of a job gets. No secrets: they can be read in the dashboard."""
+    pip: bool = False
+    """Install the locked requirements on the nodes first; not needed where the image has them."""
 
-    Spec: ClassVar[type[ClusterSpec]]
-    """The fields a file of this kind has."""
     sees_paths: ClassVar[bool] = False
     """Whether its nodes see this machine's folders under the same paths."""
     started_here: ClassVar[bool] = False
     """Whether its jobs can be reached only where `up` was called."""
+    own_token: ClassVar[bool] = False
+    """Whether it comes with a token, kept here in a file that only this user can read."""
+    _name: str = PrivateAttr("")
 
-    def __init__(self, name: str, spec: Spec):
-        self.name = name
-        self.spec = spec
-        self.state = State(name)
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.storage and "://" in self.storage:
+            raise ValueError(
+                "storage: cells are files in a folder; mount the bucket on every node, give its path"
+            )
+        if self.storage and not os.path.isabs(self.storage):
+            raise ValueError("storage: should be an absolute path: nodes have no common working directory")
+        if self.mlflow:
+            _check_mlflow(self.mlflow)
+        if "RAY_AUTH_TOKEN" in self.env:
+            raise ValueError("env: the token does not belong in a file that is shared; see `token`")
+        return self
 
     @property
-    def kind(self) -> str:
-        """Its kind, as its file has it."""
-        return self.spec.kind
+    def name(self) -> str:
+        """Its file's name."""
+        return self._name
+
+    def named(self, name: str) -> Self:
+        """This cluster, with the name of its file."""
+        self._name = name
+        return self
 
     @property
-    def token(self) -> Token:
-        """Where its token is."""
-        return self.spec.token or Token(file="~/.ray/auth_token")
+    def state(self) -> State:
+        """What `up` recorded."""
+        return State(self.name)
+
+    @property
+    def token_used(self) -> Token:
+        """Where its token is: where the file says, else the kind's own or Ray's."""
+        return self.token or Token(file=str(self.state.token) if self.own_token else "~/.ray/auth_token")
 
     @property
     def one_machine(self) -> bool:
@@ -202,3 +194,13 @@ class Cluster(ABC, Generic[Spec]):
         """Its `state`, and what is known of its `nodes` and `jobs`. Raises ClusterError."""
         with self.connected() as jobs:
             return {"state": "up", "where": self.where(), **jobs.about()}
+
+
+def _check_mlflow(uri: str) -> None:
+    parts = urlsplit(uri)
+    if parts.scheme == "sqlite":
+        raise ValueError("mlflow: an SQLite file takes one machine; give the address of an `mlflow server`")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
+    if parts.password:
+        raise ValueError("mlflow: holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes instead")

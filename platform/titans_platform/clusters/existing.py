@@ -6,19 +6,19 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from titans_platform.clusters.base import Cluster, ClusterSpec
+from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import Call, Note, Step
 
 
-class ExistingSpec(ClusterSpec):
-    """Where it is."""
+class Existing(Cluster):
+    """A cluster that runs already; nothing is started or ended."""
 
     address: str
     """http:// or https:// address of the dashboard, where the Jobs API is: usually port 8265."""
 
     @model_validator(mode="after")
-    def _http(self) -> ExistingSpec:
+    def _http(self) -> Existing:
         parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("address: should be like http://head:8265, the address of Ray's dashboard")
@@ -26,21 +26,15 @@ class ExistingSpec(ClusterSpec):
             raise ValueError("address: holds a name or password; the token goes through `token`")
         return self
 
-
-class Existing(Cluster[ExistingSpec]):
-    """A cluster that runs already; nothing is started or ended."""
-
-    Spec = ExistingSpec
-
     def up_steps(self) -> list[Step]:
-        look = f"# nothing to start; checks that {self.spec.address} accepts the token in {self.token}"
+        look = f"# nothing to start; checks that {self.address} accepts the token in {self.token_used}"
         return [Call(look, self.jobs().check)]
 
     def down_steps(self) -> list[Step]:
         return [Note("nothing to end: `up` started nothing")]
 
     def where(self) -> str:
-        return self.spec.address
+        return self.address
 
     def jobs(self) -> RayJobs:
-        return RayJobs(self.name, self.spec.address.rstrip("/"), self.token)
+        return RayJobs(self.name, self.address.rstrip("/"), self.token_used)

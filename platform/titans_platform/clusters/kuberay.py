@@ -14,13 +14,13 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.clusters.access import LOOPBACK, Token, clean_environment, free_ports, write_token
-from titans_platform.clusters.base import Cluster, ClusterSpec, Count
+from titans_platform.clusters.access import LOOPBACK, clean_environment, free_ports, write_token
+from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.manifests import as_yaml
 from titans_platform.clusters.rayjobs import RayJobs
@@ -83,9 +83,10 @@ class Claim(Frozen):
     storage_class: str | None = None
 
 
-class KubeRaySpec(ClusterSpec):
-    """A cluster that KubeRay keeps, or one for each job."""
+class KubeRay(Cluster):
+    """A RayCluster from `up` to `down`, or a RayJob for each `submit`."""
 
+    own_token: ClassVar[bool] = True
     lifetime: Literal["cluster", "job"] = "cluster"
     """cluster: a RayCluster from `up` to `down`. job: a RayJob for each `submit`, gone after it."""
     image: str
@@ -107,7 +108,7 @@ class KubeRaySpec(ClusterSpec):
     """job: end a job that takes longer."""
 
     @model_validator(mode="after")
-    def _names(self) -> KubeRaySpec:
+    def _names(self) -> KubeRay:
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError("pools: each needs its own name")
@@ -132,28 +133,17 @@ class KubeRaySpec(ClusterSpec):
         context = ("--context", self.context) if self.context else ()
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
-
-class KubeRay(Cluster[KubeRaySpec]):
-    """A RayCluster from `up` to `down`, or a RayJob for each `submit`."""
-
-    Spec = KubeRaySpec
-
-    @property
-    def token(self) -> Token:
-        """The file's own, or a copy of the Secret that only this user can read."""
-        return self.spec.token or Token(file=str(self.state.token))
-
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every pool at its largest; a job's own cluster does not exist yet when the job is planned."""
-        if not self.spec.grows:
+        if not self.grows:
             return None
-        return [{"CPU": p.cpus, "GPU": p.gpus} for p in self.spec.pools for _ in range(p.most)]
+        return [{"CPU": p.cpus, "GPU": p.gpus} for p in self.pools for _ in range(p.most)]
 
     def up_steps(self) -> list[Step]:
         """Apply the claim and the RayCluster, wait for its pods."""
-        kept, kubectl = self._kept(), self.spec.kubectl
+        kept, kubectl = self._kept(), self.kubectl
         apply = [Run(kubectl("apply", "-f", "-"), stdin=as_yaml(kept))] if kept else []
-        if self.spec.for_each_job:
+        if self.for_each_job:
             note = Note("no cluster to keep: each submit makes its own (lifetime: job)")
             return [*apply, note, self.state.remember()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
@@ -161,37 +151,36 @@ class KubeRay(Cluster[KubeRaySpec]):
 
     def _kept(self) -> list[dict[str, Any]]:
         """What lives from `up` to `down`, and the claim, which outlives both."""
-        cluster = [] if self.spec.for_each_job else [ray_cluster(self.name, self.spec)]
-        return [*claim(self.spec), *cluster]
+        cluster = [] if self.for_each_job else [ray_cluster(self)]
+        return [*claim(self), *cluster]
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is applied, a sample job among it."""
-        return self._kept() + (ray_job("sample", self.spec, _SAMPLE) if self.spec.for_each_job else [])
+        return self._kept() + (ray_job("sample", self, _SAMPLE) if self.for_each_job else [])
 
     def down_steps(self) -> list[Step]:
         """Delete the RayCluster. The claim stays: it holds the results."""
-        delete = Run(self.spec.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait"))
-        kept = f"the claim {self.spec.volume.claim} stays, with all results; kubectl delete pvc removes it"
-        return [*([] if self.spec.for_each_job else [delete]), Note(kept)]
+        delete = Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait"))
+        kept = f"the claim {self.volume.claim} stays, with all results; kubectl delete pvc removes it"
+        return [*([] if self.for_each_job else [delete]), Note(kept)]
 
     def where(self) -> str:
-        what = "RayJobs" if self.spec.for_each_job else f"RayCluster {self.name}"
-        return f"{what} in namespace {self.spec.namespace}"
+        what = "RayJobs" if self.for_each_job else f"RayCluster {self.name}"
+        return f"{what} in namespace {self.namespace}"
 
     def jobs(self) -> Jobs:
         """KubeRay's jobs, or Ray's through a forwarded port."""
-        spec = self.spec
-        if spec.for_each_job:
-            return KubeJobs(self.name, spec)
+        if self.for_each_job:
+            return KubeJobs(self.name, self)
         (port,) = free_ports(1)
-        forward = spec.kubectl("port-forward", f"service/{self.name}-head-svc", f"{port}:8265")
-        fetch = () if spec.token else (self._fetch_token(),)
-        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token, forward, fetch)
+        forward = self.kubectl("port-forward", f"service/{self.name}-head-svc", f"{port}:8265")
+        fetch = () if self.token else (self._fetch_token(),)
+        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token_used, forward, fetch)
 
     def _fetch_token(self) -> Step:
         """Copy the token of the cluster's Secret into a file that only this user can read."""
-        secret, path = self.spec.secret or self.name, self.state.token
-        get = Run(self.spec.kubectl("get", "secret", secret, "-o", "jsonpath={.data.auth_token}"))
+        secret, path = self.secret or self.name, self.state.token
+        get = Run(self.kubectl("get", "secret", secret, "-o", "jsonpath={.data.auth_token}"))
 
         def fetch() -> None:
             try:
@@ -212,7 +201,7 @@ _SAMPLE = Job("sample", ("sweep", "run", "ablation"), {"sweeps/ablation.yaml": b
 class KubeJobs(Jobs):
     """The RayJobs of a namespace that titans made; KubeRay makes and removes the cluster of each."""
 
-    spec: KubeRaySpec
+    spec: KubeRay
 
     def new_id(self, job: Job) -> str:
         """An id that Kubernetes takes as a name."""
@@ -278,7 +267,7 @@ def _job_info(item: dict[str, Any]) -> JobInfo:
     )
 
 
-def claim(spec: KubeRaySpec) -> list[dict[str, Any]]:
+def claim(spec: KubeRay) -> list[dict[str, Any]]:
     """The PersistentVolumeClaim, where the file says to make it."""
     volume = spec.volume
     if volume.size is None:
@@ -289,12 +278,12 @@ def claim(spec: KubeRaySpec) -> list[dict[str, Any]]:
     return [_object("v1", "PersistentVolumeClaim", volume.claim, spec, spec=body)]
 
 
-def ray_cluster(name: str, spec: KubeRaySpec) -> dict[str, Any]:
+def ray_cluster(spec: KubeRay) -> dict[str, Any]:
     """The RayCluster of ``up``."""
-    return _object("ray.io/v1", "RayCluster", name, spec, spec=cluster_body(spec))
+    return _object("ray.io/v1", "RayCluster", spec.name, spec, spec=cluster_body(spec))
 
 
-def ray_job(job_id: str, spec: KubeRaySpec, job: Job) -> list[dict[str, Any]]:
+def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
     """A ConfigMap of the job's files and the RayJob that makes a cluster, runs the command, removes both."""
     body = {
         # the driver's own files are there; workers need none of them
@@ -315,7 +304,7 @@ def ray_job(job_id: str, spec: KubeRaySpec, job: Job) -> list[dict[str, Any]]:
 
 
 def cluster_body(
-    spec: KubeRaySpec, config_map: str = "", files: Mapping[str, bytes] | None = None
+    spec: KubeRay, config_map: str = "", files: Mapping[str, bytes] | None = None
 ) -> dict[str, Any]:
     """The spec of a RayCluster; ``files`` are mounted in the head from ``config_map``."""
     head = _pod(spec, "ray-head", _resources(spec.head), spec.head.node_selector)
@@ -338,7 +327,7 @@ def cluster_body(
     }
 
 
-def _group(spec: KubeRaySpec, pool: Pool) -> dict[str, Any]:
+def _group(spec: KubeRay, pool: Pool) -> dict[str, Any]:
     gpus = {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {}
     pod = _pod(spec, "ray-worker", _resources(pool, gpus), pool.node_selector)
     if pool.tolerations:
@@ -358,7 +347,7 @@ def _template(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod(
-    spec: KubeRaySpec, name: str, resources: dict[str, Any], node_selector: Mapping[str, str]
+    spec: KubeRay, name: str, resources: dict[str, Any], node_selector: Mapping[str, str]
 ) -> dict[str, Any]:
     container = {
         "name": name,
@@ -385,7 +374,7 @@ def _resources(machine: Head | Pool, gpus: Mapping[str, str] | None = None) -> d
     return {"requests": amounts, "limits": amounts}
 
 
-def _config_map(name: str, spec: KubeRaySpec, files: Mapping[str, bytes]) -> dict[str, Any]:
+def _config_map(name: str, spec: KubeRay, files: Mapping[str, bytes]) -> dict[str, Any]:
     if sum(map(len, files.values())) > _CONFIG_MAP_BYTES:
         raise UsageError(
             f"lifetime: job: {', '.join(files)} are more than a ConfigMap holds; put the tokenizer into "
@@ -399,6 +388,6 @@ def _key(path: str) -> str:
     return re.sub(r"[^-._a-zA-Z0-9]", "_", path)
 
 
-def _object(api: str, kind: str, name: str, where: KubeRaySpec, **body: Any) -> dict[str, Any]:
+def _object(api: str, kind: str, name: str, where: KubeRay, **body: Any) -> dict[str, Any]:
     metadata = {"name": name, "namespace": where.namespace, "labels": LABEL}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}

@@ -7,23 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from titans_platform.clusters.base import Cluster, ClusterSpec
+from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Call, Note, Step
 from titans_platform.errors import UsageError
 
 
-class LocalSpec(ClusterSpec):
-    """This machine has no fields of its own."""
-
-
-class Local(Cluster[LocalSpec]):
+class Local(Cluster):
     """This machine."""
 
-    Spec = LocalSpec
-    sees_paths = True
+    sees_paths: ClassVar[bool] = True
 
     @property
     def one_machine(self) -> bool:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import secrets
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.clusters.access import LOOPBACK, Token, free_ports, read_token, token_variables
-from titans_platform.clusters.base import Cluster, ClusterSpec, Count
+from titans_platform.clusters.access import LOOPBACK, free_ports, read_token, token_variables
+from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.processes import end_processes, find, record
 from titans_platform.clusters.rayjobs import RayJobs, answers
 from titans_platform.clusters.steps import (
@@ -40,9 +40,9 @@ from titans_platform.errors import ClusterError
 _SOCKET_PATH = 24
 """Letters of the temporary directory that leave room for Ray's socket paths, of at most 107."""
 
-# Ray replaces 127.0.0.1 by the machine's address in the network and then listens on all interfaces, unless
-# it believes that this machine cannot be part of a cluster; and then `ray start --address` refuses to start.
-# So its processes are told the former by a variable, and this command alone is kept from the latter.
+# `ray start` replaces 127.0.0.1 by the machine's network address, and Ray then listens on all interfaces. With
+# RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 it keeps 127.0.0.1 but refuses to add a node to a head. So all of Ray's
+# processes get the variable, and this command does what `ray start` would without both.
 _RAY_START = (
     "from ray._private import ray_constants, services; services.resolve_ip_for_localhost = str; "
     "ray_constants.ENABLE_RAY_CLUSTER = True; from ray.scripts.scripts import main; main()"
@@ -58,9 +58,12 @@ _ENVIRONMENT = {
 }
 
 
-class NodesSpec(ClusterSpec):
-    """How many nodes, and what each reports to have."""
+class Nodes(Cluster):
+    """Ray nodes of this machine."""
 
+    sees_paths: ClassVar[bool] = True
+    started_here: ClassVar[bool] = True
+    own_token: ClassVar[bool] = True
     nodes: PositiveInt = 3
     """Ray nodes, the head among them."""
     cpus_per_node: PositiveInt = 1
@@ -70,42 +73,29 @@ class NodesSpec(ClusterSpec):
     """Shared memory of each node's object store; 75 is the least Ray takes."""
 
     @model_validator(mode="after")
-    def _own(self) -> NodesSpec:
+    def _own(self) -> Nodes:
         if self.token:
             raise ValueError("token: these nodes get a token of their own; leave it out")
         return self
-
-
-class Nodes(Cluster[NodesSpec]):
-    """Ray nodes of this machine."""
-
-    Spec = NodesSpec
-    sees_paths = True
-    started_here = True
 
     @property
     def one_machine(self) -> bool:
         return True
 
-    @property
-    def token(self) -> Token:
-        """Made by `up`, gone with `down`."""
-        return Token(file=str(self.state.token))
-
     def up_steps(self) -> list[Step]:
         """A private folder, a token, a head, the other nodes; on ports that are free now."""
         folder = _new_folder()
-        head, dashboard, client, *agents = free_ports(3 + self.spec.nodes)
+        head, dashboard, client, *agents = free_ports(3 + self.nodes)
         address = f"http://{LOOPBACK}:{dashboard}"
         facts = {"address": address, "folder": str(folder), "processes": []}
         ports = {"port": head, "dashboard-port": dashboard, "ray-client-server-port": client}
         joins = [["--head", "--dashboard-host", LOOPBACK, *_options(ports)]]
-        joins += [["--address", f"{LOOPBACK}:{head}"]] * (self.spec.nodes - 1)
+        joins += [["--address", f"{LOOPBACK}:{head}"]] * (self.nodes - 1)
         first, *others = (
             self._start(facts, number, [*how, "--dashboard-agent-listen-port", str(port)])
             for number, (how, port) in enumerate(zip(joins, agents, strict=True))
         )
-        count = self.spec.nodes
+        count = self.nodes
         return [
             private_folder(folder),
             new_token(self.state.token),
@@ -116,17 +106,16 @@ class Nodes(Cluster[NodesSpec]):
         ]
 
     def _start(self, facts: dict[str, Any], number: int, how: list[str]) -> Start:
-        spec = self.spec
         role = "head" if number == 0 else f"node {number}"
         options = {
             "node-ip-address": LOOPBACK,
-            "num-cpus": spec.cpus_per_node,
-            "num-gpus": spec.gpus_per_node,
+            "num-cpus": self.cpus_per_node,
+            "num-gpus": self.gpus_per_node,
             # 0: any free one; the nodes of one machine would all want the same
             "min-worker-port": 0,
             "max-worker-port": 0,
             "temp-dir": f"{facts['folder']}/{number}",
-            "object-store-memory": spec.object_store_mb * 2**20,
+            "object-store-memory": self.object_store_mb * 2**20,
         }
 
         def started(pid: int) -> None:
@@ -146,12 +135,15 @@ class Nodes(Cluster[NodesSpec]):
 
     def _answers(self, facts: dict[str, Any]) -> bool:
         self._none_ended(facts)
-        return answers(facts["address"], read_token(self.token, self.name), timeout=2) == 200
+        return answers(facts["address"], read_token(self.token_used, self.name), timeout=2) == 200
 
     def _alive(self, facts: dict[str, Any]) -> bool:
         self._none_ended(facts)
-        nodes = RayJobs(self.name, facts["address"], self.token).about()["nodes"]
-        return sum(node["alive"] for node in nodes) == self.spec.nodes
+        # the dashboard answers some requests before it can answer this one
+        with suppress(ClusterError):
+            nodes = RayJobs(self.name, facts["address"], self.token_used).about()["nodes"]
+            return sum(node["alive"] for node in nodes) == self.nodes
+        return False
 
     def _none_ended(self, facts: dict[str, Any]) -> None:
         for number, process in enumerate(facts["processes"]):
@@ -161,11 +153,11 @@ class Nodes(Cluster[NodesSpec]):
     def up(self) -> str:
         """Start the nodes; if one does not come up, the others are ended."""
         found = self.state.read()
-        if found and not any(find(process) for process in found["processes"]):
+        if found and any(find(process) for process in found["processes"]):
+            return super().up()
+        if found:
             # left behind by a machine that was restarted, or by nodes that were all killed
             self.down()
-        elif found:
-            return super().up()
         with ExitStack() as undo:
             undo.callback(self._undo)
             where = super().up()
@@ -201,7 +193,7 @@ class Nodes(Cluster[NodesSpec]):
 
     def jobs(self) -> RayJobs:
         address = (self.state.read() or {}).get("address", f"http://{LOOPBACK}:<port>")
-        return RayJobs(self.name, address, self.token)
+        return RayJobs(self.name, address, self.token_used)
 
 
 def _new_folder() -> Path:

@@ -11,13 +11,13 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import Field, JsonValue
 
-from titans_platform.clusters.access import LOOPBACK, Token
-from titans_platform.clusters.base import Cluster, ClusterSpec
+from titans_platform.clusters.access import LOOPBACK
+from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import Run, Step, Write, new_token
 from titans_platform.errors import UsageError
@@ -27,41 +27,32 @@ LOCK = "export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0"
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
-class RayUpSpec(ClusterSpec):
-    """The launcher's own YAML, and the dashboard's port."""
+class RayUp(Cluster):
+    """A cluster of Ray's launcher."""
 
+    started_here: ClassVar[bool] = True
+    own_token: ClassVar[bool] = True
     ray: dict[str, JsonValue]
     """Ray's cluster YAML: provider, auth, available_node_types, docker, setup_commands, ..."""
     port: int = Field(default=8265, ge=1024, le=65535)
     """The dashboard's port on the head, forwarded to the same one here by ssh."""
-
-
-class RayUp(Cluster[RayUpSpec]):
-    """A cluster of Ray's launcher."""
-
-    Spec = RayUpSpec
-    started_here = True
 
     @property
     def file(self) -> Path:
         """The YAML that Ray gets; kept until `down`, which needs it."""
         return self.state.folder / "cluster.yaml"
 
-    @property
-    def token(self) -> Token:
-        return self.spec.token or Token(file=str(self.state.token))
-
     def config(self) -> dict[str, Any]:
         """The launcher's YAML, complete. Raises UsageError for what Ray would refuse."""
-        if self.token.env:
+        if self.token_used.env:
             raise UsageError(f"{self.name}.yaml.token.env: nodes get the token as a file; give `file`")
-        config: dict[str, Any] = copy.deepcopy(dict(self.spec.ray))
+        config: dict[str, Any] = copy.deepcopy(dict(self.ray))
         for key in ("cluster_name", "head_start_ray_commands", "worker_start_ray_commands"):
             if key in config:
                 raise UsageError(f"{self.name}.yaml.ray.{key}: is set by titans; leave it out")
         config |= {
             "cluster_name": self.name,
-            "file_mounts": {**(config.get("file_mounts") or {}), REMOTE_TOKEN: str(self.token.path)},
+            "file_mounts": {**(config.get("file_mounts") or {}), REMOTE_TOKEN: str(self.token_used.path)},
             "head_start_ray_commands": ["ray stop", f"{LOCK}; {self._head()}"],
             "worker_start_ray_commands": ["ray stop", f"{LOCK}; ray start --address=$RAY_HEAD_IP:6379"],
         }
@@ -72,12 +63,12 @@ class RayUp(Cluster[RayUpSpec]):
         # the dashboard is reached by ssh alone
         return (
             "ulimit -n 65536; ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml "
-            f"--dashboard-host={LOOPBACK} --dashboard-port={self.spec.port}"
+            f"--dashboard-host={LOOPBACK} --dashboard-port={self.port}"
         )
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every type of worker at its most; Ray gets machines as cells wait for them."""
-        ray: Any = self.spec.ray
+        ray: Any = self.ray
         workers = dict(ray.get("available_node_types") or {})
         workers.pop(ray.get("head_node_type"), None)
         return [
@@ -88,7 +79,7 @@ class RayUp(Cluster[RayUpSpec]):
 
     def up_steps(self) -> list[Step]:
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)
-        token = [new_token(self.state.token)] if self.spec.token is None else []
+        token = [new_token(self.state.token)] if self.token is None else []
         return [*token, Write(self.file, text), self.state.remember(), self._ray("up", "--yes")]
 
     def down_steps(self) -> list[Step]:
@@ -100,13 +91,13 @@ class RayUp(Cluster[RayUpSpec]):
         return Run(argv, {"RAY_AUTH_MODE": "token"}, quiet=False)
 
     def where(self) -> str:
-        provider: Any = self.spec.ray.get("provider")
+        provider: Any = self.ray.get("provider")
         return f"{provider.get('type')} machines of Ray's launcher, cluster {self.name}"
 
     def jobs(self) -> RayJobs:
-        port = str(self.spec.port)
+        port = str(self.port)
         forward = (*_RAY, "exec", str(self.file), "--port-forward", port, "sleep infinity")
-        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token, forward)
+        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token_used, forward)
 
 
 def _check(config: dict[str, Any], where: str) -> None:

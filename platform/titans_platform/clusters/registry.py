@@ -56,7 +56,7 @@ def find_cluster(name: str) -> Path:
     return found[name]
 
 
-def load_cluster(name: str) -> Cluster[Any]:
+def load_cluster(name: str) -> Cluster:
     """Read a cluster by name or path. Raises UsageError, one line, for anything wrong in it."""
     path = find_cluster(name)
     if not NAME.fullmatch(path.stem):
@@ -65,10 +65,10 @@ def load_cluster(name: str) -> Cluster[Any]:
         )
     mapping = read_yaml(path)
     kind = find_kind(mapping.get("kind"), f"{path.name}.kind")
-    return kind(path.stem, validate(kind.Spec, mapping, path.name))
+    return validate(kind, mapping, path.name).named(path.stem)
 
 
-def find_kind(kind: Any, field: str) -> type[Cluster[Any]]:
+def find_kind(kind: Any, field: str) -> type[Cluster]:
     """The class of a kind, by its name in ``KINDS`` or by import path. Raises UsageError for ``field``."""
     found = KINDS.get(kind, kind) if isinstance(kind, str) else ""
     module, colon, attribute = found.partition(":")
@@ -85,4 +85,6 @@ def find_kind(kind: Any, field: str) -> type[Cluster[Any]]:
         raise UsageError(f"{field}: {kind} cannot be imported: {error}") from None
     if not (isinstance(chosen, type) and issubclass(chosen, Cluster)):
         raise UsageError(f"{field}: {kind} should be a subclass of titans_platform.clusters.base.Cluster")
+    if chosen.__abstractmethods__:
+        raise UsageError(f"{field}: {kind} lacks {', '.join(sorted(chosen.__abstractmethods__))}")
     return chosen

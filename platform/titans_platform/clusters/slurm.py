@@ -10,14 +10,14 @@ import shlex
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.access import token_variables
-from titans_platform.clusters.base import Cluster, ClusterSpec, Count
+from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Call, Note, Run, Step, Write, new_token, perform
 from titans_platform.errors import UsageError
@@ -26,9 +26,10 @@ _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
 
-class SlurmSpec(ClusterSpec):
-    """What is requested from Slurm, and how Python is found there."""
+class Slurm(Cluster):
+    """Batch jobs."""
 
+    sees_paths: ClassVar[bool] = True
     nodes: PositiveInt = 1
     cpus_per_node: PositiveInt
     gpus_per_node: Count = 0
@@ -44,7 +45,7 @@ class SlurmSpec(ClusterSpec):
     """Shell lines before Ray starts: modules, `source .venv/bin/activate`."""
 
     @model_validator(mode="after")
-    def _shared(self) -> SlurmSpec:
+    def _shared(self) -> Slurm:
         if not self.storage:
             raise ValueError("storage: missing; give a folder that login and compute nodes share")
         if self.pip:
@@ -54,16 +55,9 @@ class SlurmSpec(ClusterSpec):
             raise ValueError(f"options: {bad[0]!r} is no option of sbatch")
         return self
 
-
-class Slurm(Cluster[SlurmSpec]):
-    """Batch jobs."""
-
-    Spec = SlurmSpec
-    sees_paths = True
-
     @property
     def one_machine(self) -> bool:
-        return self.spec.nodes == 1
+        return self.nodes == 1
 
     def up_steps(self) -> list[Step]:
         return [
@@ -81,19 +75,19 @@ class Slurm(Cluster[SlurmSpec]):
         perform(self.down_steps())
 
     def where(self) -> str:
-        partition = self.spec.partition or "(default)"
-        return f"Slurm, {self.spec.nodes} nodes of partition {partition} for each job"
+        partition = self.partition or "(default)"
+        return f"Slurm, {self.nodes} nodes of partition {partition} for each job"
 
     def jobs(self) -> Jobs:
-        assert self.spec.storage is not None
-        return SlurmJobs(self.name, self.spec, Path(self.spec.storage) / "slurm" / self.name)
+        assert self.storage is not None
+        return SlurmJobs(self.name, self, Path(self.storage) / "slurm" / self.name)
 
 
 @dataclass(frozen=True)
 class SlurmJobs(Jobs):
     """The batch jobs under ``folder``."""
 
-    spec: SlurmSpec
+    spec: Slurm
     folder: Path
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
@@ -165,7 +159,7 @@ def _number(folder: Path) -> str:
     return _read(folder / "slurm_id").split(";")[0]
 
 
-def batch_script(spec: SlurmSpec, job: Job, job_id: str, at: Path, token: Path) -> str:
+def batch_script(spec: Slurm, job: Job, job_id: str, at: Path, token: Path) -> str:
     """The script for sbatch. It names the token's file, on the shared storage, not the token."""
     wanted: dict[str, Any] = {
         "job-name": job_id,

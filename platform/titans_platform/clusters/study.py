@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from titans_platform.clusters.base import Cluster
@@ -20,13 +19,13 @@ from titans_platform.tracking import STORE
 _HERE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
-def root_on(cluster: Cluster[Any], root: Path, explicit: bool) -> Path:
+def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
     """The storage root as the nodes see it, ``explicit`` if ``root`` was given for this command.
 
     Raises UsageError where it would be this machine's folder and the nodes do not see it.
     """
-    if cluster.spec.storage and not explicit:
-        return Path(cluster.spec.storage)
+    if cluster.storage and not explicit:
+        return Path(cluster.storage)
     if cluster.sees_paths:
         return root.resolve()
     if not explicit:
@@ -41,9 +40,9 @@ def root_on(cluster: Cluster[Any], root: Path, explicit: bool) -> Path:
     return root
 
 
-def check_reachable(cluster: Cluster[Any]) -> None:
+def check_reachable(cluster: Cluster) -> None:
     """Refuse a tracking store that workers elsewhere cannot write to. Raises UsageError."""
-    uri, where = cluster.spec.mlflow, f"clusters/{cluster.name}.yaml.mlflow"
+    uri, where = cluster.mlflow, f"clusters/{cluster.name}.yaml.mlflow"
     if cluster.one_machine:
         return
     if uri is None:
@@ -56,7 +55,7 @@ def check_reachable(cluster: Cluster[Any]) -> None:
         raise UsageError(f"{where}: {uri} is another machine on each node; write a name all of them know")
 
 
-def environment(cluster: Cluster[Any]) -> dict[str, str]:
+def environment(cluster: Cluster) -> dict[str, str]:
     """The variables of a job: which Ray to join, where to log, how wide to print."""
     from titans_platform.study.run import QUIET
 
@@ -70,30 +69,30 @@ def environment(cluster: Cluster[Any]) -> dict[str, str]:
         ADDRESS: "auto",
         **_home(cluster),
         **({NODES: json.dumps(grown)} if grown else {}),
-        **({STORE: cluster.spec.mlflow} if cluster.spec.mlflow else {}),
-        **cluster.spec.env,
+        **({STORE: cluster.mlflow} if cluster.mlflow else {}),
+        **cluster.env,
     }
 
 
-def _home(cluster: Cluster[Any]) -> dict[str, str]:
+def _home(cluster: Cluster) -> dict[str, str]:
     """The root of commands that are given none, as it would be here."""
-    if cluster.spec.storage:
-        return {"TITANS_HOME": cluster.spec.storage}
+    if cluster.storage:
+        return {"TITANS_HOME": cluster.storage}
     here = Path(os.environ.get("TITANS_HOME", "titans-runs"))
     return {"TITANS_HOME": str(here.resolve())} if cluster.sees_paths else {}
 
 
 def titans_job(
-    cluster: Cluster[Any], arguments: Sequence[str], name: str = "", files: Mapping[str, bytes] | None = None
+    cluster: Cluster, arguments: Sequence[str], name: str = "", files: Mapping[str, bytes] | None = None
 ) -> Job:
     """Any `titans` command as a job."""
     words = [word for word in arguments if not word.startswith("-")]
     name = name or "-".join(words[:2]) or "titans"
-    return Job(name, tuple(arguments), files or {}, environment(cluster), cluster.spec.pip)
+    return Job(name, tuple(arguments), files or {}, environment(cluster), cluster.pip)
 
 
 def study_job(
-    cluster: Cluster[Any],
+    cluster: Cluster,
     study: str,
     scale: str,
     root: Path,
