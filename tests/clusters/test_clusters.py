@@ -225,9 +225,8 @@ def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
     # as Ray installs it, and without a network
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--target={tmp_path}/site"]
     subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
-    code = (
-        "import titans_platform as t; print(t.__file__); from titans_platform.clusters import packaging as p; "
-    )
+    code = "import titans_platform as t; print(t.__file__); "
+    code += "from titans_platform.clusters import packaging as p; "
     code += "import pathlib, sys; print(p.project_wheel(pathlib.Path(sys.argv[1])).name, p.checkout())"
     out = tmp_path / "out"
     out.mkdir()

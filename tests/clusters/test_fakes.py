@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from titans_platform.cli import run
-from titans_platform.clusters.registry import load_cluster
+from titans_platform.clusters.access import free_ports
 from titans_platform.clusters.kuberay import object_name
+from titans_platform.clusters.registry import KINDS, load_cluster
 from titans_platform.clusters.study import titans_job
 
 SECRET = "feed" * 16
@@ -175,3 +177,80 @@ def test_ray_up_keeps_the_token_out_of_the_yaml_and_the_command(tmp_path, monkey
         assert run(["cluster", "up", name, "--dry-run"]) == 0
         assert "ray.scripts.scripts up --yes" in capsys.readouterr().out
     assert titans_job(load_cluster("aws"), ["sweep", "list"]).command[1:3] == ("-m", "titans_platform")
+
+
+DASHBOARD = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+JOB = {"submission_id": "sweep-1", "metadata": {"name": "sweep"}, "status": "RUNNING", "start_time": 1000}
+REPLIES = {
+    "/api/version": {"ray_version": "2.60.0"},
+    "/api/v0/nodes": {"data": {"result": {"result": []}}},
+    "/api/jobs/": [{**JOB, "driver_exit_code": None}, {**JOB, "submission_id": None}],
+}
+
+class Dashboard(BaseHTTPRequestHandler):
+    def do_GET(self):
+        allowed = self.headers.get("Authorization") == "Bearer " + sys.argv[2]
+        self.send_response(200 if allowed else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(REPLIES[self.path]).encode() if allowed else b"")
+
+    def log_message(self, *_):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Dashboard).serve_forever()
+"""
+
+
+@pytest.fixture
+def gateway(fake, tmp_path, monkeypatch):
+    """The kind that clusters/README.md shows; its ssh is a dashboard with one job."""
+    readme = Path(__file__).parents[2] / "clusters" / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    (tmp_path / "my_lab.py").write_text(code + "\n\nclass Unfinished(Cluster):\n    pass\n")
+    (tmp_path / "dashboard.py").write_text(DASHBOARD)
+    (tmp_path / "token").write_text(SECRET)
+    (port,) = free_ports(1)
+    fake("ssh", f'exec {sys.executable} "$FAKE/dashboard.py" {port} {SECRET}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
+    sys.modules.pop("my_lab", None)
+
+
+def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
+    path = tmp_path / "gate.yaml"
+    path.write_text(gateway)
+    assert run(["cluster", "status", str(path), "--json"]) == 0
+    status = json.loads(capfd.readouterr().out)
+    assert status["kind"] == "my_lab:Gateway"
+    assert [(job["id"], job["state"]) for job in status["jobs"]] == [("sweep-1", "running")]
+    assert run(["cluster", "logs", str(path), "none"]) == 3
+    assert capfd.readouterr().err == "error: cluster gate: no job 'none'; its jobs: sweep-1\n"
+    assert run(["cluster", "logs", str(path), "none", "--dry-run"]) == 0
+    assert "ssh -N -L" in capfd.readouterr().out
+    # with a line in the registry it has a name
+    monkeypatch.setitem(KINDS, "gateway", "my_lab:Gateway")
+    path.write_text(gateway.replace("my_lab:Gateway", "gateway"))
+    assert load_cluster(str(path)).where().startswith("gate:")
+
+
+@pytest.mark.parametrize(
+    ("cut", "put", "why"),
+    [
+        ("my_lab:Gateway", "my_lab:Gatewy", "gate.yaml.kind: my_lab:Gatewy cannot be imported"),
+        ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway cannot be imported"),
+        ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note should be a subclass"),
+        ("my_lab:Gateway", "my_lab:Unfinished", "lacks down_steps, jobs, up_steps, where"),
+        ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
+    ],
+)
+def test_a_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
+    path = tmp_path / "gate.yaml"
+    path.write_text(gateway.replace(cut, put))
+    assert run(["cluster", "status", str(path)]) == 2
+    error = capfd.readouterr().err
+    assert why in error
+    assert len(error.splitlines()) == 1

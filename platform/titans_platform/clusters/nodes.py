@@ -40,9 +40,9 @@ from titans_platform.errors import ClusterError
 _SOCKET_PATH = 24
 """Letters of the temporary directory that leave room for Ray's socket paths, of at most 107."""
 
-# `ray start` replaces 127.0.0.1 by the machine's network address, and Ray then listens on all interfaces. With
-# RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 it keeps 127.0.0.1 but refuses to add a node to a head. So all of Ray's
-# processes get the variable, and this command does what `ray start` would without both.
+# `ray start` replaces 127.0.0.1 by the machine's network address, and Ray then listens on all interfaces.
+# With RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 it keeps 127.0.0.1, but refuses to add a node to a head. So all of
+# Ray's processes get the variable, and this command is `ray start` without that replacement and refusal.
 _RAY_START = (
     "from ray._private import ray_constants, services; services.resolve_ip_for_localhost = str; "
     "ray_constants.ENABLE_RAY_CLUSTER = True; from ray.scripts.scripts import main; main()"
