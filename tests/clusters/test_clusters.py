@@ -55,7 +55,7 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "line"),
     [
         ("kind: cloud", "kind: 'cloud' is no kind of cluster; valid: local, nodes"),
         ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
@@ -83,11 +83,11 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
         ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, capsys, text, said):
+def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, capsys, text, line):
     assert run(["cluster", "up", write(tmp_path, text), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: mine.yaml")
-    assert said in error
+    assert line in error
     assert len(error.strip().splitlines()) == 1
 
 
@@ -95,17 +95,17 @@ REMOTE = "kind: existing\naddress: http://head.invalid:8265\nstorage: /mnt/titan
 
 
 @pytest.mark.parametrize(
-    ("cut", "put", "said"),
+    ("cut", "put", "line"),
     [
         ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
         ("head.invalid:5000", "localhost:5000", "is another machine on each node"),
         ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
     ],
 )
-def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, capsys, cut, put, said):
+def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, capsys, cut, put, line):
     path = write(tmp_path, REMOTE.replace(cut, put))
     assert run(["sweep", "run", "ablation", "--scale", "smoke", "--cluster", path]) == 2
-    assert said in capsys.readouterr().err
+    assert line in capsys.readouterr().err
 
 
 def test_a_missing_token_or_cluster_is_one_line_and_exit_3(tmp_path, capsys):
@@ -230,17 +230,17 @@ def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
     code += "import pathlib, sys; print(p.project_wheel(pathlib.Path(sys.argv[1])).name, p.checkout())"
     out = tmp_path / "out"
     out.mkdir()
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code, str(out)],
         env={"PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert told == [f"{tmp_path}/site/titans_platform/__init__.py", wheel.name, "None"]
+    assert printed == [f"{tmp_path}/site/titans_platform/__init__.py", wheel.name, "None"]
 
 
-def test_an_answer_is_told_from_the_log():
+def test_an_answer_is_separated_from_the_log():
     rest: list[str] = []
     answer = Answer(rest.append)
     for chunk in ("Running\n{\n  half", ' a": 1\n{\n', '  "cells": []\n}', "\nbye\n"):

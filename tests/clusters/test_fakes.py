@@ -1,4 +1,4 @@
-"""Slurm and Kubernetes by fakes of their commands on the PATH: what they are asked, and how a job ends."""
+"""Slurm and Kubernetes by fakes of their commands on the PATH: how they are called, and how a job ends."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     (job,) = (tmp_path / "shared" / "slurm" / "hpc").iterdir()
     # from the wheel that was unpacked for it
     assert f"{job}/code/titans_platform/_shipped/sweeps/ablation.yaml" in out
-    asked = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
-    token = Path(asked["RAY_AUTH_TOKEN_PATH"])
-    assert asked["RAY_AUTH_MODE"] == "token"
-    assert asked["TITANS_RAY_ADDRESS"] == "auto"
+    given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    token = Path(given["RAY_AUTH_TOKEN_PATH"])
+    assert given["RAY_AUTH_MODE"] == "token"
+    assert given["TITANS_RAY_ADDRESS"] == "auto"
     assert token.stat().st_mode & 0o777 == 0o600
     for text in (*calls(tmp_path), (job / "job.sbatch").read_text(), out):
         assert token.read_text() not in text

@@ -170,15 +170,15 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
             assert found[key] == result[key], (row, key)
 
-    told = status()
-    assert sorted(node["alive"] for node in told["nodes"]) == [False, True]
-    assert {job["state"] for job in told["jobs"]} <= {"succeeded", "failed"}
+    report = status()
+    assert sorted(node["alive"] for node in report["nodes"]) == [False, True]
+    assert {job["state"] for job in report["jobs"]} <= {"succeeded", "failed"}
     began = time.monotonic()
     code, out = ended(titans("cluster", "logs", os.environ["TWO"], "none"))
     assert (code, out.count("\n")) == (3, 1)
-    assert all(job["id"] in out for job in told["jobs"])
+    assert all(job["id"] in out for job in report["jobs"])
     assert time.monotonic() - began < 20, "an unknown job is refused at once"
-    _check_token(nodes, told["where"], elsewhere, line)
+    _check_token(nodes, report["where"], elsewhere, line)
 
 
 def _check_private(state: Path) -> None:

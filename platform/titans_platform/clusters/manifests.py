@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,24 +62,19 @@ def _schemas(file: Path) -> dict[tuple[str, str], Any]:
         raise UsageError(f"--schema {file}: is no CustomResourceDefinition") from None
 
 
-def _strict(schema: dict[str, Any]) -> dict[str, Any]:
+def _strict(schema: dict[str, Any], top: bool = True) -> dict[str, Any]:
     """The schema with unknown fields refused wherever it names the known ones."""
-    schema = copy.deepcopy(schema)
-    for name, part in schema["properties"].items():
-        # metadata is Kubernetes' own, and a CRD does not describe it
-        if name not in ("metadata", "status"):
-            _close(part)
-    return schema
-
-
-def _close(schema: Any) -> None:
-    if not isinstance(schema, dict):
-        return
+    closed = dict(schema)
     properties = schema.get("properties")
     if isinstance(properties, dict):
-        if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            schema.setdefault("additionalProperties", False)
-        for part in properties.values():
-            _close(part)
+        # metadata is Kubernetes' own, and a CRD does not describe it
+        open_ones = ("metadata", "status") if top else ()
+        closed["properties"] = {
+            name: part if name in open_ones else _strict(part, top=False) for name, part in properties.items()
+        }
+        if not (top or schema.get("x-kubernetes-preserve-unknown-fields")):
+            closed.setdefault("additionalProperties", False)
     for key in ("items", "additionalProperties"):
-        _close(schema.get(key))
+        if isinstance(schema.get(key), dict):
+            closed[key] = _strict(schema[key], top=False)
+    return closed

@@ -115,6 +115,8 @@ class Nodes(Cluster):
             "min-worker-port": 0,
             "max-worker-port": 0,
             "temp-dir": f"{facts['folder']}/{number}",
+            # it sends what workers print to drivers, and ours take none of it
+            "include-log-monitor": "false",
             "object-store-memory": self.object_store_mb * 2**20,
         }
 

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -40,15 +41,15 @@ _TRIES = 40
 """Times in a row the log may break off, half a second apart, before we give up on it."""
 
 
-def _request(address: str, token: str | None) -> urllib.request.Request:
+def _open(address: str, token: str | None, timeout: float) -> HTTPResponse:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return urllib.request.Request(address, headers=headers)
+    return urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=timeout)
 
 
 def answers(address: str, token: str | None, timeout: float = 10.0) -> int:
     """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
     try:
-        with urllib.request.urlopen(_request(f"{address}/api/version", token), timeout=timeout) as reply:
+        with _open(f"{address}/api/version", token, timeout) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -157,7 +158,7 @@ class RayJobs(Jobs):
 
     def _get(self, path: str) -> Any:
         try:
-            with urllib.request.urlopen(_request(self.address + path, self._token()), timeout=30) as reply:
+            with _open(self.address + path, self._token(), timeout=30) as reply:
                 return json.load(reply)
         except (OSError, ValueError) as error:
             raise ClusterError(f"cluster {self.cluster}: {self.address}: {_one_line(error)}") from None
