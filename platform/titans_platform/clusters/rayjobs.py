@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -53,7 +53,7 @@ def answers(address: str, token: str | None, timeout: float = 10.0) -> int:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return 0
 
 
@@ -160,7 +160,7 @@ class RayJobs(Jobs):
         try:
             with _open(self.address + path, self._token(), timeout=30) as reply:
                 return json.load(reply)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise ClusterError(f"cluster {self.cluster}: {self.address}: {_one_line(error)}") from None
 
     @cached_property
