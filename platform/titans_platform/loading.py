@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -150,13 +150,6 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         return f"{field}.{message}" if field else message
     message = error["msg"].replace("Input should be", "should be")
     return f"{field or 'config'}: {message}, got {json.dumps(error['input'], default=str)[:60]}"
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """`did you mean x?`, or the valid words where none is near."""
-    valid = list(valid)
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid) or 'none'}"
 
 
 def _valid_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

@@ -142,9 +142,9 @@ def test_one_of_ours_that_fails_fails_the_command(monkeypatch):
 
 
 def test_a_process_that_fails_says_why():
-    with Worker("titans_platform.benchmarks:nobody", {}, 1, "nobody at T = 16") as worker:
-        with pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
-            worker.turn()
+    missing = Worker("titans_platform.benchmarks:nobody", {}, 1, "nobody at T = 16")
+    with missing, pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
+        missing.turn()
 
 
 @pytest.mark.parametrize("kind", ["layer", "operator"])

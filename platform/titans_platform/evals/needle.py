@@ -21,8 +21,9 @@ from pydantic import Field, model_validator
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.evals.files import read_jsonl, read_text
+from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import register
 from titans_platform.evals.words import murmur, prose, random_key
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"

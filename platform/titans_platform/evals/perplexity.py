@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ class Perplexity(Task):
             UsageError: there are no validation rows, or they are shorter than asked for.
         """
         totals = _Totals()
-        for batch in context.prepared.validation(context.scorer.rows(context.length)):
+        for batch in _batches(context):
             self._add_batch(totals, batch, context)
             if totals.tokens >= context.config.perplexity_tokens:
                 break
@@ -103,7 +105,7 @@ class Perplexity(Task):
 
 @register
 class HeldOutLoss(Perplexity):
-    """The same in nats a token: what a search makes smaller, and what standard deviations suit."""
+    """The logarithm of perplexity, nats a token: what a search minimises."""
 
     name = "loss"
 
@@ -112,6 +114,15 @@ class HeldOutLoss(Perplexity):
         found = super().measure(context)
         chance = math.log(found.chance)
         return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
+
+
+def _batches(context: Context) -> Iterator[Any]:
+    """Validation rows in whole passes; a budget of less than one pass is read in one of its own size."""
+    rows = context.scorer.rows(context.length)
+    wanted = math.ceil(context.config.perplexity_tokens / context.length)
+    if wanted > rows:
+        return context.prepared.validation(rows)
+    return islice(context.prepared.validation(wanted), 1)
 
 
 def _stderr(rows: list[tuple[float, int]], mean: float) -> float:

@@ -18,8 +18,9 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
+from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import register
 from titans_platform.evals.words import murmur, prose
 from titans_platform.evals.world import Fact, Names, World
 
