@@ -28,7 +28,7 @@ from titans_platform.errors import TitansError, UsageError
 PEER = "titans-pytorch"
 PEER_REQUIREMENT = "titans-pytorch==0.5.5"
 EXACT_LENGTH = 256
-"""Up to this length the peer computes what we do, one step a token; at longer ones that takes too much memory."""
+"""Up to this length the peer takes one step a token, as we do; longer ones take too much memory."""
 LONGEST_PEER = 4096
 """Beyond it the peer needs 10 GB; there, we are compared with ourselves at the base length."""
 BASE_LENGTH = 1024

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from titans_platform.cli import run
+from titans_core import LanguageModel
 from titans_platform.config import DataConfig, EvalConfig, TaskConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_generated, build_task, eval_version
+from titans_platform.evals import build_generated, build_task, eval_version, evaluate
 
 TASKS = '''
 import random
@@ -52,12 +51,15 @@ def sums(tmp_path, monkeypatch) -> TaskConfig:
         sys.modules.pop(name, None)
 
 
-def test_it_makes_rows_and_its_version_counts(sums, tmp_path, monkeypatch):
+def test_it_is_trained_on_and_measured_and_its_version_counts(sums, tiny_run, tmp_path, monkeypatch):
     source = {"kind": "task", "rows": 12, "tasks": [sums.model_dump(mode="json")]}
     data = DataConfig.model_validate_json(json.dumps({"sequence_length": 16, "sources": [source]}))
     prepared = prepare(data, tmp_path)
     assert prepared.sources[0].manifest.train.documents == 12
-    config = EvalConfig(columns={"col": (sums,)})
+    config = EvalConfig(columns={"col": (sums,)}, items=4)
+    found = evaluate(LanguageModel(tiny_run.model), prepared, config, 16)
+    assert found["tasks"]["col/sums@16"]["items"] == 4
+    assert found["chance"]["col"] == 1 / 9
     before = eval_version(config)
     monkeypatch.setattr(type(build_generated(sums)), "version", 4)
     assert eval_version(config) != before
@@ -76,12 +78,3 @@ def test_a_path_that_leads_nowhere_is_one_line(path, says):
     with pytest.raises(UsageError) as caught:
         build_task(TaskConfig(task=path))
     assert str(caught.value).startswith(says)
-
-
-@pytest.mark.usefixtures("sums")
-def test_a_run_trains_on_it_and_is_measured_by_it(tiny_yaml: Path, tmp_path, capsys):
-    task = "[{task: 'my_lab.tasks:Sums', options: {largest: 3}}]"
-    line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", f"data.sources.0.tasks={task}"]
-    line += ["--set", f"eval.columns.reasoning={task}", "--set", "data.sources.0.rows=12", "--json"]
-    assert run([*line, "--set", "optim.steps=2"]) == 0
-    assert '"reasoning/sums@32"' in capsys.readouterr().out
