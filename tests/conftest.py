@@ -35,7 +35,7 @@ TINY_RUN = {
         "sequence_length": 32,
         "sources": [{"kind": "task", "rows": 64, "tasks": [{"task": "recall", "options": {"pairs": 2}}]}],
     },
-    "optim": {"steps": 20, "batch_rows": 4, "lr": 3e-3},
+    "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
     "eval": {"items": 8, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
 }
 
@@ -61,7 +61,7 @@ def tiny_yaml(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One Ray cluster for all tests that need one; it takes seconds to start."""
-    from titans_platform.runs.session import session
+    from titans_platform.runs.ray_session import ray_session
 
-    with session(cpus=4):
+    with ray_session(cpus=4):
         yield

@@ -78,10 +78,10 @@ class OptimConfig(Frozen):
     """AdamW with linear warm-up and cosine decay; the paper's values by default."""
 
     steps: PositiveInt = 1000
-    batch_rows: PositiveInt = 32
+    global_batch_size: PositiveInt = 32
     """Rows of one optimiser step, over all workers and micro-batches."""
-    micro_batch_rows: PositiveInt | None = None
-    """Rows of one forward pass; batch_rows where None."""
+    micro_batch_size: PositiveInt | None = None
+    """Rows of one forward pass; global_batch_size where None."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     min_lr_ratio: Fraction = 0.1
     warmup_fraction: Fraction = 0.05
@@ -107,6 +107,15 @@ class EvalConfig(Frozen):
     seed: int = 0
 
 
+class CheckpointConfig(Frozen):
+    """How often a run is saved. It changes no number, and so no name."""
+
+    every: PositiveInt | None = None
+    """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
+    keep: PositiveInt = 2
+    """The newest checkpoints that are kept."""
+
+
 class RunConfig(Frozen):
     """One run, whole: what its name and every number it gives are a function of."""
 
@@ -117,6 +126,7 @@ class RunConfig(Frozen):
     seed: int = 0
     threads: PositiveInt = 1
     """CPU threads of a worker: sums are taken in another order with another number of them."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
         """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
@@ -124,7 +134,7 @@ class RunConfig(Frozen):
         The data enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the
         paths it was read from.
         """
-        run = self.model_dump(mode="json", exclude={"data"})
+        run = self.model_dump(mode="json", exclude={"data", "checkpoint"})
         for part, fields in YOUNGER.items():
             below = run["model"][part]
             run["model"][part] = {k: v for k, v in below.items() if k not in fields or fields[k] != v}

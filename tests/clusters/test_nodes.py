@@ -18,7 +18,8 @@ import pytest
 from titans_platform.clusters.processes import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
-from titans_platform.runs.execute import run_cell
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import expand, load_study
 
@@ -37,7 +38,7 @@ STUDY = {
             "attention": {"heads": 2},
         },
         "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
-        "optim": {"steps": 300, "batch_rows": 4, "lr": 3e-3},
+        "optim": {"steps": 300, "global_batch_size": 4, "lr": 3e-3},
         "eval": {"items": 20, "columns": {"reasoning": [TASK]}},
     },
     "scales": {"small": {"seeds": [0]}},
@@ -130,7 +131,7 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
     root = tmp_path / "runs"
     cells = expand(load_study(str(elsewhere / "tiny.yaml")), "small")
     prepare(cells[0].config.data, tmp_path / "alone")
-    alone = {cell.row: run_cell(cell.config, tmp_path / "alone") for cell in cells}
+    alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells}
     folders = {row: RunFolder(root, result["cell"]) for row, result in alone.items()}
 
     line = [

@@ -49,7 +49,7 @@ def test_rows_starts_and_loss_by_hand(tmp_path):
     # bos a b c | bos d e f | g h bos i | j: three rows, each with the first token of the next
     bos, want = 256, ["_abc_", "_defg", "gh_ij"]
     assert source.count(source.train) == 3
-    stream = prepared.train_stream(batch_rows=3, seed=0)
+    stream = prepared.train_stream(batch_size=3, seed=0)
     batch = stream.batch(0)
     for (_, row), tokens, starts, loss in zip(stream.global_rows(0), *batch, strict=True):
         text = want[row]
@@ -142,8 +142,8 @@ def test_validation_is_every_row_once_in_fixed_order(tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", [f"{i * 7919} is document {i}" for i in range(60)])
     data = config({"kind": "files", "path": path, "validation_fraction": 0.5}, length=16)
     prepared = prepare(data, tmp_path / "root")
-    batches = list(prepared.validation(batch_rows=3))
-    again = list(prepared.validation(batch_rows=5))
+    batches = list(prepared.validation(batch_size=3))
+    again = list(prepared.validation(batch_size=5))
     rows = torch.cat([batch.tokens for batch in batches])
     assert torch.equal(rows, torch.cat([batch.tokens for batch in again]))
     source = prepared.sources[0]
@@ -186,7 +186,7 @@ def test_zero_weights_and_too_many_workers(mixed, tmp_path):
     silent = prepare(config(files(path, weight=0.0)), tmp_path / "root")
     with pytest.raises(UsageError, match=r"data\.sources: every weight is 0"):
         silent.train_stream(4, 0)
-    with pytest.raises(UsageError, match=r"optim\.batch_rows: 2"):
+    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 2"):
         mixed.train_stream(2, 0, rank=0, world_size=4)
 
 

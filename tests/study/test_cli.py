@@ -17,7 +17,7 @@ base:
   data:
     sequence_length: 32
     sources: [{kind: task, rows: 64, tasks: [{task: recall, options: {pairs: 2}}]}]
-  optim: {steps: 4, batch_rows: 4, lr: 3e-3}
+  optim: {steps: 4, global_batch_size: 4, lr: 3e-3}
   eval: {items: 8, columns: {reasoning: [{task: recall, options: {pairs: 2}}]}}
 scales:
   small: {seeds: [0, 1]}

@@ -9,7 +9,7 @@ import pytest
 
 from titans_platform import cli
 from titans_platform.errors import UsageError
-from titans_platform.study.run import StudyRun
+from titans_platform.study.schedule import StudyRun
 from titans_platform.study.search import check_space, read_search, set_line
 from titans_platform.study.space import Parameter, Search
 from titans_platform.study.spec import load_study
@@ -26,7 +26,7 @@ STUDY = {
             "attention": {"heads": 2},
         },
         "data": {"sequence_length": 32, "sources": [{"kind": "files", "path": "texts"}]},
-        "optim": {"steps": 27, "batch_rows": 4, "lr": 1e-5},
+        "optim": {"steps": 27, "global_batch_size": 4, "lr": 1e-5},
         "eval": {"perplexity_tokens": 512, "columns": {"loss": [{"task": "loss"}]}},
     },
     "scales": {"small": {"seeds": [0, 1]}},

@@ -61,7 +61,7 @@ class Tied(nn.Module):
 
 def trainer(seed: int = 0, model: nn.Module | None = None, rows: int = 6, **optim) -> Trainer:
     torch.manual_seed(seed)
-    cfg = OptimConfig(**({"steps": 12, "batch_rows": rows, "lr": 1e-2} | optim))
+    cfg = OptimConfig(**({"steps": 12, "global_batch_size": rows, "lr": 1e-2} | optim))
     return Trainer(model or Tied(), cfg, Rows(rows))
 
 
@@ -98,7 +98,7 @@ def test_rows_without_loss_positions_count_for_nothing():
 
 
 def test_micro_batches_change_nothing():
-    whole, parts = trainer(), trainer(micro_batch_rows=4)
+    whole, parts = trainer(), trainer(micro_batch_size=4)
     for _ in range(3):
         assert whole.step()["loss"] == pytest.approx(parts.step()["loss"], rel=1e-5)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):

@@ -77,7 +77,7 @@ def _folder_named(run: str, root: Path) -> Path:
 
 def _config(point: Path, overrides: tuple[str, ...]) -> RunConfig:
     from titans_platform.loading import load_config
-    from titans_platform.runs.execute import CONFIG
+    from titans_platform.runs.folder import CONFIG
 
     other = next((o for o in overrides if not o.startswith("eval.")), None)
     if other:
@@ -91,7 +91,7 @@ def _measure(cfg: RunConfig, point: Path, root: Path) -> dict[str, Any]:
 
     from titans_platform.data import open_prepared
     from titans_platform.evals import evaluate as measure
-    from titans_platform.runs.execute import build_model
+    from titans_platform.runs.check import build_model
     from titans_platform.training.checkpoint import load_model
     from titans_platform.training.loop import deterministic
 

@@ -57,10 +57,9 @@ class Local(Cluster[LocalSpec]):
 
     def status(self) -> dict[str, Any]:
         """What the machine has; a study looks again when it starts."""
-        from titans_platform.study.plan import this_machine
-        from titans_platform.study.spec import Resources
+        from titans_platform.runs.resources import this_machine
 
-        found = this_machine(Resources())
+        found = this_machine()
         node = {"id": "this", "ip": "127.0.0.1", "head": True, "alive": True, "cpus": found.cpus}
         return {"state": "up", "where": "this machine", "nodes": [node], "jobs": []}
 

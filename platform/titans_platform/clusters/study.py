@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job
 from titans_platform.errors import UsageError
-from titans_platform.runs.joined import ADDRESS, NODES
+from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
 from titans_platform.study.spec import Cell, find_study
 from titans_platform.tracking import STORE
 
@@ -54,8 +54,6 @@ def check_reachable(cluster: Cluster[Any]) -> None:
 
 def environment(cluster: Cluster[Any]) -> dict[str, str]:
     """The variables of a job: which Ray to join, where to log, how wide to print."""
-    from titans_platform.study.run import QUIET
-
     grown = cluster.grows_to()
     return {
         **QUIET,

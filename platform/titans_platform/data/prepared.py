@@ -92,15 +92,15 @@ class PreparedData:
                 parts.append(column.to_numpy(zero_copy_only=True))
         return ItemHashes(np.concatenate(parts))
 
-    def train_stream(self, batch_rows: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
-        """Training batches of ``batch_rows`` rows over all workers. Raises UsageError."""
-        return RowStream(self.sources, batch_rows, seed, rank, world_size)
+    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
+        """Training batches of ``batch_size`` rows over all workers. Raises UsageError."""
+        return RowStream(self.sources, batch_size, seed, rank, world_size)
 
     def validation_rows(self) -> int:
         """Number of validation rows."""
         return len(self._validation)
 
-    def validation(self, batch_rows: int) -> Iterator[Batch]:
+    def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once in a fixed order. Raises UsageError where there are none."""
         if not len(self._validation):
             have = sum(source.manifest.validation.tokens for source in self.sources)
@@ -108,7 +108,7 @@ class PreparedData:
                 f"data.sources: {have} validation tokens make no row of {self.config.sequence_length} + 1; "
                 "raise a text source's validation_fraction or documents, or lower data.sequence_length"
             )
-        return self._validation.batches(batch_rows)
+        return self._validation.batches(batch_size)
 
 
 def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> PreparedData:

@@ -81,13 +81,15 @@ class RowStream:
     """
 
     def __init__(
-        self, sources: Sequence[SourceRows], batch_rows: int, seed: int, rank: int = 0, world_size: int = 1
+        self, sources: Sequence[SourceRows], batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size} workers")
-        if batch_rows < world_size:
-            raise UsageError(f"optim.batch_rows: {batch_rows} rows cannot be shared by {world_size} workers")
-        self.sources, self.batch_rows, self.seed = sources, batch_rows, seed
+        if batch_size < world_size:
+            raise UsageError(
+                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
+            )
+        self.sources, self.batch_size, self.seed = sources, batch_size, seed
         self.rank, self.world_size = rank, world_size
         self.rows = [source.count(source.train) if source.weight else 0 for source in sources]
         """Training rows of each source."""
@@ -110,9 +112,9 @@ class RowStream:
 
     def global_rows(self, step: int) -> list[tuple[int, int]]:
         """(source, row) of every row of the global batch, all workers' together."""
-        samples = np.arange(step * self.batch_rows, (step + 1) * self.batch_rows)
+        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # else a worker, or a micro-batch, could see one source only
-        samples = samples[shuffled(self.batch_rows, f"{self.seed}/batch/{step}")]
+        samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]
         return [self._at(sample) for sample in samples.tolist()]
 
     def _at(self, sample: int) -> tuple[int, int]:
@@ -143,11 +145,11 @@ class ValidationRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def batches(self, batch_rows: int) -> Iterator[Batch]:
-        """All rows once, ``batch_rows`` at a time; the last batch may be smaller."""
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """All rows once, ``batch_size`` at a time; the last batch may be smaller."""
         order = shuffled(len(self), "validation").tolist()
-        for first in range(0, len(order), batch_rows):
-            rows = [self._row(number) for number in order[first : first + batch_rows]]
+        for first in range(0, len(order), batch_size):
+            rows = [self._row(number) for number in order[first : first + batch_size]]
             yield collate(rows, self.sources[0].length)
 
     def _row(self, number: int) -> Span:

@@ -16,7 +16,7 @@ ALWAYS = {
     "layers": "model.n_layers",
     "sequence_length": "data.sequence_length",
     "steps": "optim.steps",
-    "batch_rows": "optim.batch_rows",
+    "global_batch_size": "optim.global_batch_size",
     "lr": "optim.lr",
 }
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from titans_core.config import ModelConfig
-from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError, within
+from titans_platform.config import DataConfig, RunConfig, digest
+from titans_platform.errors import UsageError
 from titans_platform.files import read_json
-from titans_platform.loading import nearest
+from titans_platform.runs.check import (
+    check_batch,
+    check_config,
+    check_data,
+    check_resources,
+    check_sources,
+    parameters,
+    run_name,
+)
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.run import MANIFEST, StudyRun, naming
-from titans_platform.study.search import FOUND, Searched, check_space, read_search, trial_row
+from titans_platform.study.schedule import MANIFEST, StudyRun
+from titans_platform.study.search import Searched, check_space, read_search
 from titans_platform.study.space import Search
 from titans_platform.study.spec import Cell, expand, load_study
+from titans_platform.study.trial import FOUND, trial_row
+
+if TYPE_CHECKING:
+    from titans_platform.data import PreparedData
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ def open_study(
 
 def _check_search(run: StudyRun, search: Search) -> None:
     for config in check_space(run, search):
-        _check_model(config)
+        parameters(config.model)
 
 
 def with_found(run: StudyRun, searched: Searched) -> StudyRun:
@@ -96,64 +106,59 @@ def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def check(cells: Sequence[Cell]) -> None:
-    """Find a wrong variant, task or option before anything runs."""
+def check(cells: Iterable[Cell]) -> None:
+    """Find a wrong variant, task or option before anything runs. Raises UsageError."""
+    _each_row(cells, check_config)
+
+
+def check_dry(opened: Opened) -> None:
+    """What a run would find out later, as far as it can be seen without data. Raises UsageError."""
+    _each_row(opened.cells, check_sources)
+    _each_row(opened.cells, lambda config: check_resources(config, opened.run.resources))
+
+
+def check_against_data(opened: Opened) -> None:
+    """What a cell would find out on a worker, found before any is begun. Raises UsageError."""
+    from titans_platform.data import open_prepared
+
+    def whole(config: RunConfig) -> None:
+        check_batch(config, opened.run.resources)
+        check_data(config, open_prepared(config.data, opened.run.root))
+
+    _each_row(opened.cells, whole)
+
+
+def _each_row(cells: Iterable[Cell], look: Callable[[RunConfig], None]) -> None:
     for row, config in {cell.row: cell.config for cell in cells}.items():
         try:
-            _check_model(config)
-            _check_tasks(config)
+            look(config)
         except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
 
 
-def _check_model(config: RunConfig) -> None:
-    """Build the model, without memory for its weights: what its parts refuse is refused here."""
-    from titans_core import BLOCKS
-
-    variant = config.model.variant
-    if variant not in BLOCKS:
-        raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
-    try:
-        parameters(config.model)
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
+Prepared = Callable[[DataConfig], "PreparedData"]
 
 
-def _check_tasks(config: RunConfig) -> None:
-    from titans_platform.evals import build_generated, build_task
-
-    for column, tasks in config.eval.columns.items():
-        for i, task in enumerate(tasks):
-            with within(f"eval.columns.{column}.{i}"):
-                build_task(task)
-    for i, source in enumerate(config.data.sources):
-        for j, task in enumerate(source.tasks):
-            with within(f"data.sources.{i}.tasks.{j}"):
-                build_generated(task)
-
-
-def parameters(model: ModelConfig) -> int:
-    """Parameters of the model, built without memory for them. Raises ValueError for what a part refuses."""
-    return _parameters(model.model_dump_json())
-
-
-@cache
-def _parameters(model: str) -> int:
-    import torch
-
-    from titans_core import LanguageModel
-
-    with torch.device("meta"):
-        return LanguageModel(ModelConfig.model_validate_json(model)).num_parameters()
-
-
-def named(opened: Opened, prepared: Any = None) -> Opened:
-    """Names for the cells asked for, by ``prepared``, and for all whose data are there."""
+def named(opened: Opened, prepare: Prepared | None = None) -> Opened:
+    """Names for the cells asked for, by ``prepare``, and for all whose data are there."""
     from titans_platform.data import open_prepared
 
-    at_hand = naming(lambda data: open_prepared(data, opened.run.root))
-    asked = naming(prepared) if prepared else at_hand
-    return replace(opened, cells=_with_names(opened.cells, asked), whole=_with_names(opened.whole, at_hand))
+    at_hand = _naming(opened.run, lambda data: open_prepared(data, opened.run.root))
+    chosen = _naming(opened.run, prepare) if prepare else at_hand
+    return replace(opened, cells=_with_names(opened.cells, chosen), whole=_with_names(opened.whole, at_hand))
+
+
+def _naming(run: StudyRun, prepare: Prepared) -> Callable[[RunConfig], str]:
+    """Names of cells, each data config prepared (or opened) once."""
+    known: dict[str, PreparedData] = {}
+
+    def name(config: RunConfig) -> str:
+        key = digest(config.data.model_dump(mode="json"))
+        if key not in known:
+            known[key] = prepare(config.data)
+        return run_name(config, known[key].fingerprint, run.resources)
+
+    return name
 
 
 def _with_names(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> tuple[Cell, ...]:

@@ -57,8 +57,8 @@ class Search(Frozen):
     @model_validator(mode="after")
     def _trainable(self) -> Search:
         fixed = [key for key in self.space if key.partition(".")[0] in ("data", "eval", "seed", "threads")]
-        if fixed or "optim.steps" in self.space or "optim.batch_rows" in self.space:
-            key = fixed[0] if fixed else "optim.steps and optim.batch_rows"
+        if fixed or "optim.steps" in self.space or "optim.global_batch_size" in self.space:
+            key = fixed[0] if fixed else "optim.steps and optim.global_batch_size"
             raise ValueError(f"space: {key} cannot be searched: trials are compared at equal data and tokens")
         return self
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -24,18 +24,11 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import apply_override, nearest, read_yaml, validate
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.resources import Resources
 from titans_platform.study.space import Search
 
 Fragment = dict[str, JsonValue]
 UNNAMED = ".unnamed"
-
-
-class Resources(Frozen):
-    """What one cell asks of the machine; no number it gives depends on them, so no name does."""
-
-    workers: PositiveInt = 1
-    cpus_per_worker: PositiveInt = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
 
 
 class Axis(Frozen):
@@ -86,6 +79,7 @@ class Scale(Frozen):
     data: Fragment = Field(default_factory=dict)
     optim: Fragment = Field(default_factory=dict)
     eval: Fragment = Field(default_factory=dict)
+    checkpoint: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes of the study that are others at this scale."""
@@ -94,7 +88,8 @@ class Scale(Frozen):
 
     def fragment(self) -> dict[str, Any]:
         """The part of a RunConfig this scale lays over the base."""
-        parts = {"model": self.model, "data": self.data, "optim": self.optim, "eval": self.eval}
+        names = ("model", "data", "optim", "eval", "checkpoint")
+        parts = {name: getattr(self, name) for name in names}
         return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
 
 
@@ -343,8 +338,3 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         else:
             merged[key] = copy.deepcopy(value)
     return merged
-
-
-def name_cells(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> list[Cell]:
-    """The same cells with their names."""
-    return [replace(cell, name=name(cell.config)) for cell in cells]

@@ -115,7 +115,7 @@ class Trainer:
     @cached_property
     def tokens_per_step(self) -> int:
         """Tokens of one optimiser step, over all workers."""
-        return self.cfg.batch_rows * (self.stream.batch(0).tokens.shape[1] - 1)
+        return self.cfg.global_batch_size * (self.stream.batch(0).tokens.shape[1] - 1)
 
     def step(self, telemetry: bool = False) -> dict[str, float]:
         """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry."""
@@ -163,7 +163,7 @@ class Trainer:
     def _micro_batches(self, batch: RowBatch) -> Iterator[tuple[Tensor, ...]]:
         parts = (batch.tokens, batch.starts, batch.loss)
         on_device = [part.to(self.device, non_blocking=True) for part in parts]
-        rows = self.cfg.micro_batch_rows or len(batch.tokens)
+        rows = self.cfg.micro_batch_size or len(batch.tokens)
         return zip(*(part.split(rows) for part in on_device), strict=True)
 
     def _clip(self) -> float:

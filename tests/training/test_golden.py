@@ -1,0 +1,65 @@
+"""Golden losses: twenty steps of every variant, so that a change of arithmetic anywhere below is seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_platform.config import OptimConfig
+from titans_platform.training.loop import Trainer, deterministic
+
+VOCAB, ROWS, LENGTH = 61, 4, 45
+AT = (1, 5, 10, 20)
+"""The steps whose loss is pinned, in nats. Rounding moves it by 2e-7 of itself."""
+LOSSES = {
+    "lmm": [4.7466927, 4.7524271, 4.8255916, 4.800601],
+    "mac": [4.9476204, 4.8124013, 4.567627, 4.6892023],
+    "mag": [4.9361315, 4.8067851, 4.6835289, 4.641048],
+    "mal": [5.0220237, 4.9332376, 4.7754889, 4.7856531],
+    "transformer": [4.7028437, 4.7384624, 4.7608671, 4.7125931],
+}
+
+
+class Batch(NamedTuple):
+    tokens: Tensor
+    starts: Tensor
+    loss: Tensor
+
+
+class Stream:
+    """Rows in which a token foretells the next but one, so that there is something to learn.
+
+    Every second batch packs two documents into its rows.
+    """
+
+    def batch(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        tokens[:, 2::2] = (3 * tokens[:, :-2:2] + 1) % VOCAB
+        starts = torch.zeros(ROWS, LENGTH + 1, dtype=torch.bool)
+        starts[:, 0], starts[:, 19] = True, step % 2 == 1
+        return Batch(tokens, starts, torch.ones(ROWS, LENGTH, dtype=torch.bool))
+
+
+def losses(variant: str) -> list[float]:
+    config = ModelConfig(
+        variant=variant,
+        vocab_size=VOCAB,
+        d_model=16,
+        n_layers=2,
+        memory=MemoryConfig(heads=2, chunk_size=8),
+        attention=AttentionConfig(heads=2, window=16, segment_size=16),
+    )
+    with deterministic(seed=0, threads=1):
+        trainer = Trainer(LanguageModel(config), OptimConfig(steps=20, lr=1e-3), Stream())
+        return [trainer.step()["loss"] for _ in range(20)]
+
+
+@pytest.mark.parametrize("variant", sorted(LOSSES))
+def test_the_loss_of_twenty_steps_is_what_it_was(variant):
+    found = losses(variant)
+    assert [found[step - 1] for step in AT] == pytest.approx(LOSSES[variant], rel=1e-5)
