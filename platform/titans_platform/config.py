@@ -19,6 +19,10 @@ YOUNGER = {"memory": {"alpha_bias": -6.0, "eta_bias": 0.0, "theta_bias": -1.0}}
 that leaves them there keeps its name."""
 
 
+BYTE_VOCABULARY = 260
+"""Ids of the byte tokenizer: 256 bytes, document start, pad, rounded up to a multiple of 4."""
+
+
 class TaskConfig(Frozen):
     """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
 
