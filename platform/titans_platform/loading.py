@@ -57,10 +57,12 @@ def load_config(path: Path | str, overrides: Iterable[str] = (), model: type[Mod
 def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """A RunConfig's mapping with what follows from its other fields written out.
 
+    A section that is there but empty, as YAML's `memory:` alone, is one at its defaults.
     ``model.preset`` becomes the fields it stands for, with those given beside it laid over them. With the
     byte tokenizer, ``model.vocab_size`` is that of bytes unless it is given. Raises UsageError.
     """
-    model, data = (mapping.get(part) or {} for part in ("model", "data"))
+    mapping = _without_empty(RunConfig, mapping)
+    model, data = (mapping.get(part, {}) for part in ("model", "data"))
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):
         return dict(mapping)  # which `validate` refuses
     model = dict(model)
@@ -69,6 +71,16 @@ def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
     if "preset" in model:
         model = _write_out_preset(str(model.pop("preset")), model)
     return {**mapping, "model": model}
+
+
+def _without_empty(model: type[BaseModel], mapping: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in mapping.items():
+        below = _inside(model, key)
+        section = isinstance(below, type) and issubclass(below, BaseModel)
+        if value is not None or not section:
+            kept[key] = _without_empty(below, value) if section and isinstance(value, Mapping) else value
+    return kept
 
 
 def _write_out_preset(name: str, model: dict[str, Any]) -> dict[str, Any]:

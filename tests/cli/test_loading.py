@@ -46,6 +46,12 @@ def test_an_empty_file_is_the_defaults_with_the_vocabulary_of_bytes(tmp_path):
     assert load(tmp_path) == defaults.model_copy(update={"model": model})
 
 
+def test_an_empty_section_is_its_defaults(tmp_path):
+    assert load(tmp_path, "model:\n  memory:\n  attention:\noptim:\n") == load(tmp_path)
+    with pytest.raises(UsageError, match=r"^data\.sources: should be"):
+        load(tmp_path, "data:\n  sources:\n")
+
+
 def test_a_vocabulary_that_is_given_or_unknown_is_left_alone(tmp_path):
     assert load(tmp_path, "model: {vocab_size: 512}").model.vocab_size == 512
     assert load(tmp_path, "data: {tokenizer: some.model}").model == RunConfig().model
