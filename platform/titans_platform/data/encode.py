@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Encoded(NamedTuple):
-    """One document or one task item, ready to be written."""
+    """One document or one task item as token ids."""
 
     tokens: NDArray[np.integer]
     loss: BoolArray
@@ -208,7 +208,7 @@ def interleave(weights: list[float]) -> list[int]:
     shares = [weight / total for weight in exact]
     places = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
     counts = [max(1, round(share * places)) if share else 0 for share in shares]
-    # smooth weighted round-robin: whoever is furthest behind its share is next
+    # smooth weighted round-robin: the one furthest behind its share is next
     behind, order = [0] * len(counts), []
     for _ in range(sum(counts)):
         behind = [b + count for b, count in zip(behind, counts, strict=True)]

@@ -114,7 +114,7 @@ def _folder_name(
 
 
 def _whole(folder: Path, repair: bool) -> bool:
-    """Whether the folder is complete. Raises UsageError where it is damaged, unless that may be repaired."""
+    """Whether the folder is complete. Raises UsageError where it is damaged and ``repair`` is off."""
     if not (folder / MANIFEST).exists():
         return False
     try:

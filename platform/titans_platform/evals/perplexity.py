@@ -66,7 +66,7 @@ class Perplexity(Task):
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 
         Raises:
-            UsageError: there are no validation rows, or they are shorter than asked for.
+            UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
         totals = _Totals()
         for batch in _batches(context):
@@ -94,7 +94,7 @@ class Perplexity(Task):
         length = context.length
         if batch.tokens.shape[1] - 1 < length:
             have = batch.tokens.shape[1] - 1
-            raise UsageError(f"lengths: validation rows have {have} tokens, perplexity is asked at {length}")
+            raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
         tokens, starts = batch.tokens[:, : length + 1], batch.starts[:, :length]
         logits = context.scorer.logits(tokens[:, :-1], starts)
         sizes = context_sizes(starts)
