@@ -12,7 +12,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 class Frozen(BaseModel):
     """Base of all configs: immutable, no unknown keys, no silent coercion of strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class MemoryConfig(Frozen):

@@ -19,6 +19,10 @@ YOUNGER = {"memory": {"alpha_bias": -6.0, "eta_bias": 0.0, "theta_bias": -1.0}}
 that leaves them there keeps its name."""
 
 
+BYTE_VOCABULARY = 260
+"""Ids of the byte tokenizer: 256 bytes, document start, pad, rounded up to a multiple of 4."""
+
+
 class TaskConfig(Frozen):
     """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
 
@@ -46,7 +50,8 @@ class SourceConfig(Frozen):
     max_tokens: PositiveInt | None = None
     """Stop after so many tokens."""
     validation_fraction: Fraction = 0.05
-    """Share of the documents (whole files) kept for validation; task sources have none."""
+    """Share of the documents (whole files) kept for validation; of a source of one document, the last part of
+    its text. Task sources have none."""
     tasks: tuple[TaskConfig, ...] = ()
     """task: what to generate; each row is one item of exactly one training length."""
     rows: PositiveInt | None = None
@@ -67,7 +72,7 @@ class DataConfig(Frozen):
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(kind="stdlib"),)
     tokenizer: str = "byte"
-    """`byte`, or the path of a SentencePiece .model or of a tokenizer.json."""
+    """`byte`, the path of a SentencePiece .model or a tokenizer.json, or a Hub repository that has one."""
     sequence_length: PositiveInt = 4096
     """T, tokens of a training row."""
     seed: int = 0
