@@ -1,7 +1,7 @@
 """Titans: models whose long-term memory is a small network that keeps learning while it reads."""
 
 from titans_core import presets
-from titans_core.blocks import BLOCKS
+from titans_core.blocks import BLOCKS, Block, count_parameters
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
 from titans_core.memory import MemoryCache, NeuralMemory
@@ -11,6 +11,7 @@ from titans_core.telemetry import record
 __all__ = [
     "BLOCKS",
     "AttentionConfig",
+    "Block",
     "Documents",
     "LanguageModel",
     "MemoryCache",
@@ -19,6 +20,7 @@ __all__ = [
     "ModelOutput",
     "ModelState",
     "NeuralMemory",
+    "count_parameters",
     "presets",
     "record",
 ]

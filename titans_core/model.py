@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from titans_core.blocks import BLOCKS, Block
-from titans_core.blocks.base import Place
+from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
@@ -23,7 +22,7 @@ class ModelState(NamedTuple):
     blocks: tuple[Any, ...]
 
     def detach(self) -> ModelState:
-        """The same state, cut from the graph."""
+        """This state without the graph that made it."""
         cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
         return ModelState(self.position, tree_map(cut, self.blocks))
 
@@ -39,16 +38,15 @@ class LanguageModel(nn.Module):
     """Next-token logits from tokens.
 
     Raises:
-        ValueError: the config's variant is not in the block registry.
+        ValueError: the config's variant is unknown, or refuses the config.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if config.variant not in BLOCKS:
-            raise ValueError(f"variant: {config.variant!r} is not one of {', '.join(BLOCKS)}")
+        block = resolve(config)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(BLOCKS[config.variant](config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialize(self, config.n_layers)
@@ -73,15 +71,15 @@ class LanguageModel(nn.Module):
         """
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
-        place, start = self._place(tokens_BT, state, document_starts)
+        positions, start = self._positions(tokens_BT, state, document_starts)
         # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
         x = self.embedding(tokens_BT) * self.config.d_model**0.5
         before = [None] * len(self.blocks) if state is None else state.blocks
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):
-            x, block_state = block(x, block_state, place)
+            x, block_state = block(x, block_state, positions)
             after.append(block_state)
-        end = None if place.documents else ModelState(start + tokens_BT.shape[1], tuple(after))
+        end = None if positions.documents else ModelState(start + tokens_BT.shape[1], tuple(after))
         return ModelOutput(self.head(self.norm(x)), end)
 
     def num_parameters(self) -> int:
@@ -105,11 +103,11 @@ class LanguageModel(nn.Module):
             split[id(p) not in decayed].append(p)
         return [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
 
-    def _place(
+    def _positions(
         self, tokens: Tensor, state: ModelState | None, starts: Tensor | Documents | None
-    ) -> tuple[Place, int]:
+    ) -> tuple[Positions, int]:
         if starts is not None:
             documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
-            return Place(documents.position_BT, documents), 0
+            return Positions(documents.position_BT, documents), 0
         start = 0 if state is None else state.position
-        return Place(torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]), start
+        return Positions(torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]), start

@@ -57,10 +57,12 @@ def train(
     Example:
       titans train run.yaml --set model.memory.depth=3 --set optim.steps=200
     """
+    from titans_platform.config import check_model
     from titans_platform.loading import load_config
 
     console = Console(stderr=as_json)
     cfg = load_config(config, overrides)
+    check_model(cfg.model)
     if dry_run:
         _plan(cfg, root, workers, as_json, console)
         return

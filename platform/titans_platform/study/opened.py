@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titans_core.config import ModelConfig
-from titans_platform.config import RunConfig
+from titans_platform.config import RunConfig, check_model
 from titans_platform.errors import UsageError, within
 from titans_platform.files import read_json
-from titans_platform.loading import nearest
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.run import MANIFEST, StudyRun, naming
 from titans_platform.study.search import FOUND, Searched, check_space, read_search, trial_row
@@ -66,7 +63,7 @@ def open_study(
 
 def _check_search(run: StudyRun, search: Search) -> None:
     for config in check_space(run, search):
-        _check_model(config)
+        check_model(config.model)
 
 
 def with_found(run: StudyRun, searched: Searched) -> StudyRun:
@@ -100,23 +97,10 @@ def check(cells: Sequence[Cell]) -> None:
     """Find a wrong variant, task or option before anything runs."""
     for row, config in {cell.row: cell.config for cell in cells}.items():
         try:
-            _check_model(config)
+            check_model(config.model)
             _check_tasks(config)
         except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
-
-
-def _check_model(config: RunConfig) -> None:
-    """Build the model, without memory for its weights: what its parts refuse is refused here."""
-    from titans_core import BLOCKS
-
-    variant = config.model.variant
-    if variant not in BLOCKS:
-        raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
-    try:
-        parameters(config.model)
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
 
 
 def _check_tasks(config: RunConfig) -> None:
@@ -130,21 +114,6 @@ def _check_tasks(config: RunConfig) -> None:
         for j, task in enumerate(source.tasks):
             with within(f"data.sources.{i}.tasks.{j}"):
                 build_generated(task)
-
-
-def parameters(model: ModelConfig) -> int:
-    """Parameters of the model, built without memory for them. Raises ValueError for what a part refuses."""
-    return _parameters(model.model_dump_json())
-
-
-@cache
-def _parameters(model: str) -> int:
-    import torch
-
-    from titans_core import LanguageModel
-
-    with torch.device("meta"):
-        return LanguageModel(ModelConfig.model_validate_json(model)).num_parameters()
 
 
 def named(opened: Opened, prepared: Any = None) -> Opened:

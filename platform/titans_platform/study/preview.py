@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
+from titans_platform.config import check_model
 from titans_platform.report import render
-from titans_platform.study.opened import Opened, parameters
+from titans_platform.study.opened import Opened
 from titans_platform.study.plan import Plan, train_tokens
 from titans_platform.study.progress import clock
 from titans_platform.study.search import Searched
@@ -36,7 +37,7 @@ def planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
         "cell": cell.name,
         "row": cell.row,
         "seed": cell.seed,
-        "parameters": parameters(cell.config.model),
+        "parameters": check_model(cell.config.model),
         "tokens": train_tokens(cell.config),
         "state": state,
     }
