@@ -42,7 +42,8 @@ class Block(nn.Module, ABC):
     preset_window: ClassVar[bool] = True
     """Whether a preset gives its attention the window of the size; else it attends to everything before."""
     preset_expansion: ClassVar[float | None] = None
-    """The feed-forward width of its presets over d_model; None: what gives the Transformer's parameters."""
+    """The feed-forward width of its presets over d_model. None: whatever gives a block as many parameters
+    as the Transformer's. A subclass of a variant that adds weights to it should set None."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -42,7 +42,10 @@ def find(variant: str) -> type[Block]:
     """
     block = _imported(variant) if ":" in str(variant) else BLOCKS.get(variant)
     if block is None:
-        hint = _near(variant, BLOCKS) or "name a class of your own by its import path, my_lab.blocks:MyBlock"
+        hint = (
+            _near(str(variant), BLOCKS)
+            or "name a class of your own by its import path, my_lab.blocks:MyBlock"
+        )
         raise ValueError(f"variant: {variant!r} is not one of {', '.join(BLOCKS)}; {hint}")
     if not (isinstance(block, type) and issubclass(block, Block)):
         raise ValueError(f"variant: {variant} is not a subclass of titans_core.blocks.Block")
