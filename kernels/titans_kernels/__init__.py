@@ -18,6 +18,7 @@ from titans_kernels.memory import (
     state_numel,
     without_autocast,
 )
+from titans_kernels.registry import find_class, near, source_file
 
 __all__ = [
     "BACKENDS",
@@ -29,10 +30,13 @@ __all__ = [
     "decode_step",
     "document_borders",
     "extend_memory",
+    "find_class",
     "find_rule",
+    "near",
     "neural_memory",
     "packed_layout",
     "read_memory",
+    "source_file",
     "state_dtype",
     "state_numel",
     "without_autocast",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
 
@@ -23,7 +25,7 @@ def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
     if ":" not in name:
         if name in known:
             return known[name]
-        hint = _near(name, known) or "or name a class of your own by its import path, my_lab.parts:MyPart"
+        hint = near(name, known) or "or name a class of your own by its import path, my_lab.parts:MyPart"
         raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}; {hint}")
     found = _imported(field, name)
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -31,7 +33,15 @@ def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
     return found
 
 
-def _imported(field: str, path: str) -> object:
+def source_file(path: str) -> Path | None:
+    """The file that defines what an import path ``package.module:Class`` names; None for any other text."""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
+        return None
+    file = getattr(sys.modules.get(_imported("", path).__module__), "__file__", None)
+    return Path(file) if file else None
+
+
+def _imported(field: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         # last, so that nothing installed is hidden by a file that happens to lie here
@@ -44,11 +54,12 @@ def _imported(field: str, path: str) -> object:
     if not hasattr(module, name):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         raise ValueError(
-            f"{field}: {path}: {module_name} has no {name!r}; {_near(name, classes)}".rstrip("; ")
+            f"{field}: {path}: {module_name} has no {name!r}; {near(name, classes)}".rstrip("; ")
         )
     return getattr(module, name)
 
 
-def _near(word: str, known: Mapping[str, object] | list[str]) -> str:
+def near(word: str, known: Mapping[str, object] | list[str]) -> str:
+    """`did you mean X?`, or nothing where no known name is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else ""

@@ -9,14 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from titans_core.config import Frozen, ModelConfig, PositiveInt
+from titans_kernels.registry import source_file
+from titans_platform.errors import UsageError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-YOUNGER = {"memory": {"alpha_bias": -6.0, "eta_bias": 0.0, "theta_bias": -1.0}}
-"""Fields of the model that came after cells had names, with what they were before they were fields: a run
-that leaves them there keeps its name."""
+DEFAULTS_VERSION = 1
+"""Raise it when the default of a field changes: names leave out what is at its default, and a run that left
+the field out gives other numbers from then on. `tests/runs/test_names.py` pins the defaults."""
 
 
 BYTE_VOCABULARY = 260
@@ -145,17 +147,51 @@ class RunConfig(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
 
-    def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimiser step, over all workers."""
+        return self.optim.global_batch_size * self.data.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the run trains on."""
+        return self.optim.steps * self.tokens_per_step
+
+    def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int = 1) -> str:
         """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
 
-        The data enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the
-        paths it was read from.
+        Only fields that differ from their defaults enter, so that a new field renames nothing. The data
+        enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the paths it was
+        read from; a variant named by import path also by its source; ``workers`` where there are several,
+        since they take sums in another order. Raises UsageError for a variant that cannot be imported.
         """
-        run = self.model_dump(mode="json", exclude={"data", "checkpoint"})
-        for part, fields in YOUNGER.items():
-            below = run["model"][part]
-            run["model"][part] = {k: v for k, v in below.items() if k not in fields or fields[k] != v}
-        return digest({"run": run, "data": data_fingerprint, "eval": eval_version})
+        parts: dict[str, Any] = {
+            "defaults": DEFAULTS_VERSION,
+            "run": self.model_dump(mode="json", exclude={"data", "checkpoint"}, exclude_defaults=True),
+            "data": data_fingerprint,
+            "eval": eval_version,
+        }
+        if sources := _sources(parts["run"]):
+            parts["sources"] = sources
+        if workers > 1:
+            parts["workers"] = workers
+        return digest(parts)
+
+
+def _sources(value: Any) -> dict[str, str]:
+    """Hashes of the files behind import paths in a config (a variant, a rule, a task, an objective).
+
+    The package's own are known by the commit; a file of one's own may change between two runs.
+    """
+    if isinstance(value, dict):
+        return {path: found for inner in value.values() for path, found in _sources(inner).items()}
+    if isinstance(value, list):
+        return {path: found for inner in value for path, found in _sources(inner).items()}
+    try:
+        file = source_file(value) if isinstance(value, str) else None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return {value: hashlib.sha256(file.read_bytes()).hexdigest()[:12]} if file else {}
 
 
 def digest(value: Any, length: int = 12) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
+
+from titans_kernels.registry import find_class
+
+Kind = TypeVar("Kind")
 
 
 class TitansError(Exception):
@@ -27,12 +30,6 @@ class ClusterError(TitansError):
     exit_code = 3
 
 
-class IncompleteError(TitansError):
-    """A study that ended with cells missing. Exit code 4."""
-
-    exit_code = 4
-
-
 @contextmanager
 def within(field: str) -> Iterator[None]:
     """Put where we are in the config before what a UsageError says."""
@@ -49,12 +46,12 @@ def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {close[0]}?" if close else otherwise or f"valid: {', '.join(valid) or 'none'}"
 
 
-def import_object(path: str, field: str) -> Any:
-    """What an import path ``package.module:name`` names. Raises UsageError that begins with ``field``."""
-    module, _, name = path.partition(":")
+def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
+    """The class of a name in ``known``, or at an import path ``package.module:Class``.
+
+    Modules of the current directory are found too. Raises UsageError that begins with ``field``.
+    """
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"{field}: {path} cannot be imported: {error}") from None
-    except AttributeError:
-        raise UsageError(f"{field}: module {module} has no {name!r}") from None
+        return find_class(field, name, known, base)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,8 +189,8 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         check_data,
         check_resources,
         check_sources,
-        model_on_meta,
         run_name,
+        sizes,
     )
     from titans_platform.runs.folder import RunFolder
 
@@ -206,10 +206,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         check_data(cfg, data)
         folder = RunFolder(root.resolve(), run_name(cfg, data.fingerprint, resources))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-    model = model_on_meta(cfg)
-    plan["tokens"] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
-    plan["parameters"] = model.num_parameters()
-    plan["state_bytes"] = model.state_bytes(cfg.data.sequence_length)
+    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
     if as_json:
         echo_json(plan)
         return

@@ -6,15 +6,13 @@ cluster file names it by import path, `kind: my_lab.cluster:MyCluster`.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from titans_platform.clusters.base import Cluster
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, find_named
 from titans_platform.loading import nearest, read_yaml, validate
 
 KINDS = {
@@ -71,20 +69,12 @@ def load_cluster(name: str) -> Cluster:
 def find_kind(kind: Any, field: str) -> type[Cluster]:
     """The class of a kind, by its name in ``KINDS`` or by import path. Raises UsageError for ``field``."""
     found = KINDS.get(kind, kind) if isinstance(kind, str) else ""
-    module, colon, attribute = found.partition(":")
-    if not colon:
+    if ":" not in found:
         raise UsageError(
             f"{field}: {kind!r} is no kind of cluster; {nearest(str(kind), KINDS)}; "
             "or a class of your own, as module:Class"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        chosen = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{field}: {kind} cannot be imported: {error}") from None
-    if not (isinstance(chosen, type) and issubclass(chosen, Cluster)):
-        raise UsageError(f"{field}: {kind} should be a subclass of titans_platform.clusters.base.Cluster")
+    chosen = find_named(field, found, {}, Cluster)
     if chosen.__abstractmethods__:
         raise UsageError(f"{field}: {kind} lacks {', '.join(sorted(chosen.__abstractmethods__))}")
     return chosen

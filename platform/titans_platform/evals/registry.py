@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from titans_core.config import Frozen
 from titans_platform.config import EvalConfig, TaskConfig, digest
-from titans_platform.errors import UsageError, import_object, nearest
+from titans_platform.errors import UsageError, find_named, nearest
 from titans_platform.evals.scoring import Scorer
 
 
@@ -97,14 +97,7 @@ def find_task(name: str) -> type[Task]:
     Raises:
         UsageError: no such task, or what the path names is none.
     """
-    if ":" in name:
-        task = import_object(name, "task")
-        if not (isinstance(task, type) and issubclass(task, Task)):
-            raise UsageError(f"task: {name} is not a class derived from titans_platform.evals.Task")
-        return task
-    if name not in TASKS:
-        raise UsageError(f"task: no task {name!r}; {nearest(name, sorted(TASKS))}")
-    return TASKS[name]
+    return find_named("task", name, TASKS, Task)
 
 
 def build_task(config: TaskConfig) -> Task:

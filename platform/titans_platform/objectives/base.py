@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +13,10 @@ from torch import Tensor
 from titans_core import Model
 from titans_core.config import Frozen
 from titans_platform.config import ObjectiveConfig, RunConfig
-from titans_platform.errors import UsageError, within
+from titans_platform.errors import UsageError, find_named, within
 from titans_platform.evals import Task, build_task, eval_version, evaluate
 from titans_platform.evals.registry import NoOptions
-from titans_platform.loading import nearest, validate
+from titans_platform.loading import validate
 from titans_platform.training.loop import Stream
 
 Report = Callable[[str, int, int, "float | None"], None]
@@ -72,6 +69,12 @@ class Objective(ABC, Generic[D]):
     def build_model(self) -> Model:
         """The model at its initial weights, by the config alone. Raises UsageError."""
 
+    def build_small(self, blocks: int = 1) -> Model:
+        """The model with so many blocks and without memory for its weights: quick, whatever its size."""
+        model = self.cfg.model.model_copy(update={"n_layers": blocks})
+        with torch.device("meta"):
+            return type(self)(self.cfg.model_copy(update={"model": model}), self.options).build_model()
+
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row; 0 for a row that does not count."""
@@ -92,8 +95,7 @@ class Objective(ABC, Generic[D]):
 
         Raises UsageError, which names the field.
         """
-        with torch.device("meta"):
-            self.build_model()
+        self.build_small()
         for column, tasks in self.cfg.eval.columns.items():
             for i, config in enumerate(tasks):
                 with within(f"eval.columns.{column}.{i}"):
@@ -123,7 +125,7 @@ class Objective(ABC, Generic[D]):
             config = config.model_copy(update={"columns": {name: config.columns[name] for name in columns}})
         return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
 
-    def run_name(self, data_fingerprint: str) -> str:
+    def run_name(self, data_fingerprint: str, workers: int = 1) -> str:
         """The run's name: a hash of all that its numbers are a function of.
 
         Options at their defaults do not enter it, so that a new one renames nothing.
@@ -131,7 +133,7 @@ class Objective(ABC, Generic[D]):
         options = self.options.model_dump(mode="json", exclude_defaults=True)
         objective = ObjectiveConfig(kind=self.cfg.objective.kind, options=options)
         named = self.cfg.model_copy(update={"objective": objective})
-        return named.fingerprint(data_fingerprint, self.eval_version())
+        return named.fingerprint(data_fingerprint, self.eval_version(), workers)
 
     def eval_version(self) -> str:
         """Digest of the versions of the tasks it is measured by."""
@@ -165,22 +167,5 @@ def build_objective(cfg: RunConfig) -> Objective[Any]:
     Raises:
         UsageError: no such objective or option, or an option's value is not valid.
     """
-    kind = cfg.objective.kind
-    found = _imported(kind) if ":" in kind else OBJECTIVES.get(kind)
-    if found is None:
-        raise UsageError(f"objective.kind: no {kind!r}; {nearest(kind, OBJECTIVES)}, or module:Class")
+    found = find_named("objective.kind", cfg.objective.kind, OBJECTIVES, Objective)
     return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))
-
-
-def _imported(kind: str) -> type[Objective[Any]]:
-    """The class at an import path; modules in the working directory are found too."""
-    module, _, name = kind.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"objective.kind: {kind} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, Objective)):
-        raise UsageError(f"objective.kind: {kind} is no subclass of titans_platform.objectives.Objective")
-    return found

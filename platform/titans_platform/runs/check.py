@@ -7,6 +7,8 @@ with its data.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ BYTES_A_PARAMETER = 16
 
 def run_name(cfg: RunConfig, data_fingerprint: str, resources: Resources = Resources()) -> str:
     """The run's name: the hash of all that its numbers are a function of."""
-    return build_objective(cfg).run_name(data_fingerprint)
+    return build_objective(cfg).run_name(data_fingerprint, resources.workers)
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
@@ -41,22 +43,34 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
-def parameters(cfg: RunConfig) -> int:
-    """Parameters of the run's model, built without memory for them. Raises UsageError."""
+@dataclass(frozen=True)
+class Sizes:
+    """Of the run's model."""
+
+    parameters: int
+    state_bytes: int
+    """Bytes that one sequence carries after a training length."""
+
+
+def sizes(cfg: RunConfig) -> Sizes:
+    """The sizes of the run's model, quick however large it is. Raises UsageError."""
     # of the config only what a model can be a function of: a grid has few models and many cells
     of = cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
-    return _parameters(of.model_dump_json())
+    return _sizes(of.model_dump_json())
 
 
 @cache
-def _parameters(cfg: str) -> int:
-    return model_on_meta(RunConfig.model_validate_json(cfg)).num_parameters()
+def _sizes(text: str) -> Sizes:
+    """Blocks are equal: two small models tell the size of any number of blocks."""
+    cfg = RunConfig.model_validate_json(text)
+    objective, further = build_objective(cfg), cfg.model.n_layers - 1
+    one, two = (objective.build_small(blocks) for blocks in (1, 2))
 
+    def of(measure: Callable[[Model], int]) -> int:
+        return measure(one) + further * (measure(two) - measure(one))
 
-def model_on_meta(cfg: RunConfig) -> Model:
-    """The run's model without memory for its weights, to ask for its sizes. Raises UsageError."""
-    with torch.device("meta"):
-        return build_objective(cfg).build_model()
+    length = cfg.data.sequence_length
+    return Sizes(of(lambda m: m.num_parameters()), of(lambda m: m.state_bytes(length)))
 
 
 def check_config(cfg: RunConfig) -> None:
@@ -101,7 +115,7 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Refuse what this machine cannot hold at the very least."""
-    count = parameters(cfg)
+    count = sizes(cfg).parameters
     rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // resources.workers
     tokens = rows * cfg.data.sequence_length
     # what the backward pass needs at least: the residual stream of each block, the logits

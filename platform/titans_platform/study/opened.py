@@ -17,8 +17,8 @@ from titans_platform.runs.check import (
     check_data,
     check_resources,
     check_sources,
-    parameters,
     run_name,
+    sizes,
 )
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.schedule import MANIFEST, StudyRun
@@ -73,7 +73,7 @@ def open_study(
 
 def _check_search(run: StudyRun, search: Search) -> None:
     for config in check_space(run, search):
-        parameters(config)
+        sizes(config)
 
 
 def with_found(run: StudyRun, searched: Searched) -> StudyRun:

@@ -98,7 +98,7 @@ def _calibrated(plan: Plan) -> Estimate:
     with torch.device("meta"):
         parameters = build_objective(config).build_model().num_parameters()
     if parameters > CALIBRATION_LIMIT:
-        flop = sum(6 * parameters * train_tokens(cell.config) for cell in plan.todo)
+        flop = sum(6 * parameters * cell.config.tokens for cell in plan.todo)
         return Estimate(None, f"no cell is finished yet; about 6ND = {flop:.1e} FLOP of training in all")
     rows = {cell.row: cell.config for cell in plan.todo}
     timed = dict(list(rows.items())[:: -(-len(rows) // TIMED)])
@@ -106,14 +106,9 @@ def _calibrated(plan: Plan) -> Estimate:
     if None in seconds:
         return Estimate(None, "no cell is finished yet, and the objective has no sample rows to time")
     per_token = statistics.fmean(filter(None, seconds))
-    each = [per_token * (train_tokens(cell.config) + eval_tokens(cell.config) / 3) for cell in plan.todo]
+    each = [per_token * (cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} rows"
     return Estimate(_wall(plan, each), f"two optimiser steps of {of} timed now")
-
-
-def train_tokens(config: RunConfig) -> int:
-    """Tokens a run trains on."""
-    return config.optim.steps * config.optim.global_batch_size * config.data.sequence_length
 
 
 def eval_tokens(config: RunConfig) -> float:

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from titans_platform.report import render
-from titans_platform.runs.check import parameters
+from titans_platform.runs.check import sizes
 from titans_platform.study.opened import Opened
-from titans_platform.study.plan import Plan, train_tokens
+from titans_platform.study.plan import Plan
 from titans_platform.study.progress import clock
 from titans_platform.study.search import Searched
 from titans_platform.study.spec import Cell
@@ -37,8 +37,8 @@ def planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
         "cell": cell.name,
         "row": cell.row,
         "seed": cell.seed,
-        "parameters": parameters(cell.config),
-        "tokens": train_tokens(cell.config),
+        "parameters": sizes(cell.config).parameters,
+        "tokens": cell.config.tokens,
         "state": state,
     }
 

@@ -72,7 +72,7 @@ class Seen:
     def _tokens_left(self) -> float:
         config = self.cell.config
         steps = max(0, config.optim.steps - int(self.progress.get("step", 0)))
-        return steps * config.optim.global_batch_size * config.data.sequence_length
+        return steps * config.tokens_per_step
 
 
 def look(cells: Sequence[Cell], root: Path) -> list[Seen]:

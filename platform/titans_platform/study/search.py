@@ -97,7 +97,7 @@ def read_search(run: StudyRun) -> Searched | None:
     return Searched(
         search,
         run.study.columns[search.metric].higher_is_better,
-        config.optim.global_batch_size * config.data.sequence_length,
+        config.tokens_per_step,
         config.optim.steps,
         trials,
     )
