@@ -46,7 +46,8 @@ def evaluate(run: str, overrides: tuple[str, ...], root: Path, as_json: bool) ->
 def find_checkpoint(run: str, root: Path) -> Path:
     """The folder of the checkpoint that ``run`` names. Raises UsageError."""
     from titans_platform.runs.folder import CHECKPOINTS
-    from titans_platform.training.checkpoint import MANIFEST, newest
+    from titans_platform.training.checkpoint import newest
+    from titans_platform.training.manifest import MANIFEST
 
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):

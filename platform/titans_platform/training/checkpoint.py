@@ -52,7 +52,7 @@ class Saver:
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.phases = phases or Phases()
         # the write runs beside the training: its messages must not mix with those of the steps
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing: tuple[Path, Future[Any]] | None = None
 
     def save(self, before_commit: Callable[[], object] | None = None) -> Path:
