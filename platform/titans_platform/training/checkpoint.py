@@ -68,7 +68,8 @@ class Saver:
                 if before_commit:
                     before_commit()
                 self.folder.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(_partial(final), ignore_errors=True)
+                for cut_short in self.folder.glob(".partial-*"):
+                    shutil.rmtree(cut_short, ignore_errors=True)
             if self._group:
                 dist.barrier(self._group)
             self._writing = final, self._begin(final)
@@ -133,7 +134,8 @@ def _commit(final: Path, progress: Any, keep: int) -> None:
     # a run that passed over a damaged checkpoint comes to its step again
     shutil.rmtree(final, ignore_errors=True)
     os.replace(_partial(final), final)
-    for old in _steps(final.parent)[keep:]:
+    # later ones are damaged and will be written again; they must not push this one out
+    for old in [path for path in _steps(final.parent) if path.name <= final.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
