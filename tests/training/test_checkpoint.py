@@ -344,6 +344,22 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_write(tmp_path, monkeyp
     assert "step-00000001: cannot be written" in caplog.text
 
 
+def test_a_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
+    interrupted(tmp_path, 9)
+    for step in (6, 9):
+        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    t = trainer()
+    t.run(Hooks(), until=4)
+    checkpoint.save(tmp_path, t, keep=1)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_what_a_killed_write_left_goes_at_the_next(tmp_path):
+    (tmp_path / ".partial-step-00000001").mkdir()
+    checkpoint.save(tmp_path, trainer())
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
+
+
 def test_as_many_are_kept_as_asked(tmp_path):
     t = trainer()
     with Saver(tmp_path, t, keep=1) as saver:

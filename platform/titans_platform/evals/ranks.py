@@ -60,7 +60,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what the last pass gathered of the parameters; after a pass without a backward nothing else does."""
+    """Free what the last forward pass gathered of the parameters, as a backward pass would."""
     for module in _sharded(model):
         module.reshard()
 
@@ -77,11 +77,10 @@ def _sharded(model: nn.Module) -> list[Any]:
 def _gather(found: Any, error: Exception | None) -> list[Any]:
     """``found`` of every worker, unless one has an error: a worker that raised alone would leave the others
     waiting for it."""
-    if not dist.is_initialized():
-        outcomes = [(found, error and str(error))]
-    else:
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (found, error and str(error)))
+    outcomes: list[Any] = [(found, error and str(error))]
+    if dist.is_initialized():
+        own, outcomes = outcomes[0], [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, own)
     if error:
         raise error
     for rank, (_, reason) in enumerate(outcomes):

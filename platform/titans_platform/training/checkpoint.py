@@ -52,7 +52,7 @@ class Saver:
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.phases = phases or Phases()
         # the write runs beside the training: its messages must not mix with those of the steps
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing: tuple[Path, Future[Any]] | None = None
 
     def save(self, before_commit: Callable[[], object] | None = None) -> Path:
@@ -68,7 +68,8 @@ class Saver:
                 if before_commit:
                     before_commit()
                 self.folder.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(_partial(final), ignore_errors=True)
+                for cut_short in self.folder.glob(".partial-*"):
+                    shutil.rmtree(cut_short, ignore_errors=True)
             if self._group:
                 dist.barrier(self._group)
             self._writing = final, self._begin(final)
@@ -133,7 +134,8 @@ def _commit(final: Path, progress: Any, keep: int) -> None:
     # a run that passed over a damaged checkpoint comes to its step again
     shutil.rmtree(final, ignore_errors=True)
     os.replace(_partial(final), final)
-    for old in _steps(final.parent)[keep:]:
+    # later ones are damaged and will be written again; they must not push this one out
+    for old in [path for path in _steps(final.parent) if path.name <= final.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
 
 

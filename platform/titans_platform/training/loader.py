@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ class _Steps(Dataset[Any]):
         return self.stream.batch(step)
 
 
-def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Iterator[Any]:
+def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generator[Any, None, None]:
     """The batches of ``steps`` in order, made in a thread; in pinned memory for a GPU.
 
     A thread and not DataLoader's processes: a batch is a few reads of mapped files, and forking a process
