@@ -30,6 +30,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import UsageError
+from titans_platform.flatten import flatten
 
 # alembic tells of every migration, mlflow of every table
 for _name in ("mlflow", "alembic"):
@@ -170,7 +171,7 @@ class Store:
         if run_id is None:
             nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self._create(name, {CELL_TAG: cell} | nested)
-            columns = [Param(k, v[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
+            columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
             for start in range(0, len(columns), _BATCH_PARAMS):
                 self.client.log_batch(run_id, params=columns[start : start + _BATCH_PARAMS])
             if config:
@@ -192,6 +193,14 @@ class Store:
             return self.client.get_run(run_id).data.tags[CELL_TAG]
         except (MlflowException, KeyError):
             raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
+
+    def amend(self, run_id: str, values: Mapping[str, float]) -> None:
+        """Set final numbers of a run that has ended; those that it has already are not written again."""
+        have = self.client.get_run(run_id).data.metrics
+        now = int(time.time() * 1000)
+        new = [Metric(key, float(v), now, 0) for key, v in values.items() if v != have.get(key)]
+        for start in range(0, len(new), _BATCH_METRICS):
+            self.client.log_batch(run_id, metrics=new[start : start + _BATCH_METRICS])
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; a run that is not there has none."""
@@ -336,20 +345,6 @@ class RunLog:
 
 def _rows(columns: Mapping[str, list[Any]]) -> list[list[Any]]:
     return [list(row) for row in zip(*columns.values(), strict=True)]
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """A nested config as dotted names and texts, as params want it."""
-    if isinstance(value, Mapping):
-        items = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(v, Mapping) for v in value):
-        items = [(str(i), v) for i, v in enumerate(value)]
-    else:
-        return {prefix: str(value)}
-    flat: dict[str, str] = {}
-    for key, inner in items:
-        flat |= flatten(inner, f"{prefix}.{key}" if prefix else key)
-    return flat
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from titans_platform.report.figure import pictures
 from titans_platform.report.origin import Links
 from titans_platform.report.page import Extras, html
 from titans_platform.report.palette import DARK, LIGHT
+from titans_platform.report.picture import svg
 from titans_platform.report.series import sheet
-from titans_platform.report.svg import svg
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.columns import params, shown

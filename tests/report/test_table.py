@@ -8,11 +8,13 @@ import math
 import pytest
 from rich.console import Console
 
+from titans_platform import text
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
-from titans_platform.report import export, render
+from titans_platform.report import export
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
+from titans_platform.report.terminal import terminal
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
@@ -136,7 +138,7 @@ def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
 
 def printed(view) -> list[str]:
     console = Console(width=80, file=io.StringIO())
-    console.print(render.terminal(view))
+    console.print(terminal(view))
     return console.file.getvalue().splitlines()
 
 
@@ -171,7 +173,7 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
         finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
     view = table(root)
     console = Console(width=60, file=io.StringIO())
-    console.print(render.terminal(view, 60))
+    console.print(terminal(view, 60))
     lines = console.file.getvalue().splitlines()
     cut = [line for line in lines if line.startswith("w/o")]
     assert len(cut) == 1
@@ -181,8 +183,8 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
 
 
 def test_a_changed_tree_is_not_shown_as_its_commit():
-    assert render.short("deadbeef" * 5) == "deadbeefdead"
-    assert render.short("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
+    assert text.commit("deadbeef" * 5) == "deadbeefdead"
+    assert text.commit("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
 
 
 def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
@@ -196,7 +198,7 @@ def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
 
 
 def test_every_number_leads_to_its_cell_and_run(full):
-    text = render.markdown(full)
+    text = export.markdown(full)
     for cell in cells():
         assert f"`{cell.name}` | `run-{cell.name}`" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -224,8 +226,8 @@ def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "said"),
     [(None, "—"), (0, "0"), (999, "999"), (1000, "1K"), (137_400, "137K"), (999_600, "1M"), (1.5e10, "15B")],
 )
-def test_counts(value, text):
-    assert render.count(value if value is None else int(value)) == text
+def test_counts(value, said):
+    assert text.count(value if value is None else int(value)) == said

@@ -15,7 +15,7 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.files import read_json
-from titans_platform.report.render import DAGGERS
+from titans_platform.report.content import DAGGERS
 from titans_platform.runs.execute import run_cell
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import expand, load_study

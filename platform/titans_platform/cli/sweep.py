@@ -108,7 +108,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 
 
 def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
-    from titans_platform.study.progress import compact
+    from titans_platform.flatten import flatten
 
     size, config = study.scale(scale), first.config
     console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)
@@ -120,7 +120,7 @@ def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
     for key, tasks in config.eval.columns.items():
         console.print(f"  {key}: {', '.join(map(_task_text, tasks))}", highlight=False)
     for row in study.rows_at(study.scale_name(scale)):
-        changes = ", ".join(f"{field}={value}" for field, value in compact(row.set).items()) or "the base"
+        changes = ", ".join(f"{field}={value}" for field, value in flatten(row.set).items()) or "the base"
         console.print(f"  {row.name:22} {changes}", highlight=False, markup=False)
 
 

@@ -6,9 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from titans_platform.files import read_json
+from titans_platform.runs.folder import SPAN
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
 
@@ -83,13 +86,25 @@ class Table:
     """The cells that a run was asked for; None: all."""
     overrides: tuple[str, ...] = ()
     """What --set changed in every row."""
+    side_by_side: bool = False
+    """Whether cells ran at the same time on one machine, so that none was timed alone."""
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """The results of all finished cells, row by row."""
+        return [result for row in self.rows for result in row.results]
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds of the table's cells."""
+        return sorted({cell.seed for row in self.rows for cell in row.cells})
 
     @property
     def unfinished(self) -> int:
         """Cells asked for that have no result."""
         if self.asked is None:
             return self.missing
-        return len(set(self.asked) - {result["cell"] for row in self.rows for result in row.results})
+        return len(set(self.asked) - {result["cell"] for result in self.results})
 
     @property
     def scale(self) -> Scale:
@@ -112,23 +127,28 @@ def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path
         for row in study.rows_at(scale_name)
         if row.name in by_row
     ]
-    return Table(study, scale_name, tuple(rows), _chance(study.columns, rows), commit)
+    chance, shared = _chance(study.columns, rows), _side_by_side(cells, root)
+    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=shared)
+
+
+def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
+    found = [span for cell in cells if (span := read_json(cell.folder(root).path / SPAN))]
+    spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in found)
+    return any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans))
 
 
 def _table_row(
     row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
 ) -> TableRow:
-    found = [cell.folder(root).shown_result() for cell in cells]
-    results = tuple(result for result in found if result is not None)
-    unfinished = [
-        _unfinished(cell, root) for cell, result in zip(cells, found, strict=True) if result is None
-    ]
-    stale = sorted({str(result["commit"]) for result in results} - {commit})
+    found = [(cell, cell.folder(root).shown_result()) for cell in cells]
+    results = tuple(result for _, result in found if result is not None)
+    unfinished = tuple(_unfinished(cell, root) for cell, result in found if result is None)
+    stale = tuple(sorted({str(result["commit"]) for result in results} - {commit}))
     entries = {
         key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
         for key, column in columns.items()
     }
-    return TableRow(row, tuple(cells), results, tuple(unfinished), entries, tuple(stale))
+    return TableRow(row, tuple(cells), results, unfinished, entries, stale)
 
 
 def _unfinished(cell: Cell, root: Path) -> Unfinished:
@@ -236,17 +256,21 @@ def _discriminate(table: Table, column: str) -> Discrimination | None:
     )
 
 
-def best_rows(table: Table, column: str) -> set[str]:
-    """The rows whose mean is the best as it is printed; none where there is nothing to compare."""
-    decimals = table.study.columns[column].decimals
+def best_rows(table: Table, key: str) -> set[str]:
+    """The rows whose mean is the best as it is printed; none where that is not better than chance.
+
+    Reference rows take no part, and there must be two different means to compare.
+    """
+    column = table.study.columns[key]
+    sign = 1 if column.higher_is_better else -1
     means = {
-        row.row.name: round(mean, decimals)
+        row.row.name: sign * round(mean, column.decimals)
         for row in table.rows
-        if not row.row.reference and (mean := row.entries[column].mean) is not None
+        if not row.row.reference and (mean := row.entries[key].mean) is not None
     }
-    if len(set(means.values())) < 2:
+    best, chance = max(means.values(), default=0.0), table.chance.get(key)
+    if len(set(means.values())) < 2 or (chance is not None and best <= sign * chance):
         return set()
-    best = (max if table.study.columns[column].higher_is_better else min)(means.values())
     return {name for name, mean in means.items() if mean == best}
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +13,9 @@ from rich.console import Console
 from titans_platform.config import DataConfig
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_json
-from titans_platform.report import render
-from titans_platform.report.origin import note_command
-from titans_platform.report.publish import PAGE, make_report
-from titans_platform.report.table import Table, build_table
+from titans_platform.provenance import note_command
+from titans_platform.report.publish import make as report_study
+from titans_platform.report.table import Table
 from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
 from titans_platform.study.opened import Opened, check, named, open_study, with_found
 from titans_platform.study.plan import (
@@ -30,6 +28,7 @@ from titans_platform.study.plan import (
 from titans_platform.study.preview import planned, planned_search, print_plan
 from titans_platform.study.progress import look
 from titans_platform.study.run import (
+    SEARCH,
     StudyRun,
     aside,
     execute,
@@ -49,9 +48,6 @@ from titans_platform.study.search import (
     trial_row,
 )
 from titans_platform.study.spec import Cell, resolve
-
-SEARCH = "search.json"
-"""The search as it ended, for the views beside it."""
 
 __all__ = ["check", "dry_run", "open_study", "plan_study", "report_study", "run_study"]
 
@@ -105,10 +101,10 @@ def _with_search(seconds: float | None, opened: Opened, plan: Plan, search: Sear
     """The estimate with the search before the cells, whose rows it adds, too."""
     if seconds is None or search is None or search.over or not plan.todo:
         return seconds
-    behind = sum(trial.state in ("done", "stopped") for trial in search.trials)
+    finished = sum(trial.state in ("done", "stopped") for trial in search.trials)
     # each rung takes about as much as the first did
     first = search.search.milestones(search.steps)[0]
-    trials = (search.search.trials - behind) * search.search.rungs * first / search.steps
+    trials = (search.search.trials - finished) * search.search.rungs * first / search.steps
     cells = len(plan.todo) + len({cell.seed for cell in opened.cells})
     return seconds * (trials + cells) / len(plan.todo)
 
@@ -278,25 +274,3 @@ def _resumable(opened: Opened, console: Console) -> Iterator[None]:
             highlight=False,
         )
         raise
-
-
-def report_study(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
-    """Draw the views from what is there; with ``link`` put them on the MLflow run too."""
-    run = opened.run
-    if not any(cell.name for cell in opened.whole):
-        raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
-    asked = tuple(cell.name for cell in opened.cells)
-    table = replace(table, overrides=tuple(run.overrides), asked=asked)
-    paths = make_report(table, run.folder, run.root, run.label if link else None, address)
-    console.print(render.terminal(table, console.width))
-    console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)
-    others = f"{_near(run.folder)}/: table.md, table.tex, table.csv, cells.csv, figures/"
-    console.print(f"also in {others}", highlight=False, soft_wrap=True, style="dim")
-    return table
-
-
-def _near(path: Path) -> str:
-    """The path as a person here would type it."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from titans_platform.tracking import Store
 
 MANIFEST, STUDY = "cells.json", "study.json"
+SEARCH = "search.json"
+"""The record of a study's search: its trials, a line on how it went, and what it found."""
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
 
