@@ -12,6 +12,7 @@ from titans_platform import text
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
 from titans_platform.report import export
+from titans_platform.report.content import bold_note, footnotes, shown
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
 from titans_platform.report.terminal import terminal
@@ -215,7 +216,42 @@ def test_csv_reads_back(full):
     by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(full)))}
     assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
     assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
+    # in the unit of the table
+    assert float(by_cell["LMM1"]["reasoning_acc (%)"]) == pytest.approx(54.0)
     assert json.dumps(as_record(full))
+
+
+def best(view, key: str = "reasoning_acc") -> list[str]:
+    return [row.row.name for row in view.rows if shown(view, row, key).best]
+
+
+def test_bold_is_the_best_of_the_rows_that_are_compared(full):
+    # Transformer++ has 94.5% and is a reference row
+    assert best(full) == ["LMM"]
+    assert "Transformer++ left out" in bold_note(full)
+    assert "Transformer++ left out" in export.latex(full)
+
+
+def test_nothing_is_bold_that_is_no_better_than_chance(root):
+    for cell in cells():
+        acc = 0.24 if cell.row == "LMM" else 0.10
+        finish(root, cell, columns={"lm_ppl": 300.0 + cell.seed, "reasoning_acc": acc})
+    assert best(table(root)) == []
+    assert best(table(root), "lm_ppl") == []
+    assert "mathbf" not in export.latex(table(root))
+
+
+def test_numbers_timed_beside_other_cells_are_marked(root):
+    for i, cell in enumerate(cells()):
+        tasks = {"reasoning_acc/throughput@64": {"value": 9.0, "stderr": None}}
+        finish(root, cell, tasks=tasks)
+        write_json(cell.folder(root).path / "span.json", {"host": "a", "began": 10 * i, "ended": 10 * i + 9})
+    note = "Reasoning: timed while other cells ran on the same machine."
+    assert note not in footnotes(table(root))
+    write_json(cells()[1].folder(root).path / "span.json", {"host": "a", "began": 5, "ended": 19})
+    assert note in footnotes(table(root))
+    write_json(cells()[1].folder(root).path / "span.json", {"host": "b", "began": 5, "ended": 19})
+    assert note not in footnotes(table(root))
 
 
 def test_views_are_written_also_of_a_table_with_nothing_in_it(root):

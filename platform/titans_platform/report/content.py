@@ -131,6 +131,9 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
         lines.append(" ".join(table.scale.note.split()))
     if any(found.above_chance is not None for found in discriminate(table)):
         lines.append(ERRORS)
+    if table.side_by_side and table.timed:
+        timed = ", ".join(table.study.columns[key].title for key in table.timed)
+        lines.append(f"{timed}: timed while other cells ran on the same machine.")
     for made, mark in footmarks(table).items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale redoes them.")
     if (made := only_commit(table)) not in ("", table.commit):

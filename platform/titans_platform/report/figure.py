@@ -15,8 +15,8 @@ from functools import partial
 from titans_platform.report import plot
 from titans_platform.report.headings import better, heading, titled
 from titans_platform.report.palette import KINDS, MARKERS, STEPS, ordered
-from titans_platform.report.picture import NARROW, Line, Panel, Picture, on_axis
-from titans_platform.report.series import THROUGHPUT, Axis, Curve, Series, Sheet, Value
+from titans_platform.report.picture import NARROW, Line, Panel, Picture, panel
+from titans_platform.report.series import Axis, Curve, Series, Sheet, Value
 from titans_platform.study.spec import Column
 from titans_platform.text import short
 
@@ -34,11 +34,10 @@ def rows_side_by_side(sheet: Sheet) -> Iterator[Picture]:
     """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
     if sheet.axes or len(sheet.rows) > ROWS or len(sheet.columns) > MANY:
         return
-    panels = [
-        Panel(titled(column), _best_in_words(sheet, key),
-              partial(plot.dots, rows=sheet.rows, key=key, column=column, chance=sheet.chance.get(key)))
-        for key, column in sheet.columns.items()
-    ]  # fmt: skip
+    panels = []
+    for key, column in sheet.columns.items():
+        draw = partial(plot.dots, rows=sheet.rows, key=key, column=column, chance=sheet.chance.get(key))
+        panels.append(Panel(_best_in_words(sheet, key), draw))
     caption = (
         "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
         "diamonds: the paper's numbers, on a scale of their own; dotted line: chance."
@@ -56,21 +55,20 @@ def heat_maps(sheet: Sheet) -> Iterator[Picture]:
     groups = groups_of(sheet, [axis for axis in sheet.axes if axis not in grid])
     size = (0.5 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
     for key, column in sheet.measures.items():
-        means = [statistics.fmean(row.values[key]) for row in sheet.rows if row.values.get(key)]
+        means = [row.means[key] for row in sheet.rows if key in row.means]
         scale, panels = plot.heat_scale(means, column, sheet.chance.get(key)), []
         for name, rows in groups:
-            tiles = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
-            draw = partial(plot.heat, tiles=tiles, across=across.values, down=down.values,
-                           key=key, column=column, scale=scale)  # fmt: skip
+            at = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
+            tiles = [[at.get((x, y)) for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=tiles, key=key, column=column, scale=scale)
             alt = f"{name or column.title}: {_best_in_words(replace(sheet, rows=tuple(rows)), key)}"
-            panels.append(Panel(name, alt, on_axis(draw, name, across.title, down.title)))
+            panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
         caption = (
             f"Mean over seeds; stronger colour is better, on one scale over all panels ({better(column)}); "
             f"what is no better than chance is palest. Hatched: no number.{_timing(sheet, [key])}"
         )
-        yield Picture(
-            f"grid-{key}", f"{titled(column)} over {down.title} and {across.title}", caption, panels, size
-        )
+        title = f"{titled(column)} over {down.title} and {across.title}"
+        yield Picture(f"grid-{key}", title, caption, panels, size)
 
 
 def against_a_field(sheet: Sheet) -> Iterator[Picture]:
@@ -83,25 +81,19 @@ def against_a_field(sheet: Sheet) -> Iterator[Picture]:
     rest = [axis for axis in sheet.axes if axis is not x]
     groups = groups_of(sheet, rest)
     looks = _looks(rest, len(groups))
-    numbers = [float(value) for value in x.values]
-    logarithmic = x.is_length or (min(numbers) > 0 and max(numbers) / min(numbers) >= MIN_LOG_RATIO)
-    panels, drawn = [], []
+    low, high = float(x.values[0]), float(x.values[-1])
+    draw = partial(plot.lines, logarithmic=x.is_length or (low > 0 and high / low >= MIN_LOG_RATIO))
+    panels, shown = [], []
     for key, column in sheet.measures.items():
-        drawn = [
+        shown = [
             Line(name or column.title, _against(rows, x.key, key), *look, bounds=plot.bounds(column))
             for (name, rows), look in zip(groups, looks, strict=True)
         ]
-        draw = partial(plot.lines, shown=drawn, logarithmic=logarithmic)
-        panels.append(
-            Panel(column.title, _trend(column, x.title, drawn), on_axis(draw, heading(column), x.title))
-        )
-    yield Picture(
-        f"against-{x.key.rpartition('.')[2]}",
-        f"Every measure against {x.title}",
-        f"Mean over seeds; bars: one standard deviation.{_timing(sheet, sheet.measures)}",
-        panels,
-        legend=drawn if len(drawn) > 1 else (),
-    )
+        panels.append(panel(heading(column), _trend(column, x.title, shown), draw, x.title, shown=shown))
+    caption = f"Mean over seeds; bars: one standard deviation.{_timing(sheet, sheet.measures)}"
+    legend = shown if len(shown) > 1 else ()
+    key = f"against-{x.key.rpartition('.')[2]}"
+    yield Picture(key, f"Every measure against {x.title}", caption, panels, legend=legend)
 
 
 def _against(rows: Iterable[Series], field: str, key: str) -> Mapping[float, tuple[float, ...]]:
@@ -110,51 +102,40 @@ def _against(rows: Iterable[Series], field: str, key: str) -> Mapping[float, tup
 
 def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
     """What was taken at several lengths, against tokens: few rows in one panel, of many each its own."""
-    taken = {
-        key: [
+    taken = {key: [row for row in sheet.rows if row.lengths.get(key)] for key in sheet.lengths}
+    together = [key for key, rows in taken.items() if 0 < len(rows) <= MANY]
+    names = list(dict.fromkeys(row.name for key in together for row in taken[key]))
+    looks = dict(zip(names, _looks(sheet.axes, len(names)), strict=True))
+    few, many, dashed = [], [], False
+    for key, column in sheet.lengths.items():
+        lines = [
             Line(row.name, row.lengths[key], printed=row.printed.get(key, {}), bounds=plot.bounds(column))
-            for row in sheet.rows
-            if row.lengths.get(key)
+            for row in taken[key]
         ]
-        for key, column in sheet.lengths.items()
-    }
-    few = {key: drawn for key, drawn in taken.items() if 0 < len(drawn) <= MANY}
-    if few:
-        yield _one_panel_each(sheet, few)
-    for key, drawn in taken.items():
-        if MANY < len(drawn) <= ROWS:
-            column, limits = sheet.lengths[key], plot.span(drawn)
-            draw = partial(plot.lines, ghosts=drawn, logarithmic=True, limits=limits)
+        draw = partial(plot.lines, logarithmic=True)
+        if key in together:
+            shown = [
+                replace(line, colour=looks[line.label][0], marker=looks[line.label][1]) for line in lines
+            ]
+            few.append(panel(heading(column), _trend(column, "length", lines), draw, "tokens", shown=shown))
+            dashed |= any(line.printed for line in lines)
+        elif len(lines) <= ROWS:
+            draw = partial(draw, ghosts=lines, limits=plot.span(lines))
             panels = [
-                Panel(
-                    line.label,
-                    _trend(column, "length", [line]),
-                    on_axis(partial(draw, shown=[line]), line.label, "tokens"),
-                )
-                for line in drawn
+                panel(line.label, _trend(column, "length", [line]), draw, "tokens", shown=[line])
+                for line in lines
             ]
             caption = (
                 f"Measured at each length in tokens; {better(column)}. "
                 "Band: one standard deviation over seeds; grey: the other rows."
             )
-            yield Picture(f"length-{key}", f"{titled(column)} against length", caption, panels, NARROW)
-
-
-def _one_panel_each(sheet: Sheet, few: Mapping[str, Sequence[Line]]) -> Picture:
-    """A panel for each measure, the rows in colours."""
-    names = list(dict.fromkeys(line.label for drawn in few.values() for line in drawn))
-    looks = dict(zip(names, _looks(sheet.axes, len(names)), strict=True))
-    panels = []
-    for key, drawn in few.items():
-        column = sheet.lengths[key]
-        shown = [replace(line, colour=looks[line.label][0], marker=looks[line.label][1]) for line in drawn]
-        draw = on_axis(partial(plot.lines, shown=shown, logarithmic=True), heading(column), "tokens")
-        panels.append(Panel(column.title, _trend(column, "length", drawn), draw))
-    caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
-    if any(line.printed for drawn in few.values() for line in drawn):
-        caption += " Dashed: the paper's."
-    legend = [Line(name, {}, *look) for name, look in looks.items()]
-    return Picture("length", "Against the length that is read", caption, panels, legend=legend)
+            many.append(Picture(f"length-{key}", f"{titled(column)} against length", caption, panels, NARROW))
+    if few:
+        caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
+        caption += " Dashed: the paper's." * dashed
+        legend = [Line(name, {}, *look) for name, look in looks.items()]
+        yield Picture("length", "Against the length that is read", caption, few, legend=legend)
+    yield from many
 
 
 def against_every_field(sheet: Sheet) -> Iterator[Picture]:
@@ -163,13 +144,11 @@ def against_every_field(sheet: Sheet) -> Iterator[Picture]:
     if len(numeric) < 3:
         return
     key, column = next(iter(sheet.measures.items()))
-    panels = []
+    alt, panels = _best_in_words(sheet, key), []
     for axis in numeric:
-        pairs = [
-            (row.axes[axis.key], v) for row in sheet.rows if axis.key in row.axes for v in row.values[key]
-        ]
-        draw = on_axis(partial(plot.points, shown=pairs), "", axis.title, column.title)
-        panels.append(Panel(axis.title, _best_in_words(sheet, key), draw))
+        rows = [row for row in sheet.rows if axis.key in row.axes]
+        pairs = [(row.axes[axis.key], value) for row in rows for value in row.values[key]]
+        panels.append(panel("", alt, plot.points, axis.title, column.title, shown=pairs))
     caption = f"A point for each run; {better(column)}."
     yield Picture("fields", f"{titled(column)} against each field", caption, panels, NARROW)
 
@@ -182,14 +161,13 @@ def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
         return
     whole, panels = max(trial.steps for trial in sheet.trials), []
     for key in numeric:
-        pairs = [(trial.steps == whole, (trial.params[key], trial.value))
-                 for trial in sheet.trials if key in trial.params]  # fmt: skip
-        draw = partial(plot.points, shown=[pair for ended, pair in pairs if ended],
-                       ghosts=[pair for ended, pair in pairs if not ended])  # fmt: skip
-        panels.append(
-            Panel(key, f"{len(sheet.trials)} trials against {key}.",
-                  on_axis(draw, key.rpartition(".")[2].replace("_", " ")))
-        )  # fmt: skip
+        trials = [trial for trial in sheet.trials if key in trial.params]
+        shown, ghosts = (
+            [(trial.params[key], trial.value) for trial in trials if (trial.steps == whole) is ended]
+            for ended in (True, False)
+        )
+        alt, title = f"{len(sheet.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
+        panels.append(panel(title, alt, plot.points, shown=shown, ghosts=ghosts))
     caption = (
         "The searched number, as far as each trial went, against each field it was given; "
         "dark: to the end of the training, pale: stopped before."
@@ -201,37 +179,28 @@ def learning_curves(sheet: Sheet) -> Iterator[Picture]:
     """Training loss by step: a panel a row, or the rows of a grid in the shades of one of its fields."""
     rows = [row for row in sheet.rows if row.curves]
     hues = [axis for axis in sheet.axes if axis.numeric and len(axis.values) <= len(STEPS)]
-    panels: list[tuple[str, list[Line]]]
-    legend, ghosts = [], [_curve(row, runs=True) for row in rows]
     if not rows:
         return
+    legend, ghosts = [], [_curve(row, runs=True) for row in rows]
     if len(rows) > 12 and hues:
-        panels, legend = _shaded(sheet, hues[0])
+        groups, legend = _shaded(sheet, hues[0])
         ghosts, rest = [], f"a line for each row, coloured by {hues[0].title}."
     elif len(rows) > ROWS:
         best = best_row(sheet, next(iter(sheet.measures)))
         found = [line for line in ghosts if best and line.label == best.name]
-        panels, rest = [(best.name if found and best else "", found)], "blue: the best row; grey: the others."
+        groups, rest = [(best.name if found and best else "", found)], "blue: the best row; grey: the others."
     else:
-        panels = [(line.label, [line]) for line in ghosts]
+        groups = [(line.label, [line]) for line in ghosts]
         rest = "thin: single seeds; grey: the other rows."
-    drawn = ghosts or [line for _, lines in panels for line in lines]
+    drawn = ghosts or [line for _, lines in groups for line in lines]
     # on one scale, without the steep fall of the first steps
     last = max((x for line in drawn for x in line.points), default=0.0)
     draw = partial(plot.lines, ghosts=ghosts, limits=plot.span(drawn, 0.05 * last))
-    yield Picture(
-        "curves",
-        "Learning curves",
-        f"Training loss (nats), a running mean over a twentieth of the steps; {rest}",
-        [
-            Panel(
-                name, f"Training loss: {_ends(lines, 2)}.", on_axis(partial(draw, shown=lines), name, "step")
-            )
-            for name, lines in panels
-        ],
-        NARROW,
-        legend,
-    )
+    panels = [
+        panel(name, f"Training loss: {_ends(lines, 2)}.", draw, "step", shown=lines) for name, lines in groups
+    ]
+    caption = f"Training loss (nats), a running mean over a twentieth of the steps; {rest}"
+    yield Picture("curves", "Learning curves", caption, panels, NARROW, legend)
 
 
 def _shaded(sheet: Sheet, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list[Line]]:
@@ -268,9 +237,9 @@ def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
 
 def best_row(sheet: Sheet, key: str) -> Series | None:
     """The row with the best mean of a measure; None where nothing is measured."""
-    rows = [row for row in sheet.rows if row.values.get(key)]
     sign = 1 if sheet.measures[key].higher_is_better else -1
-    return max(rows, key=lambda row: sign * statistics.fmean(row.values[key]), default=None)
+    rows = [row for row in sheet.rows if key in row.means]
+    return max(rows, key=lambda row: sign * row.means[key], default=None)
 
 
 def groups_of(sheet: Sheet, axes: Sequence[Axis]) -> list[tuple[str, list[Series]]]:
@@ -297,9 +266,8 @@ def _looks(axes: Sequence[Axis], count: int) -> list[tuple[str, str]]:
 
 def _timing(sheet: Sheet, keys: Iterable[str]) -> str:
     """What a caption must say of speeds that were not timed alone."""
-    return " Throughput was timed while other cells ran beside it." * (
-        sheet.side_by_side and THROUGHPUT in keys
-    )
+    timed = [sheet.measures[key].title for key in keys if key in sheet.beside]
+    return f" {', '.join(timed)}: timed while other cells ran on the same machine." if timed else ""
 
 
 def _best_in_words(sheet: Sheet, key: str) -> str:
@@ -307,7 +275,7 @@ def _best_in_words(sheet: Sheet, key: str) -> str:
     best, column = best_row(sheet, key), sheet.measures[key]
     if best is None:
         return f"{column.title}: nothing measured yet."
-    value = short(statistics.fmean(best.values[key]), column.decimals)
+    value = short(best.means[key], column.decimals)
     return f"{column.title}, {better(column)}: best is {best.name} with {value}{column.unit}."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
 
@@ -42,46 +42,8 @@ NAMES = {
 } | {value: f"var(--{name})" for name, value in LIGHT.items()}
 """What each drawn colour is called on the page, which has another value for it in dark mode."""
 
-STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "text.color": LIGHT["ink"],
-    # no frame but the lower line, a pale grid, small grey numbers
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": LIGHT["ghost"],
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": LIGHT["faint"],
-    "grid.linewidth": 0.5,
-    "axes.titlelocation": "left",
-    "axes.titlesize": TEXT + 0.4,
-    "axes.titleweight": "bold",
-    "axes.titlepad": 5,
-    "axes.labelsize": SMALL,
-    "axes.labelcolor": LIGHT["muted"],
-    "axes.labelpad": 2,
-    **{
-        f"{axis}tick.{name}": value
-        for axis in "xy"
-        for name, value in {
-            "major.size": 0,
-            "minor.size": 0,
-            "major.pad": 2,
-            "labelsize": SMALL,
-            "labelcolor": LIGHT["muted"],
-        }.items()
-    },
-    "hatch.linewidth": 0.4,
-    "legend.frameon": False,
-    "legend.fontsize": 7.5,
-    # text stays text: in the page's font, and to be searched in a PDF
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-}
+STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
+"""Matplotlib's settings; the colours in it are those above."""
 
 
 def ordered(count: int) -> tuple[str, ...]:

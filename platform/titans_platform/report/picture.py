@@ -13,8 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
+from matplotlib import style
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -33,7 +32,6 @@ ANY = (-math.inf, math.inf)
 class Panel:
     """One drawing, whatever the format; ``alt`` says in words what is to be seen."""
 
-    title: str
     alt: str
     draw: Callable[[FigureBase], None]
 
@@ -73,23 +71,21 @@ class Picture:
     legend: Sequence[Line] = ()
 
 
-def on_axis(
-    draw: Callable[[Axes], object], title: str = "", x: str = "", y: str = ""
-) -> Callable[[FigureBase], None]:
-    """A panel of one set of axes with its names."""
+def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Panel:
+    """A panel of one set of axes with its names; ``draw`` takes the axes and what is ``drawn``."""
 
     def paint(figure: FigureBase) -> None:
         axis = figure.subplots()
-        draw(axis)
+        draw(axis, **drawn)
         axis.set(title=title, xlabel=x, ylabel=y)
 
-    return paint
+    return Panel(alt, paint)
 
 
 def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
     """One panel as inline SVG: text in the page's font, colours by the page's names, described in words."""
     # names within a drawing come from the salt: on one page they must differ, from run to run they must not
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": ident, "svg.id": None}):
+    with style.context([STYLE, {"svg.hashsalt": ident}]):
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04))
         panel.draw(figure)
         out = io.StringIO()
@@ -114,7 +110,7 @@ def save(picture: Picture, folder: Path) -> list[Path]:
     """The whole picture with its legend as PNG and as PDF, named by its key; never seen half-written."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{picture.key}.{kind}" for kind in KINDS]
-    with matplotlib.rc_context(STYLE):
+    with style.context(STYLE):
         figure = _composed(picture)
         for path in paths:
             temporary = path.with_name(f".{os.getpid()}.{path.name}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from titans_platform.report.headings import better, titled
 from titans_platform.report.palette import HEAT, LIGHT, SMALL, TEXT
 from titans_platform.report.picture import ANY, Line
-from titans_platform.report.series import Series, Value
+from titans_platform.report.series import Axis, Series, Value
 from titans_platform.study.spec import Column
 from titans_platform.text import NONE, short, tokens
 
@@ -71,7 +70,7 @@ def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float])
     if len(values) > 1:
         axis.scatter(values, [y + 0.26] * len(values), s=5, color=colour, alpha=0.55, linewidths=0)
         low, high = within(values, limits)
-        axis.errorbar((low + high) / 2, y, xerr=(high - low) / 2, fmt="none", ecolor=colour, elinewidth=1.2,
+        axis.errorbar((low + high) / 2, y, xerr=(high - low) / 2, fmt="none", color=colour, elinewidth=1.2,
                       capsize=1.8)  # fmt: skip
     axis.plot(statistics.fmean(values), y, "o", color=colour, markersize=4)
 
@@ -125,7 +124,7 @@ def _line(axis: Axes, line: Line, band: bool) -> None:
     if band:
         axis.fill_between(xs, low, high, color=colour, alpha=0.14, linewidth=0, zorder=3)
     else:
-        axis.errorbar(xs, (low + high) / 2, yerr=(high - low) / 2, fmt="none", ecolor=colour, elinewidth=0.7,
+        axis.errorbar(xs, (low + high) / 2, yerr=(high - low) / 2, fmt="none", color=colour, elinewidth=0.7,
                       capsize=1.5, zorder=3)  # fmt: skip
 
 
@@ -149,36 +148,32 @@ def heat_scale(means: Sequence[float], column: Column, chance: float | None) -> 
 
 def heat(
     axis: Axes,
-    tiles: Mapping[tuple[Value, Value], Series],
-    across: Sequence[Value],
-    down: Sequence[Value],
+    tiles: Sequence[Sequence[Series | None]],
+    across: Axis,
+    down: Axis,
     key: str,
     column: Column,
     scale: Normalize,
 ) -> None:
     """A tile for each pair of values with its number in it; the better, the stronger. Gaps are hatched."""
-    rows = [[tiles.get((x, y)) for x in across] for y in down]
-    found = [[row.values.get(key) if row else None for row in line] for line in rows]
-    means = np.array(
-        [[statistics.fmean(values) if values else math.nan for values in line] for line in found]
-    )
+    means = np.array([[row.means.get(key, np.nan) if row else np.nan for row in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
     shades = 0.5 + 0 * means if scale.vmin == scale.vmax else shades
     shades = shades if column.higher_is_better else 1 - shades
     axis.grid(False)
-    axis.patch.set(hatch="////", edgecolor=LIGHT["faint"])
-    axis.pcolormesh(
-        np.ma.masked_invalid(shades), cmap=HEAT, vmin=0, vmax=1, edgecolors=LIGHT["page"], linewidth=2
-    )
-    for (i, j), shade in np.ndenumerate(shades):
-        row = rows[i][j]
-        gap = "" if row is None else "failed" if row.failed else NONE
-        text, colour = (gap, "muted") if np.isnan(shade) else (short(means[i, j], column.decimals), "ink")
-        axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=SMALL if gap == text else TEXT,
-                  color=LIGHT["page" if shade > 0.68 else colour])  # fmt: skip
     axis.spines["bottom"].set_visible(False)
-    axis.set_xticks(np.arange(len(across)) + 0.5, [_label(x) for x in across])
-    axis.set_yticks(np.arange(len(down)) + 0.5, [_label(y) for y in down])
+    axis.patch.set(hatch="////", edgecolor=LIGHT["faint"])
+    filled = np.ma.masked_invalid(shades)
+    axis.pcolormesh(filled, cmap=HEAT, vmin=0, vmax=1, edgecolors=LIGHT["page"], linewidth=2)
+    for (i, j), shade in np.ndenumerate(shades):
+        row, colour, size = tiles[i][j], "page" if shade > 0.68 else "ink", TEXT
+        text = short(means[i, j], column.decimals)
+        if np.isnan(shade):
+            text, colour, size = "failed" if row and row.failed else NONE, "muted", SMALL
+        axis.text(j + 0.5, i + 0.5, text if row else "", ha="center", va="center", fontsize=size,
+                  color=LIGHT[colour])  # fmt: skip
+    axis.set_xticks(np.arange(len(across.values)) + 0.5, [*map(_label, across.values)])
+    axis.set_yticks(np.arange(len(down.values)) + 0.5, [*map(_label, down.values)])
     axis.invert_yaxis()
 
 

@@ -46,8 +46,10 @@ def make(opened: Opened, console: Console, link: bool = True, address: str | Non
     paths = make_report(table, run.folder, run.root, run.label if link else None, address)
     console.print(terminal(table, console.width))
     console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)
-    others = ", ".join(sorted({name.partition("/")[0] for name in paths if name != PAGE}, reverse=True))
-    console.print(f"also in {_near(run.folder)}/: {others}/", highlight=False, soft_wrap=True, style="dim")
+    others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
+    console.print(
+        f"also in {_near(run.folder)}/: {others}, {FIGURES}/", highlight=False, soft_wrap=True, style="dim"
+    )
     return table
 
 
@@ -70,17 +72,16 @@ def make_report(
 
 
 def _store_of(folder: Path, root: Path) -> Store | None:
-    """Where the study's runs are; None, with a warning, where that server cannot be reached from here.
+    """Where the study's runs are; None, with a warning, where it cannot be opened from here.
 
-    A job on a cluster logs to a server that a report made elsewhere may not see.
+    A job on a cluster logs to a server that a report made elsewhere may not reach, and the store of a
+    copied root is not written to.
     """
     from titans_platform.tracking import STORE, open_store
 
     kept = (read_json(folder / MANIFEST) or {}).get("mlflow")
-    if not kept or os.environ.get(STORE):
-        return open_store(root)
     try:
-        return open_store(str(kept))
+        return open_store(root if not kept or os.environ.get(STORE) else str(kept))
     except UsageError as error:
         click.echo(f"without learning curves and links: {error}", err=True)
         return None

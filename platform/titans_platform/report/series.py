@@ -62,6 +62,11 @@ class Series:
     reference: bool = False
     failed: bool = False
 
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean over seeds of every measure that has one."""
+        return {key: statistics.fmean(found) for key, found in self.values.items() if found}
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -86,8 +91,8 @@ class Sheet:
     lengths: Mapping[str, Column] = field(default_factory=dict)
     """What was taken at several lengths."""
     trials: tuple[Trial, ...] = ()
-    side_by_side: bool = False
-    """Whether cells ran at the same time on one machine."""
+    beside: frozenset[str] = frozenset()
+    """Measures that were timed while other cells ran on the same machine."""
 
 
 def sheet(
@@ -105,7 +110,8 @@ def sheet(
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
     axes, columns = _axes(rows, table.study.axes), table.study.columns
     lengths = _at_lengths(table, rows, spread)
-    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search), table.side_by_side)
+    beside = frozenset([THROUGHPUT, *table.timed] if table.side_by_side else ())
+    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search), beside)
 
 
 def _trials(search: Mapping[str, Any] | None) -> tuple[Trial, ...]:

@@ -100,6 +100,12 @@ class Table:
         return sorted({cell.seed for row in self.rows for cell in row.cells})
 
     @property
+    def timed(self) -> list[str]:
+        """The columns that were timed."""
+        tasks = {task_of(key)[:2] for result in self.results for key in result.get("tasks", {})}
+        return [key for key in self.study.columns if (key, "throughput") in tasks]
+
+    @property
     def unfinished(self) -> int:
         """Cells asked for that have no result."""
         if self.asked is None:
