@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from mlflow import MlflowClient
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
@@ -74,9 +73,3 @@ def test_a_copied_root_does_not_write_into_the_original(table, store, root, tmp_
     assert paths["table.csv"].is_file()
     assert "copied or moved" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
-
-
-def test_a_store_whose_experiment_lies_on_a_server_of_files_is_opened(tmp_path):
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    MlflowClient(uri, uri).create_experiment("titans", "s3://bucket/artifacts")
-    assert open_store(tmp_path).uri == uri
