@@ -97,7 +97,7 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
         # groups have the same names in every drawing
         (r'<g id="[^"]*"', "<g"),
         (r"xlink:href=", "href="),
-        (r"font-family: [^;\"]*; ?|(?<=font: )([\d.]+px)[^;\"]*", r"\1"),
+        (r"font-family: [^;\"]*; ?", ""),
         (r">\s+<", "><"),
     ):
         body = re.sub(pattern, new, body, flags=re.S)

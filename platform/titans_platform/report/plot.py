@@ -167,7 +167,7 @@ def heat(
     axis.pcolormesh(filled, cmap=HEAT, vmin=0, vmax=1, edgecolors=LIGHT["page"], linewidth=2)
     for (i, j), shade in np.ndenumerate(shades):
         row, colour, size = tiles[i][j], "page" if shade > 0.68 else "ink", TEXT
-        text = short(means[i, j], column.decimals)
+        text = short(float(means[i, j]), column.decimals)
         if np.isnan(shade):
             text, colour, size = "failed" if row and row.failed else NONE, "muted", SMALL
         axis.text(j + 0.5, i + 0.5, text if row else "", ha="center", va="center", fontsize=size,

@@ -146,20 +146,20 @@ def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
 def _table_row(
     row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
 ) -> TableRow:
-    found = [(cell, cell.folder(root).shown_result()) for cell in cells]
-    results = tuple(result for _, result in found if result is not None)
-    unfinished = tuple(_unfinished(cell, root) for cell, result in found if result is None)
+    folders = [(cell, cell.folder(root)) for cell in cells]
+    found = [(cell, folder, folder.shown_result()) for cell, folder in folders]
+    results = tuple(result for _, _, result in found if result is not None)
+    unfinished = tuple(
+        Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
+        for cell, folder, result in found
+        if result is None
+    )
     stale = tuple(sorted({str(result["commit"]) for result in results} - {commit}))
     entries = {
         key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
         for key, column in columns.items()
     }
     return TableRow(row, tuple(cells), results, unfinished, entries, stale)
-
-
-def _unfinished(cell: Cell, root: Path) -> Unfinished:
-    folder = cell.folder(root)
-    return Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
 
 
 def _entry(
@@ -237,29 +237,23 @@ class Discrimination:
 
 def discriminate(table: Table) -> list[Discrimination]:
     """One summary a column that has at least two rows with numbers."""
-    found = [_discriminate(table, column) for column in table.study.columns]
+    found = [_discriminate(table, key, column) for key, column in table.study.columns.items()]
     return [summary for summary in found if summary is not None]
 
 
-def _discriminate(table: Table, column: str) -> Discrimination | None:
-    entries = {row.row.name: row.entries[column] for row in table.rows if not row.row.reference}
+def _discriminate(table: Table, key: str, column: Column) -> Discrimination | None:
+    entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
     means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
     if len(means) < 2:
         return None
-    sign = 1 if table.study.columns[column].higher_is_better else -1
-    best = max(means, key=lambda name: sign * means[name])
-    worst = min(means, key=lambda name: sign * means[name])
-    distance = abs(means[best] - means[worst])
-    first = table.rows[0].row.name
-    return Discrimination(
-        column,
-        best,
-        worst,
-        _ratio(distance, pooled_sd(entries.values())),
-        _ratio(distance, pooled_sd((entries[best], entries[worst]))),
-        _above_chance(table, column, entries.get(first)),
-        first,
-    )
+    low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    best, worst = (high, low) if column.higher_is_better else (low, high)
+    distance, pair = abs(means[best] - means[worst]), (entries[best], entries[worst])
+    gap, pair_gap = (_ratio(distance, pooled_sd(group)) for group in (entries.values(), pair))
+    first, level, above = table.rows[0].row.name, table.chance.get(key), None
+    if first in means and level is not None and column.higher_is_better:
+        above = _ratio(means[first] - level, entries[first].stderr)
+    return Discrimination(key, best, worst, gap, pair_gap, above, first)
 
 
 def best_rows(table: Table, key: str) -> set[str]:
@@ -290,15 +284,6 @@ def pooled_sd(entries: Iterable[Entry]) -> float | None:
 def _ratio(distance: float, sd: float | None) -> float | None:
     """A distance in standard deviations; None where nothing spreads, which is no infinite distance."""
     return distance / sd if sd else None
-
-
-def _above_chance(table: Table, column: str, entry: Entry | None) -> float | None:
-    level = table.chance.get(column)
-    if entry is None or entry.mean is None or level is None:
-        return None
-    if not table.study.columns[column].higher_is_better:
-        return None
-    return _ratio(entry.mean - level, entry.stderr)
 
 
 def as_record(table: Table) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from titans_platform.files import write_json
 from titans_platform.provenance import note_command
 from titans_platform.report.publish import make as report_study
 from titans_platform.report.table import Table
-from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
+from titans_platform.study.ledger import LEDGER, Marks, account, ledger_line
 from titans_platform.study.opened import Opened, check, named, open_study, with_found
 from titans_platform.study.plan import (
     Estimate,
@@ -227,7 +227,7 @@ def _print_search(found: Searched, console: Console) -> None:
 
 def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> None:
     record = account(marks, plan.todo, run.root, plan.concurrency)
-    write_ledger(run.folder, record)
+    write_json(run.folder / LEDGER, record)
     console.print(ledger_line(record), highlight=False, soft_wrap=True)
 
 

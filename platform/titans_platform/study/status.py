@@ -13,7 +13,7 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import is_locked, read_json
 from titans_platform.loading import validate
-from titans_platform.study.ledger import ledger_line, read_ledger
+from titans_platform.study.ledger import LEDGER, ledger_line
 from titans_platform.study.progress import counts, look, running_line
 from titans_platform.study.run import MANIFEST, STUDY, StudyRun
 from titans_platform.study.search import Searched, read_search, search_record
@@ -54,7 +54,7 @@ def status_of(label: str, root: Path) -> dict[str, Any]:
         "running": is_locked(folder / "lock") or (elsewhere and counts(seen)["running"] > 0),
         "host": manifest.get("host"),
         "counts": counts(seen),
-        "overhead": read_ledger(folder),
+        "overhead": read_json(folder / LEDGER),
         "search": search and search_record(search),
         "cells": [
             {
