@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 BAKED = "_commit.txt"
+COMMANDS = "commands.jsonl"
 NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 """Packages whose version may decide a number, or how it was kept."""
 
@@ -67,6 +70,23 @@ def command_line() -> str:
     name = Path(sys.argv[0]).name
     # a job runs the package as a module
     return shlex.join(["titans" if name == "__main__.py" else name, *sys.argv[1:]])
+
+
+def note_command(folder: Path) -> None:
+    """Write down the command that works on a study, for its report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"time": time.time(), "command": command_line()})
+    with (folder / COMMANDS).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+def commands(folder: Path) -> list[str]:
+    """The commands that worked on a study, first to last, each once."""
+    try:
+        lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
+        return list(dict.fromkeys(str(json.loads(line)["command"]) for line in lines))
+    except (OSError, ValueError, KeyError):
+        return []
 
 
 def _git(tree: Path, *arguments: str) -> str:

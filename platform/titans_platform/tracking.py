@@ -30,6 +30,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import UsageError
+from titans_platform.flatten import flatten
 
 # alembic tells of every migration, mlflow of every table
 for _name in ("mlflow", "alembic"):
@@ -44,6 +45,7 @@ STORE = "TITANS_MLFLOW"
 """Address of an MLflow server to use in place of the SQLite file under the root."""
 CELL_TAG = "titans.cell"
 STUDY_TAG = "titans.study"
+_VIEW = "mlflow.sharedViewState."
 # what MLflow takes in one call
 _BATCH_METRICS, _BATCH_PARAMS, _PARAM_LENGTH = 1000, 100, 6000
 
@@ -89,15 +91,28 @@ def _connect(uri: str, artifacts: str | None) -> Store:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = client.get_experiment_by_name(EXPERIMENT)
+        if artifacts and found:
+            _check_place(uri, found.artifact_location, artifacts)
         # its pages are those of training, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
         experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts, kind)
+    except UsageError:
+        raise
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
         raise UsageError(
             f"tracking store {uri}: cannot be opened: {_first_line(error)}; "
             "move it away or give another --root"
         ) from None
     return Store(client, uri, experiment)
+
+
+def _check_place(uri: str, found: str, own: str) -> None:
+    """Refuse a store that was copied: MLflow would write the copy's files over those of the original."""
+    if found.startswith("file:") and urlsplit(found).path != urlsplit(own).path:
+        raise UsageError(
+            f"tracking store {uri}: was copied or moved here: MLflow keeps its files in {found}; "
+            "move mlflow.db away to begin a new store, or work in the original --root"
+        )
 
 
 def _check_sqlite(path: Path) -> None:
@@ -170,7 +185,7 @@ class Store:
         if run_id is None:
             nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self._create(name, {CELL_TAG: cell} | nested)
-            columns = [Param(k, v[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
+            columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
             for start in range(0, len(columns), _BATCH_PARAMS):
                 self.client.log_batch(run_id, params=columns[start : start + _BATCH_PARAMS])
             if config:
@@ -204,6 +219,18 @@ class Store:
         except (MlflowException, KeyError):
             raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
 
+    def amend(self, run_id: str, values: Mapping[str, float]) -> None:
+        """Set final numbers of a run that has ended; those that it has already are not written again."""
+        try:
+            have = self.client.get_run(run_id).data.metrics
+        except MlflowException:
+            # of a store that is no longer there
+            return
+        now = int(time.time() * 1000)
+        new = [Metric(key, float(v), now, 0) for key, v in values.items() if v != have.get(key)]
+        for start in range(0, len(new), _BATCH_METRICS):
+            self.client.log_batch(run_id, metrics=new[start : start + _BATCH_METRICS])
+
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; a run that is not there has none."""
         found = {run_id: self._history(run_id, metric) for run_id in run_ids}
@@ -232,8 +259,8 @@ class Store:
     ) -> None:
         """Save a view of a study's cells in MLflow's list of runs: `?viewStateShareKey=titans-NAME`.
 
-        Saved views are what MLflow's own pages keep as a tag of the experiment; a version of it that does
-        not know them shows the list as it always is.
+        Experimental: saved views are what MLflow's own pages keep as a tag of the experiment, which no
+        interface promises. A version of it that does not know them shows the list as it always is.
         """
         now, key = int(time.time() * 1000), f"titans-{name}"
         state = {
@@ -251,7 +278,16 @@ class Store:
         }
         packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
         view = {"name": name, "createdAt": now, "updatedAt": now, "state": f"deflate;{packed}"}
-        self.client.set_experiment_tag(self.experiment, f"mlflow.sharedViewState.{key}", json.dumps(view))
+        self.client.set_experiment_tag(self.experiment, f"{_VIEW}{key}", json.dumps(view))
+
+    @property
+    def page(self) -> str:
+        """Where a server shows the runs, below its address: in the view saved last, if there is one."""
+        tags = self.client.get_experiment(self.experiment).tags
+        saved = {key.removeprefix(_VIEW): tags[key] for key in tags if key.startswith(_VIEW)}
+        newest = max(saved, key=lambda key: json.loads(saved[key])["updatedAt"], default=None)
+        view = f"?viewStateShareKey={newest}" if newest else ""
+        return f"#/experiments/{self.experiment}/runs{view}"
 
     def _create(self, name: str, tags: dict[str, str]) -> str:
         tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags
@@ -347,20 +383,6 @@ class RunLog:
 
 def _rows(columns: Mapping[str, list[Any]]) -> list[list[Any]]:
     return [list(row) for row in zip(*columns.values(), strict=True)]
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """A nested config as dotted names and texts, as params want it."""
-    if isinstance(value, Mapping):
-        items = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(v, Mapping) for v in value):
-        items = [(str(i), v) for i, v in enumerate(value)]
-    else:
-        return {prefix: str(value)}
-    flat: dict[str, str] = {}
-    for key, inner in items:
-        flat |= flatten(inner, f"{prefix}.{key}" if prefix else key)
-    return flat
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,13 +12,13 @@ import pytest
 
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
-from titans_platform.report import export
+from titans_platform.report import export, plot
 from titans_platform.report.figure import pictures
 from titans_platform.report.origin import Links
 from titans_platform.report.page import Extras, html
 from titans_platform.report.palette import DARK, LIGHT
+from titans_platform.report.picture import svg
 from titans_platform.report.series import sheet
-from titans_platform.report.svg import svg
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.columns import params, shown
@@ -233,8 +233,7 @@ def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     trials.append({"params": {"optim.lr": 1.0}, "steps": 0, "value": None})
     data = sheet(measured(tmp_path, study([Row(name="LMM")])), search={"trials": trials})
     picture = next(picture for picture in pictures(data) if picture.key == "search")
-    assert [panel.title for panel in picture.panels] == ["optim.lr"]
-    assert "3 trials" in picture.panels[0].alt
+    assert [panel.alt for panel in picture.panels] == ["3 trials against optim.lr."]
     assert svg(picture.panels[0], picture.size, "x").count("<use") >= 3
 
 
@@ -261,6 +260,25 @@ def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
     assert rules == [r"\toprule", r"\midrule", r"\midrule", r"\bottomrule"]
 
 
+def test_colour_follows_chance():
+    scale = plot.heat_scale([10.0, 20.0, 60.0, 40.0], ACC, chance=25.0)
+    assert [float(scale(mean)) for mean in (10.0, 20.0)] == [0.0, 0.0]
+    assert float(scale(40.0)) == pytest.approx(15 / 35)
+    assert float(scale(60.0)) == 1.0
+    # all of them no better than chance: all palest
+    assert max(float(plot.heat_scale([10.0, 20.0], ACC, chance=25.0)(mean)) for mean in (10.0, 20.0)) == 0.0
+    # where lower is better the scale is turned round when it is drawn
+    assert (
+        min(float(plot.heat_scale([300.0, 280.0], PPL, chance=260.0)(mean)) for mean in (300.0, 280.0)) == 1
+    )
+
+
+def test_no_spread_is_drawn_beyond_what_a_share_can_be():
+    assert plot.within((90.0, 110.0), plot.bounds(PPL)) == pytest.approx((85.86, 114.14), abs=0.01)
+    assert plot.within((90.0, 100.0), plot.bounds(ACC))[1] == 100.0
+    assert plot.within((0.0, 2.0), plot.bounds(ACC))[0] == 0.0
+
+
 def test_runs_are_compared_by_few_columns(tmp_path):
     rows = grid(VARIANT, DEPTH, ("model.memory.conv", [True, False]))
     found = params(Cell(rows[0].name, 3, RunConfig()), rows)
@@ -274,3 +292,15 @@ def test_runs_are_compared_by_few_columns(tmp_path):
         "params.`conv`",
         "metrics.`ppl`",
     ]
+    # what is measured stays within the first screen, however many fields the rows change
+    more = shown([*rows, Row(name="x", set={"optim.lr": 1.0, "model.d_model": 8})], {"ppl": PPL})
+    assert more.index("metrics.`ppl`") == 4
+    assert len(more) == len(listed) + 2
+
+
+def test_a_model_without_a_memory_lists_none_of_its_fields():
+    rows = grid(VARIANT, DEPTH)
+    lmm = params(Cell("LMM", 0, RunConfig()), rows)
+    config = RunConfig.model_validate({"model": {"variant": "transformer"}})
+    transformer = params(Cell("Transformer++", 0, config), rows)
+    assert lmm.keys() - transformer.keys() == {"depth", "chunk_size"}

@@ -8,11 +8,14 @@ import math
 import pytest
 from rich.console import Console
 
+from titans_platform import text
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
-from titans_platform.report import export, render
+from titans_platform.report import export
+from titans_platform.report.content import bold_note, footnotes, shown
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
+from titans_platform.report.terminal import terminal
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
@@ -136,7 +139,7 @@ def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
 
 def printed(view) -> list[str]:
     console = Console(width=80, file=io.StringIO())
-    console.print(render.terminal(view))
+    console.print(terminal(view))
     return console.file.getvalue().splitlines()
 
 
@@ -171,7 +174,7 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
         finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
     view = table(root)
     console = Console(width=60, file=io.StringIO())
-    console.print(render.terminal(view, 60))
+    console.print(terminal(view, 60))
     lines = console.file.getvalue().splitlines()
     cut = [line for line in lines if line.startswith("w/o")]
     assert len(cut) == 1
@@ -181,8 +184,8 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
 
 
 def test_a_changed_tree_is_not_shown_as_its_commit():
-    assert render.short("deadbeef" * 5) == "deadbeefdead"
-    assert render.short("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
+    assert text.commit("deadbeef" * 5) == "deadbeefdead"
+    assert text.commit("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
 
 
 def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
@@ -196,7 +199,7 @@ def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
 
 
 def test_every_number_leads_to_its_cell_and_run(full):
-    text = render.markdown(full)
+    text = export.markdown(full)
     for cell in cells():
         assert f"`{cell.name}` | `run-{cell.name}`" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -213,7 +216,42 @@ def test_csv_reads_back(full):
     by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(full)))}
     assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
     assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
+    # in the unit of the table
+    assert float(by_cell["LMM1"]["reasoning_acc (%)"]) == pytest.approx(54.0)
     assert json.dumps(as_record(full))
+
+
+def best(view, key: str = "reasoning_acc") -> list[str]:
+    return [row.row.name for row in view.rows if shown(view, row, key).best]
+
+
+def test_bold_is_the_best_of_the_rows_that_are_compared(full):
+    # Transformer++ has 94.5% and is a reference row
+    assert best(full) == ["LMM"]
+    assert "Transformer++ left out" in bold_note(full)
+    assert "Transformer++ left out" in export.latex(full)
+
+
+def test_nothing_is_bold_that_is_no_better_than_chance(root):
+    for cell in cells():
+        acc = 0.24 if cell.row == "LMM" else 0.10
+        finish(root, cell, columns={"lm_ppl": 300.0 + cell.seed, "reasoning_acc": acc})
+    assert best(table(root)) == []
+    assert best(table(root), "lm_ppl") == []
+    assert "mathbf" not in export.latex(table(root))
+
+
+def test_numbers_timed_beside_other_cells_are_marked(root):
+    for i, cell in enumerate(cells()):
+        tasks = {"reasoning_acc/throughput@64": {"value": 9.0, "stderr": None}}
+        finish(root, cell, tasks=tasks)
+        write_json(cell.folder(root).path / "time.json", {"host": "a", "began": 10 * i, "ended": 10 * i + 9})
+    note = "Reasoning: timed while other cells ran on the same machine."
+    assert note not in footnotes(table(root))
+    write_json(cells()[1].folder(root).path / "time.json", {"host": "a", "began": 5, "ended": 19})
+    assert note in footnotes(table(root))
+    write_json(cells()[1].folder(root).path / "time.json", {"host": "b", "began": 5, "ended": 19})
+    assert note not in footnotes(table(root))
 
 
 def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
@@ -224,8 +262,8 @@ def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "said"),
     [(None, "—"), (0, "0"), (999, "999"), (1000, "1K"), (137_400, "137K"), (999_600, "1M"), (1.5e10, "15B")],
 )
-def test_counts(value, text):
-    assert render.count(value if value is None else int(value)) == text
+def test_counts(value, said):
+    assert text.count(value if value is None else int(value)) == said

@@ -16,7 +16,8 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
-from titans_platform.tracking import Store, check_store, flatten, open_store
+from titans_platform.flatten import flatten
+from titans_platform.tracking import Store, check_store, open_store
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,7 @@ def test_a_discarded_run_is_made_anew(store):
 
 def test_flatten_names_every_leaf():
     config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
-    assert flatten(config) == {"a.b": "1", "a.c": "None", "d.0.e": "2", "d.1.e": "3", "f": "[1, 2]"}
+    assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
 
 
 @pytest.mark.parametrize("kind", ["not a database", "a folder", "under a file"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from titans_platform.config import RunConfig
@@ -24,9 +22,8 @@ def cells(tmp_path, monkeypatch):
     for seed, (name, (began, ended)) in enumerate(SPANS.items()):
         cell = Cell("LMM", seed, RunConfig(seed=seed), name)
         folder = cell.folder(tmp_path).path
-        write_json(folder / "span.json", {"began": NOW + began, "ended": NOW + ended})
-        write_json(folder / "seconds.json", {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5})
-        os.utime(folder / "seconds.json", (NOW + ended, NOW + ended))
+        seconds = {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5}
+        write_json(folder / "time.json", {"began": NOW + began, "ended": NOW + ended, "seconds": seconds})
         found.append(cell)
     return found
 

@@ -110,7 +110,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 
 
 def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
-    from titans_platform.study.progress import compact
+    from titans_platform.flatten import flatten
 
     size, config = study.scale(scale), first.config
     console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)
@@ -122,7 +122,7 @@ def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
     for key, tasks in config.eval.columns.items():
         console.print(f"  {key}: {', '.join(map(_task_text, tasks))}", highlight=False)
     for row in study.rows_at(study.scale_name(scale)):
-        changes = ", ".join(f"{field}={value}" for field, value in compact(row.set).items()) or "the base"
+        changes = ", ".join(f"{field}={value}" for field, value in flatten(row.set).items()) or "the base"
         console.print(f"  {row.name:22} {changes}", highlight=False, markup=False)
 
 
@@ -171,7 +171,7 @@ def run(
       titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.report.publish import report_study
+    from titans_platform.report.publish import make as report_study
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import run_study
@@ -268,7 +268,7 @@ def report(
     Example:
       titans sweep report ablation --scale laptop
     """
-    from titans_platform.report.publish import report_study
+    from titans_platform.report.publish import make as report_study
     from titans_platform.study.opened import open_study
 
     console = _console(as_json)

@@ -35,7 +35,7 @@ PATIENCE = 120.0
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
-@click.option("--no-browser", is_flag=True, help="Only say the address; open no browser.")
+@click.option("--no-browser", is_flag=True, help="Only print the address; open no browser.")
 @dry_run_option
 def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dry_run: bool) -> int:
     """Open MLflow on the runs, studies and figures under a root, or on a server that is already there.
@@ -52,16 +52,8 @@ def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dr
         _show(opened, opened.server, no_browser or dry_run)
         return 0
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", opened.uri]
-    command += [
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-        "--uvicorn-opts",
-        "--log-level warning",
-    ]
+    command += ["--host", host, "--port", str(port)]
+    command += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
     if dry_run:
         click.echo(shlex.join(command))
         return 0
@@ -129,10 +121,10 @@ def _answers(server: subprocess.Popen[bytes], address: str) -> bool:
 
 
 def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
-    """Say where the runs are shown, and open a browser there where this machine has a screen."""
+    """Print where the newest study is shown; open a browser there where this machine has a screen."""
     import webbrowser
 
-    where = f"{address}/#/experiments/{store.experiment}/runs"
+    where = f"{address}/{store.page}"
     click.echo(f"{where}{hint}")
     screen = (
         sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

@@ -7,60 +7,43 @@ function and its line in ``RULES``; no study names its figures.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from matplotlib.figure import FigureBase
-
 from titans_platform.report import plot
-from titans_platform.report.curves import learning_curves
-from titans_platform.report.palette import KINDS, MARKERS, Ink, ordered
-from titans_platform.report.picture import (
-    NARROW,
-    ROWS,
-    Panel,
-    Picture,
-    arrow,
-    better,
-    draw_lines,
-    ends,
-    groups_of,
-    heading,
-    mean_of,
-    said,
-)
-from titans_platform.report.plot import Line
-from titans_platform.report.series import Axis, Series, Sheet
+from titans_platform.report.headings import better, heading, titled
+from titans_platform.report.palette import KINDS, MARKERS, STEPS, ordered
+from titans_platform.report.picture import NARROW, Line, Panel, Picture, panel
+from titans_platform.report.series import Axis, Curve, Series, Sheet, Value
 from titans_platform.study.spec import Column
+from titans_platform.text import short
 
+ROWS = 24
+"""Rows from which a panel a row, or a dot a row, says nothing any more."""
 MANY = 6
 """Lines from which each gets a panel of its own, before the others in grey."""
+TOLD = 8
+"""Lines whose ends the description of a panel gives in words."""
+MIN_LOG_RATIO = 4.0
+"""Largest over smallest number from which a scale is logarithmic."""
 
 
 def rows_side_by_side(sheet: Sheet) -> Iterator[Picture]:
     """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
     if sheet.axes or len(sheet.rows) > ROWS or len(sheet.columns) > MANY:
         return
-    panels = [
-        Panel(heading(column), said(sheet, key), partial(_dots, sheet, key))
-        for key, column in sheet.columns.items()
-    ]
-    yield Picture(
-        "columns",
-        "The columns of the table",
+    panels = []
+    for key, column in sheet.columns.items():
+        draw = partial(plot.dots, rows=sheet.rows, key=key, column=column, chance=sheet.chance.get(key))
+        panels.append(Panel(_best_in_words(sheet, key), draw))
+    caption = (
         "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
-        "diamonds: the paper's numbers, on a scale of their own; dotted line: chance.",
-        tuple(panels),
-        (3.7, 0.75 + 0.2 * len(sheet.rows)),
+        "diamonds: the paper's numbers, on a scale of their own; dotted line: chance."
     )
-
-
-def _dots(sheet: Sheet, key: str, figure: FigureBase, ink: Ink) -> None:
-    column = sheet.measures[key]
-    plot.dots(figure, ink, sheet.rows, key, column, sheet.chance.get(key))
-    figure.suptitle(heading(column), x=0.01, ha="left", fontsize=8, fontweight="bold", color=ink["ink"])
-    figure.supxlabel(better(column), x=0.01, ha="left", fontsize=plot.SMALL, color=ink["muted"])
+    size = (3.7, 0.75 + 0.2 * len(sheet.rows))
+    yield Picture("columns", "The columns of the table", caption, panels, size)
 
 
 def heat_maps(sheet: Sheet) -> Iterator[Picture]:
@@ -69,44 +52,23 @@ def heat_maps(sheet: Sheet) -> Iterator[Picture]:
     if len(grid) != 2 or any(axis.is_length for axis in sheet.axes):
         return
     down, across = grid
-    rest = [axis for axis in sheet.axes if axis not in grid]
+    groups = groups_of(sheet, [axis for axis in sheet.axes if axis not in grid])
+    size = (0.5 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
     for key, column in sheet.measures.items():
-        means = [mean for row in sheet.rows if (mean := mean_of(row, key)) is not None]
-        limits = (min(means), max(means)) if means else (0.0, 1.0)
-        panels = [
-            Panel(name, f"{name or column.title}: {said(_only(sheet, rows), key)}",
-                  partial(_heat, key, column, limits, down, across, name, rows))
-            for name, rows in groups_of(sheet, rest)
-        ]  # fmt: skip
-        yield Picture(
-            f"grid-{key}",
-            f"{heading(column)} over {down.title} and {across.title}",
-            f"Mean over seeds; stronger colour is better, on one scale over all panels ({better(column)}). "
-            "Hatched: no number.",
-            tuple(panels),
-            (0.5 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values)),
+        means = [row.means[key] for row in sheet.rows if key in row.means]
+        scale, panels = plot.heat_scale(means, column, sheet.chance.get(key)), []
+        for name, rows in groups:
+            at = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
+            tiles = [[at.get((x, y)) for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=tiles, key=key, column=column, scale=scale)
+            alt = f"{name or column.title}: {_best_in_words(replace(sheet, rows=tuple(rows)), key)}"
+            panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
+        caption = (
+            f"Mean over seeds; stronger colour is better, on one scale over all panels ({better(column)}); "
+            f"what is no better than chance is palest. Hatched: no number.{_timing(sheet, [key])}"
         )
-
-
-def _heat(
-    key: str,
-    column: Column,
-    limits: tuple[float, float],
-    down: Axis,
-    across: Axis,
-    name: str,
-    rows: Sequence[Series],
-    figure: FigureBase,
-    ink: Ink,
-) -> None:
-    axis = figure.subplots()
-    tiles = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
-    plot.heat(axis, ink, tiles, across.values, down.values, key, column, limits)
-    plot.labelled(axis, ink, name, across.title, down.title)
-
-
-def _only(sheet: Sheet, rows: Sequence[Series]) -> Sheet:
-    return replace(sheet, rows=tuple(rows))
+        title = f"{titled(column)} over {down.title} and {across.title}"
+        yield Picture(f"grid-{key}", title, caption, panels, size)
 
 
 def against_a_field(sheet: Sheet) -> Iterator[Picture]:
@@ -118,97 +80,62 @@ def against_a_field(sheet: Sheet) -> Iterator[Picture]:
     x = (lengths or numeric)[0]
     rest = [axis for axis in sheet.axes if axis is not x]
     groups = groups_of(sheet, rest)
-    colours = _colours(rest, len(groups))
-    panels, legend = [], ()
+    looks = _looks(rest, len(groups))
+    low, high = float(x.values[0]), float(x.values[-1])
+    draw = partial(plot.lines, logarithmic=x.is_length or (low > 0 and high / low >= MIN_LOG_RATIO))
+    panels, shown = [], []
     for key, column in sheet.measures.items():
-        drawn = [
-            Line(name or column.title, _against(rows, x.key, key), colour, marker)
-            for (name, rows), (colour, marker) in zip(groups, colours, strict=True)
+        shown = [
+            Line(name or column.title, _against(rows, x.key, key), *look, bounds=plot.bounds(column))
+            for (name, rows), look in zip(groups, looks, strict=True)
         ]
-        legend = legend or tuple(drawn)
-        panels.append(Panel(column.title, _trend(column, x.title, drawn), partial(_lines, column, x, drawn)))
-    yield Picture(
-        f"against-{x.key.rpartition('.')[2]}",
-        f"Every measure against {x.title}",
-        "Mean over seeds; bars: one standard deviation.",
-        tuple(panels),
-        legend=legend if len(legend) > 1 else (),
-    )
-
-
-def _colours(axes: Sequence[Axis], count: int) -> list[tuple[str, str]]:
-    """Colour and marker of each line: shades where what tells them apart has an order."""
-    names = ordered(count) if len(axes) == 1 and axes[0].numeric and count <= 4 else KINDS
-    pairs = zip(itertools.cycle(names), itertools.cycle(MARKERS), strict=False)
-    return list(itertools.islice(pairs, count))
+        panels.append(panel(heading(column), _trend(column, x.title, shown), draw, x.title, shown=shown))
+    caption = f"Mean over seeds; bars: one standard deviation.{_timing(sheet, sheet.measures)}"
+    legend = shown if len(shown) > 1 else ()
+    key = f"against-{x.key.rpartition('.')[2]}"
+    yield Picture(key, f"Every measure against {x.title}", caption, panels, legend=legend)
 
 
 def _against(rows: Iterable[Series], field: str, key: str) -> Mapping[float, tuple[float, ...]]:
     return {float(row.axes[field]): row.values[key] for row in rows if row.values.get(key)}
 
 
-def _trend(column: Column, x: str, drawn: Sequence[Line]) -> str:
-    return f"{heading(column)} from the smallest to the largest {x}: {ends(drawn, column.decimals)}."
-
-
-def _lines(column: Column, x: Axis, drawn: Sequence[Line], figure: FigureBase, ink: Ink) -> None:
-    axis = figure.subplots()
-    numbers = [value for value in x.values if isinstance(value, int | float)]
-    spread = min(numbers) > 0 and max(numbers) / min(numbers) >= plot.MIN_LOG_RATIO
-    plot.lines(axis, ink, drawn, logarithmic=x.is_length or spread)
-    plot.labelled(axis, ink, arrow(column), x.title)
-
-
 def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
     """What was taken at several lengths, against tokens: few rows in one panel, of many each its own."""
-    taken = {
-        key: [
-            Line(row.name, row.lengths[key], printed=row.printed.get(key, {}))
-            for row in sheet.rows
-            if row.lengths.get(key)
+    taken = {key: [row for row in sheet.rows if row.lengths.get(key)] for key in sheet.lengths}
+    together = [key for key, rows in taken.items() if 0 < len(rows) <= MANY]
+    names = list(dict.fromkeys(row.name for key in together for row in taken[key]))
+    looks = dict(zip(names, _looks(sheet.axes, len(names)), strict=True))
+    few, many, dashed = [], [], False
+    for key, column in sheet.lengths.items():
+        lines = [
+            Line(row.name, row.lengths[key], printed=row.printed.get(key, {}), bounds=plot.bounds(column))
+            for row in taken[key]
         ]
-        for key in sheet.lengths
-    }
-    few = {key: drawn for key, drawn in taken.items() if 0 < len(drawn) <= MANY}
+        draw = partial(plot.lines, logarithmic=True)
+        if key in together:
+            shown = [
+                replace(line, colour=looks[line.label][0], marker=looks[line.label][1]) for line in lines
+            ]
+            few.append(panel(heading(column), _trend(column, "length", lines), draw, "tokens", shown=shown))
+            dashed |= any(line.printed for line in lines)
+        elif len(lines) <= ROWS:
+            draw = partial(draw, ghosts=lines, limits=plot.span(lines))
+            panels = [
+                panel(line.label, _trend(column, "length", [line]), draw, "tokens", shown=[line])
+                for line in lines
+            ]
+            caption = (
+                f"Measured at each length in tokens; {better(column)}. "
+                "Band: one standard deviation over seeds; grey: the other rows."
+            )
+            many.append(Picture(f"length-{key}", f"{titled(column)} against length", caption, panels, NARROW))
     if few:
-        yield _side_by_side(sheet, few)
-    for key, drawn in taken.items():
-        if MANY < len(drawn) <= ROWS:
-            yield _one_by_one(sheet.lengths[key], key, drawn)
-
-
-def _side_by_side(sheet: Sheet, few: Mapping[str, Sequence[Line]]) -> Picture:
-    """A panel a measure, the rows in colours."""
-    names = list(dict.fromkeys(line.label for drawn in few.values() for line in drawn))
-    looks = dict(zip(names, _colours(sheet.axes, len(names)), strict=True))
-    panels, legend = [], [Line(name, {}, *look) for name, look in looks.items()]
-    for key, drawn in few.items():
-        column = sheet.lengths[key]
-        coloured = [replace(line, colour=looks[line.label][0], marker=looks[line.label][1]) for line in drawn]
-        draw = partial(draw_lines, coloured, (), True, arrow(column), "tokens")
-        panels.append(Panel(column.title, _trend(column, "length", drawn), draw))
-    caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
-    if any(line.printed for drawn in few.values() for line in drawn):
-        caption += " Dashed: the paper's."
-    return Picture("length", "Against the length that is read", caption, tuple(panels), legend=tuple(legend))
-
-
-def _one_by_one(column: Column, key: str, drawn: Sequence[Line]) -> Picture:
-    """A panel a row, the other rows in grey."""
-    limits = plot.span(drawn)
-    panels = [
-        Panel(
-            line.label,
-            _trend(column, "length", [line]),
-            partial(draw_lines, [line], drawn, True, line.label, "tokens", limits=limits),
-        )
-        for line in drawn
-    ]
-    caption = (
-        f"Measured at each length in tokens; {better(column)}. Band: one standard deviation over seeds; "
-        "grey: the other rows."
-    )
-    return Picture(f"length-{key}", f"{heading(column)} against length", caption, tuple(panels), NARROW)
+        caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
+        caption += " Dashed: the paper's." * dashed
+        legend = [Line(name, {}, *look) for name, look in looks.items()]
+        yield Picture("length", "Against the length that is read", caption, few, legend=legend)
+    yield from many
 
 
 def against_every_field(sheet: Sheet) -> Iterator[Picture]:
@@ -217,53 +144,152 @@ def against_every_field(sheet: Sheet) -> Iterator[Picture]:
     if len(numeric) < 3:
         return
     key, column = next(iter(sheet.measures.items()))
-    panels = [Panel(axis.title, said(sheet, key), partial(_points, sheet, axis, key)) for axis in numeric]
-    yield Picture(
-        "fields",
-        f"{heading(column)} against each field",
-        f"A point for each run; {better(column)}.",
-        tuple(panels),
-        NARROW,
-    )
-
-
-def _points(sheet: Sheet, field: Axis, key: str, figure: FigureBase, ink: Ink) -> None:
-    axis = figure.subplots()
-    rows = [row for row in sheet.rows if field.key in row.axes]
-    plot.points(
-        axis, ink, [(row.axes[field.key], value) for row in rows for value in row.values.get(key, ())]
-    )
-    plot.labelled(axis, ink, "", field.title, sheet.measures[key].title)
+    alt, panels = _best_in_words(sheet, key), []
+    for axis in numeric:
+        rows = [row for row in sheet.rows if axis.key in row.axes]
+        pairs = [(row.axes[axis.key], value) for row in rows for value in row.values[key]]
+        panels.append(panel("", alt, plot.points, axis.title, column.title, shown=pairs))
+    caption = f"A point for each run; {better(column)}."
+    yield Picture("fields", f"{titled(column)} against each field", caption, panels, NARROW)
 
 
 def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
     """What a search tried: every trial's number against each field it was given."""
     given = [trial.params.items() for trial in sheet.trials]
-    numeric = {key: None for pairs in given for key, value in pairs if isinstance(value, int | float)}
+    numeric = dict.fromkeys(key for pairs in given for key, value in pairs if not isinstance(value, str))
     if not numeric:
         return
-    panels = [
-        Panel(key, f"{len(sheet.trials)} trials against {key}.", partial(_trials, sheet, key))
-        for key in numeric
-    ]
-    yield Picture(
-        "search",
-        "The trials of the search",
+    whole, panels = max(trial.steps for trial in sheet.trials), []
+    for key in numeric:
+        trials = [trial for trial in sheet.trials if key in trial.params]
+        shown, ghosts = (
+            [(trial.params[key], trial.value) for trial in trials if (trial.steps == whole) is ended]
+            for ended in (True, False)
+        )
+        alt, title = f"{len(sheet.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
+        panels.append(panel(title, alt, plot.points, shown=shown, ghosts=ghosts))
+    caption = (
         "The searched number, as far as each trial went, against each field it was given; "
-        "dark: to the end of the training, pale: stopped before.",
-        tuple(panels),
-        NARROW,
+        "dark: to the end of the training, pale: stopped before."
     )
+    yield Picture("search", "The trials of the search", caption, panels, NARROW)
 
 
-def _trials(sheet: Sheet, key: str, figure: FigureBase, ink: Ink) -> None:
-    axis = figure.subplots()
-    given = [trial for trial in sheet.trials if key in trial.params]
-    whole = max(trial.steps for trial in sheet.trials)
-    stopped = [(trial.params[key], trial.value) for trial in given if trial.steps < whole]
-    ended = [(trial.params[key], trial.value) for trial in given if trial.steps == whole]
-    plot.points(axis, ink, ended, stopped)
-    plot.labelled(axis, ink, key.rpartition(".")[2].replace("_", " "))
+def learning_curves(sheet: Sheet) -> Iterator[Picture]:
+    """Training loss by step: a panel a row, or the rows of a grid in the shades of one of its fields."""
+    rows = [row for row in sheet.rows if row.curves]
+    hues = [axis for axis in sheet.axes if axis.numeric and len(axis.values) <= len(STEPS)]
+    if not rows:
+        return
+    legend, ghosts = [], [_curve(row, runs=True) for row in rows]
+    if len(rows) > 12 and hues:
+        groups, legend = _shaded(sheet, hues[0])
+        ghosts, rest = [], f"a line for each row, coloured by {hues[0].title}."
+    elif len(rows) > ROWS:
+        best = best_row(sheet, next(iter(sheet.measures)))
+        found = [line for line in ghosts if best and line.label == best.name]
+        groups, rest = [(best.name if found and best else "", found)], "blue: the best row; grey: the others."
+    else:
+        groups = [(line.label, [line]) for line in ghosts]
+        rest = "thin: single seeds; grey: the other rows."
+    drawn = ghosts or [line for _, lines in groups for line in lines]
+    # on one scale, without the steep fall of the first steps
+    last = max((x for line in drawn for x in line.points), default=0.0)
+    draw = partial(plot.lines, ghosts=ghosts, limits=plot.span(drawn, 0.05 * last))
+    panels = [
+        panel(name, f"Training loss: {_ends(lines, 2)}.", draw, "step", shown=lines) for name, lines in groups
+    ]
+    caption = f"Training loss (nats), a running mean over a twentieth of the steps; {rest}"
+    yield Picture("curves", "Learning curves", caption, panels, NARROW, legend)
+
+
+def _shaded(sheet: Sheet, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list[Line]]:
+    """A panel for each value of what has no order, its lines in the shades of one field; the legend."""
+    shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
+    rest = [axis for axis in sheet.axes if axis is not hue]
+    groups = groups_of(sheet, [axis for axis in rest if not axis.numeric] or rest[:1])
+    panels = [
+        (name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves])
+        for name, rows in groups
+    ]
+    return panels, [Line(_named(hue, value), {}, shade, "") for value, shade in shades.items()]
+
+
+def _curve(row: Series, colour: str = "accent", runs: bool = False) -> Line:
+    smooth = [smoothed(curve) for curve in row.curves]
+    by_step: dict[float, list[float]] = {}
+    for step, loss in itertools.chain.from_iterable(smooth):
+        by_step.setdefault(step, []).append(loss)
+    whole = {step: tuple(values) for step, values in by_step.items() if len(values) == len(smooth)}
+    return Line(row.name, whole, colour, runs=smooth if runs and len(smooth) > 1 else (), spread=False)
+
+
+def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
+    """A running mean over a twentieth of the points, thinned to what a small panel can show."""
+    values, half = [loss for _, loss in curve], max(1, len(curve) // 40)
+    means = [
+        (float(step), statistics.fmean(values[max(0, i - half) : i + half + 1]))
+        for i, (step, _) in enumerate(curve)
+    ]
+    # the last point is where the loss ended, and is always shown
+    return means[:-1][:: max(1, len(means) // points)] + means[-1:]
+
+
+def best_row(sheet: Sheet, key: str) -> Series | None:
+    """The row with the best mean of a measure; None where nothing is measured."""
+    sign = 1 if sheet.measures[key].higher_is_better else -1
+    rows = [row for row in sheet.rows if key in row.means]
+    return max(rows, key=lambda row: sign * row.means[key], default=None)
+
+
+def groups_of(sheet: Sheet, axes: Sequence[Axis]) -> list[tuple[str, list[Series]]]:
+    """The rows in groups, one for each combination of values of these axes; reference rows left out."""
+    groups = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        wanted = dict(zip((axis.key for axis in axes), values, strict=True))
+        rows = [row for row in sheet.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
+        if rows:
+            groups.append((", ".join(map(_named, axes, values)), rows))
+    return groups
+
+
+def _named(axis: Axis, value: Value) -> str:
+    """A value of an axis, with the axis' name where the value is a number."""
+    return str(value) if isinstance(value, str) else f"{axis.title} {value:g}"
+
+
+def _looks(axes: Sequence[Axis], count: int) -> list[tuple[str, str]]:
+    """Colour and marker of each line: shades where what tells them apart has an order."""
+    names = ordered(count) if len(axes) == 1 and axes[0].numeric and count <= len(STEPS) else KINDS
+    return list(itertools.islice(zip(itertools.cycle(names), itertools.cycle(MARKERS), strict=False), count))
+
+
+def _timing(sheet: Sheet, keys: Iterable[str]) -> str:
+    """What a caption must say of speeds that were not timed alone."""
+    timed = [sheet.measures[key].title for key in keys if key in sheet.beside]
+    return f" {', '.join(timed)}: timed while other cells ran on the same machine." if timed else ""
+
+
+def _best_in_words(sheet: Sheet, key: str) -> str:
+    """The best of a measure in a sentence, for those who do not see the figure."""
+    best, column = best_row(sheet, key), sheet.measures[key]
+    if best is None:
+        return f"{column.title}: nothing measured yet."
+    value = short(best.means[key], column.decimals)
+    return f"{column.title}, {better(column)}: best is {best.name} with {value}{column.unit}."
+
+
+def _trend(column: Column, x: str, drawn: Sequence[Line]) -> str:
+    return f"{titled(column)} from the smallest to the largest {x}: {_ends(drawn, column.decimals)}."
+
+
+def _ends(drawn: Sequence[Line], decimals: int) -> str:
+    """Where each line begins and ends, in words."""
+    ends = [(line.label, [short(mean, decimals) for mean in line.means.values()]) for line in drawn]
+    ends = [(name, means) for name, means in ends if means]
+    words = [f"{name} from {means[0]} to {means[-1]}" for name, means in ends[:TOLD]]
+    words += [f"and {len(ends) - TOLD} more"] if len(ends) > TOLD else []
+    return "; ".join(words) or "nothing measured yet"
 
 
 Rule = Callable[[Sheet], Iterable[Picture]]

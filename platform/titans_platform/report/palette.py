@@ -1,84 +1,52 @@
-"""The colours of figures and page: one set of names, two sets of values, for light and for dark."""
+"""How figures look: one set of colour names with values for light and dark, and matplotlib's settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pathlib import Path
 
-LIGHT = {
-    "page": "#ffffff",
-    "ink": "#1f2328",
-    "muted": "#57606a",
-    "faint": "#dbe0e6",
-    "ghost": "#c3cad2",
-    "accent": "#1a5fb4",
-    "paper": "#8f5f00",
-    "reference": "#79828d",
-    "heat": "#0b4f9e",
-    "a": "#1b69c8",
-    "b": "#c2410d",
-    "c": "#0e7a5e",
-    "d": "#8a3eb4",
-    "e": "#996600",
-    "f": "#bf257d",
-    "s1": "#4a8fce",
-    "s2": "#2e77c3",
-    "s3": "#1b549b",
-    "s4": "#0d3165",
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
+
+COLOURS = {
+    "page": ("#ffffff", "#14171b"),
+    "ink": ("#1f2328", "#e4e7ea"),
+    "muted": ("#57606a", "#9da7b2"),
+    "faint": ("#dbe0e6", "#343b44"),
+    "ghost": ("#c3cad2", "#4a535e"),
+    "accent": ("#1a5fb4", "#7db8ff"),
+    "paper": ("#8f5f00", "#dba63c"),
+    "reference": ("#79828d", "#8b949f"),
+    "heat": ("#0b4f9e", "#8cc4ff"),
+    "a": ("#1b69c8", "#6cb0fe"),
+    "b": ("#c2410d", "#ff9b6b"),
+    "c": ("#0e7a5e", "#4cc9a3"),
+    "d": ("#8a3eb4", "#cf9bf1"),
+    "e": ("#996600", "#e0b041"),
+    "f": ("#bf257d", "#ff8ac5"),
+    "s1": ("#4a8fce", "#3d7fc1"),
+    "s2": ("#2e77c3", "#66a7e5"),
+    "s3": ("#1b549b", "#9ccbf6"),
+    "s4": ("#0d3165", "#dbeefe"),
 }
-DARK = {
-    "page": "#14171b",
-    "ink": "#e4e7ea",
-    "muted": "#9da7b2",
-    "faint": "#343b44",
-    "ghost": "#4a535e",
-    "accent": "#7db8ff",
-    "paper": "#dba63c",
-    "reference": "#8b949f",
-    "heat": "#8cc4ff",
-    "a": "#6cb0fe",
-    "b": "#ff9b6b",
-    "c": "#4cc9a3",
-    "d": "#cf9bf1",
-    "e": "#e0b041",
-    "f": "#ff8ac5",
-    "s1": "#3d7fc1",
-    "s2": "#66a7e5",
-    "s3": "#9ccbf6",
-    "s4": "#dbeefe",
-}
-KINDS = ("a", "b", "c", "d", "e", "f")
-STEPS = ("s1", "s2", "s3", "s4")
+LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
+KINDS, STEPS = ("a", "b", "c", "d", "e", "f"), ("s1", "s2", "s3", "s4")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+SMALL, TEXT = 7.0, 7.6
+
+PERCENT = range(5, 93)
+"""Shares of the heat colour in a tile, from the worst to the best."""
+_MIXED = LinearSegmentedColormap.from_list("mixed", [LIGHT["page"], LIGHT["heat"]], 101)(PERCENT)
+HEAT = ListedColormap(_MIXED, "heat")
+NAMES = {
+    to_hex(colour): f"color-mix(in srgb, var(--heat) {percent}%, var(--page))"
+    for colour, percent in zip(_MIXED, PERCENT, strict=True)
+} | {value: f"var(--{name})" for name, value in LIGHT.items()}
+"""What each drawn colour is called on the page, which has another value for it in dark mode."""
+
+STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
+"""Matplotlib's settings; the colours in it are those above."""
 
 
 def ordered(count: int) -> tuple[str, ...]:
-    """Names of colours for values that have an order, pale to dark; as many as asked, or fewer."""
+    """Names of colours for values that have an order, pale to dark; as many as asked, at most four."""
     picks = {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4))
     return tuple(STEPS[i] for i in picks)
-
-
-@dataclass
-class Ink:
-    """Colours for drawing, and what each is called on the page."""
-
-    names: dict[str, str] = field(
-        default_factory=lambda: {value: f"var(--{key})" for key, value in LIGHT.items()}
-    )
-
-    def __getitem__(self, name: str) -> str:
-        return LIGHT[name]
-
-    def heat(self, share: float) -> str:
-        """A tile's colour, from the page's (0) to the strongest (1)."""
-        percent = round(5 + 87 * share)
-        channels = (
-            round(int(LIGHT["heat"][i : i + 2], 16) * percent / 100 + 255 * (1 - percent / 100))
-            for i in (1, 3, 5)
-        )
-        colour = "#{:02x}{:02x}{:02x}".format(*channels)
-        self.names[colour] = f"color-mix(in srgb, var(--heat) {percent}%, var(--page))"
-        return colour
-
-    def on_heat(self, share: float) -> str:
-        """A colour that can be read on such a tile."""
-        return self["page"] if share > 0.68 else self["ink"]

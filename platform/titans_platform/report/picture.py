@@ -1,35 +1,62 @@
-"""What a figure of the report is made of, and the words and groupings that several kinds share."""
+"""What a figure of the report is made of, and how it becomes SVG for the page, PNG and PDF."""
 
 from __future__ import annotations
 
-import itertools
+import io
+import math
+import os
+import re
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import FigureBase
+from matplotlib import style
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 
-from titans_platform.report import plot
-from titans_platform.report.palette import Ink
-from titans_platform.report.plot import Line
-from titans_platform.report.series import Axis, Series, Sheet, Value
-from titans_platform.study.spec import Column
+from titans_platform.report.palette import LIGHT, NAMES, STYLE
 
-ROWS = 24
-"""Rows from which a panel a row, or a dot a row, says nothing any more."""
-TOLD = 8
-"""Lines that are told in words to those who do not see them."""
 WIDE, NARROW = (3.5, 2.3), (1.9, 1.4)
 """Inches of a panel."""
+ACROSS_WIDE, ACROSS_NARROW = 3, 5
+"""Panels beside each other in a file."""
+KINDS = ("png", "pdf")
+ANY = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class Panel:
     """One drawing, whatever the format; ``alt`` says in words what is to be seen."""
 
-    title: str
     alt: str
-    draw: Callable[[FigureBase, Ink], None]
+    draw: Callable[[FigureBase], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel: where it goes, seed by seed, and how it is drawn."""
+
+    label: str
+    points: Mapping[float, tuple[float, ...]]
+    colour: str = "accent"
+    marker: str = "o"
+    runs: Sequence[Sequence[tuple[float, float]]] = ()
+    """Single runs, drawn thin below the mean."""
+    printed: Mapping[float, float] = field(default_factory=dict)
+    """The paper's numbers at the same places, drawn dashed."""
+    spread: bool = True
+    """Whether the standard deviation over seeds is shown."""
+    bounds: tuple[float, float] = ANY
+    """What the measure can be: no spread is drawn beyond."""
+
+    @property
+    def means(self) -> dict[float, float]:
+        """The mean over seeds at each place, in order."""
+        return {x: statistics.fmean(self.points[x]) for x in sorted(self.points)}
 
 
 @dataclass(frozen=True)
@@ -39,96 +66,75 @@ class Picture:
     key: str
     title: str
     caption: str
-    panels: tuple[Panel, ...]
+    panels: Sequence[Panel]
     size: tuple[float, float] = WIDE
-    legend: tuple[Line, ...] = ()
+    legend: Sequence[Line] = ()
 
 
-def heading(column: Column) -> str:
-    """A measure with its unit."""
-    return f"{column.title} ({column.unit})" if column.unit else column.title
+def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Panel:
+    """A panel of one set of axes with its names; ``draw`` takes the axes and what is ``drawn``."""
+
+    def paint(figure: FigureBase) -> None:
+        axis = figure.subplots()
+        draw(axis, **drawn)
+        axis.set(title=title, xlabel=x, ylabel=y)
+
+    return Panel(alt, paint)
 
 
-def arrow(column: Column) -> str:
-    """A measure with its unit and the way that is better."""
-    return f"{heading(column)} {'↑' if column.higher_is_better else '↓'}"
+def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
+    """One panel as inline SVG: text in the page's font, colours by the page's names, described in words."""
+    # names within a drawing come from the salt: on one page they must differ, from run to run they must not
+    with style.context([STYLE, {"svg.hashsalt": ident}]):
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04))
+        panel.draw(figure)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    head, _, body = out.getvalue().partition("<svg")[2].partition(">")
+    view = re.findall(r'viewBox="[^"]+"', head)[0]
+    for pattern, new in (
+        (r"<metadata>.*?</metadata>", ""),
+        # groups have the same names in every drawing
+        (r'<g id="[^"]*"', "<g"),
+        (r"xlink:href=", "href="),
+        (r"font-family: [^;\"]*; ?", ""),
+        (r">\s+<", "><"),
+    ):
+        body = re.sub(pattern, new, body, flags=re.S)
+    body = re.sub("#[0-9a-f]{6}", lambda match: NAMES.get(match[0], match[0]), body).strip()
+    title = f'<title id="{ident}-t">{escape(panel.alt)}</title>'
+    return f'<svg {view} role="img" aria-labelledby="{ident}-t">{title}{body}'
 
 
-def better(column: Column) -> str:
-    """The way that is better, in words."""
-    return "higher is better" if column.higher_is_better else "lower is better"
+def save(picture: Picture, folder: Path) -> list[Path]:
+    """The whole picture with its legend as PNG and as PDF, named by its key; never seen half-written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{picture.key}.{kind}" for kind in KINDS]
+    with style.context(STYLE):
+        figure = _composed(picture)
+        for path in paths:
+            temporary = path.with_name(f".{os.getpid()}.{path.name}")
+            # no date: the same table gives the same file
+            metadata: dict[str, Any] = {"CreationDate": None} if path.suffix == ".pdf" else {}
+            figure.savefig(temporary, dpi=140, facecolor="white", metadata=metadata)
+            os.replace(temporary, path)
+            # what has been laid out need not be again
+            figure.set_layout_engine("none")
+    return paths
 
 
-def mean_of(row: Series, key: str) -> float | None:
-    """A row's mean over seeds; None where no seed is done."""
-    values = row.values.get(key, ())
-    return statistics.fmean(values) if values else None
-
-
-def best_row(sheet: Sheet, key: str) -> Series | None:
-    """The row with the best mean of a measure; None where nothing is measured."""
-    rows = [row for row in sheet.rows if row.values.get(key)]
-    sign = 1 if sheet.measures[key].higher_is_better else -1
-    return max(rows, key=lambda row: sign * statistics.fmean(row.values[key]), default=None)
-
-
-def said(sheet: Sheet, key: str) -> str:
-    """Best of a measure in a sentence, for those who do not see the figure."""
-    best = best_row(sheet, key)
-    column = sheet.measures[key]
-    if best is None:
-        return f"{column.title}: nothing measured yet."
-    value = plot.short_number(statistics.fmean(best.values[key]), column.decimals)
-    return f"{column.title}, {better(column)}: best is {best.name} with {value}{column.unit}."
-
-
-def groups_of(sheet: Sheet, axes: Sequence[Axis]) -> list[tuple[str, list[Series]]]:
-    """The rows in groups, one for each combination of values of these axes; reference rows left out."""
-    groups = []
-    for values in itertools.product(*(axis.values for axis in axes)):
-        wanted = dict(zip((axis.key for axis in axes), values, strict=True))
-        rows = [row for row in sheet.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
-        if rows:
-            groups.append(
-                (", ".join(say(axis, value) for axis, value in zip(axes, values, strict=True)), rows)
-            )
-    return groups
-
-
-def say(axis: Axis, value: Value) -> str:
-    """A value of an axis, with the axis' name where the value is a number."""
-    return f"{axis.title} {value:g}" if isinstance(value, int | float) else str(value)
-
-
-def ends(drawn: Sequence[Line], decimals: int) -> str:
-    """Where each line begins and ends, in words."""
-    drawn = [line for line in drawn if line.points]
-    told = [
-        f"{line.label} from {_mean_at(line, min(line.points), decimals)} "
-        f"to {_mean_at(line, max(line.points), decimals)}"
-        for line in drawn[:TOLD]
-    ]
-    more = [f"and {len(drawn) - TOLD} more"] if len(drawn) > TOLD else []
-    return "; ".join(told + more) or "nothing measured yet"
-
-
-def _mean_at(line: Line, x: float, decimals: int) -> str:
-    return plot.short_number(statistics.fmean(line.points[x]), decimals)
-
-
-def draw_lines(
-    shown: Sequence[Line],
-    ghosts: Sequence[Line],
-    log: bool,
-    title: str,
-    x: str,
-    figure: FigureBase,
-    ink: Ink,
-    limits: tuple[float, float] | None = None,
-) -> None:
-    """One panel of lines, ``shown`` before the ``ghosts``, on a scale of its own or within ``limits``."""
-    axis = figure.subplots()
-    plot.lines(axis, ink, shown, ghosts, log)
-    if limits:
-        axis.set_ylim(*limits)
-    plot.labelled(axis, ink, title, x)
+def _composed(picture: Picture) -> Figure:
+    count, (width, height) = len(picture.panels), picture.size
+    across = min(count, ACROSS_NARROW if width < 3 else ACROSS_WIDE)
+    down, below = math.ceil(count / across), 0.35 * math.ceil(len(picture.legend) / 6)
+    figure = Figure(figsize=(width * across, height * down + below), layout="constrained")
+    parts = figure.subfigures(down, across, squeeze=False).flatten()
+    for part, panel in zip(parts, picture.panels, strict=False):
+        panel.draw(part)
+    if picture.legend:
+        handles = [
+            Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
+            for line in picture.legend
+        ]
+        figure.legend(handles=handles, loc="outside lower left", ncols=6)
+    return figure

@@ -1,7 +1,6 @@
 """What figures are drawn of: the rows with their axis values and, seed by seed, every measure.
 
-Nothing here knows how a study file spells its axes: a row's ``axes`` if it has them, otherwise the fields
-that every row sets.
+A row stands where its ``axes`` put it; a row without axes where the fields that it sets do.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+from titans_platform.flatten import flatten
 from titans_platform.report.table import Table, TableRow, task_of
-from titans_platform.study.spec import Column, Row, overlay
+from titans_platform.study.spec import Axis as StudyAxis
+from titans_platform.study.spec import Column, Row
 
 Value = float | str
 Curve = Sequence[tuple[int, float]]
@@ -61,6 +62,11 @@ class Series:
     reference: bool = False
     failed: bool = False
 
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean over seeds of every measure that has one."""
+        return {key: statistics.fmean(found) for key, found in self.values.items() if found}
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -85,6 +91,8 @@ class Sheet:
     lengths: Mapping[str, Column] = field(default_factory=dict)
     """What was taken at several lengths."""
     trials: tuple[Trial, ...] = ()
+    beside: frozenset[str] = frozenset()
+    """Measures that were timed while other cells ran on the same machine."""
 
 
 def sheet(
@@ -100,9 +108,10 @@ def sheet(
     measures = dict(table.study.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    axes, columns = _axes(rows, getattr(table.study, "axes", {})), table.study.columns
+    axes, columns = _axes(rows, table.study.axes), table.study.columns
     lengths = _at_lengths(table, rows, spread)
-    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search))
+    beside = frozenset([THROUGHPUT, *table.timed] if table.side_by_side else ())
+    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search), beside)
 
 
 def _trials(search: Mapping[str, Any] | None) -> tuple[Trial, ...]:
@@ -114,21 +123,20 @@ def _trials(search: Mapping[str, Any] | None) -> tuple[Trial, ...]:
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Spread) -> Series:
-    runs = [str(result.get("mlflow_run_id")) for result in row.results]
     values = {key: entry.values for key, entry in row.entries.items()}
+    lengths = {
+        key: found
+        for key, column in table.study.columns.items()
+        if (found := _by_length(key, column.factor, row.results))
+    }
+    for task, places in spread.items():
+        lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
+    runs = [str(result.get("mlflow_run_id")) for result in row.results]
     return Series(
         row.row.name,
         axis_values(row.row),
         {THROUGHPUT: _throughput(row.results), **values},
-        {
-            key: found
-            for key, column in table.study.columns.items()
-            if (found := _by_length(key, column.factor, row.results))
-        }
-        | {
-            task: {length: values[key] for length, key in places.items() if values[key]}
-            for task, places in spread.items()
-        },
+        lengths,
         row.row.paper,
         {task: _printed(row, places) for task, places in spread.items() if table.scale.comparable},
         [curves[run] for run in runs if curves.get(run)],
@@ -141,7 +149,7 @@ def _spread_tasks(table: Table) -> Spread:
     """Such tasks, found in the results: `pk_1/passkey@64` beside `pk_2/passkey@128`, each alone there."""
     places: dict[str, dict[float, str]] = {}
     crowded: set[str] = set()
-    for result in (result for row in table.rows for result in row.results):
+    for result in table.results:
         parts = [task_of(key) for key in result.get("tasks", {})]
         owners = [owner for owner, _, _ in parts]
         crowded |= {owner for owner in owners if owners.count(owner) > 1}
@@ -174,39 +182,26 @@ def _at_lengths(table: Table, rows: Sequence[Series], spread: Spread) -> dict[st
 
 
 def axis_values(row: Row) -> dict[str, Value]:
-    """Where a row stands on the study's axes; what it sets where it does not say."""
-    given = getattr(row, "axes", None)
-    return {key: _value(value) for key, value in (given or flat(row.set)).items()}
+    """Where a row stands on the study's axes, or without any the fields it sets."""
+    return {key: _value(value) for key, value in (row.axes or flatten(row.set)).items()}
 
 
 def _value(value: Any) -> Value:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def flat(fragment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested fragment as dotted fields."""
-    fields: dict[str, Any] = {}
-    for key, value in overlay({}, fragment).items():
-        name = f"{prefix}{key}"
-        fields |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return fields
-
-
-def _axes(rows: Iterable[Series], given: Mapping[str, Any]) -> tuple[Axis, ...]:
+def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis, ...]:
     """The fields that every row has a value for, and not all of them the same."""
     placed = [row.axes for row in rows if not row.reference]
     axes = []
     for key in placed[0] if placed else ():
         values = {at[key]: None for at in placed if key in at}
         if len(values) > 1 and all(key in at for at in placed):
-            axis = Axis(key, tuple(values), _title(key, given))
+            # the study's own word for it, or the field's name without the config's path to it
+            title = given[key].title if key in given else ""
+            axis = Axis(key, tuple(values), title or key.rpartition(".")[2].replace("_", " "))
             axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
     return tuple(axes)
-
-
-def _title(key: str, given: Mapping[str, Any]) -> str:
-    """The study's own word for an axis, or the field's name without the config's path to it."""
-    return getattr(given.get(key), "title", "") or key.rpartition(".")[2].replace("_", " ")
 
 
 def _throughput(results: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
@@ -223,17 +218,13 @@ def _by_length(
     """A column's value at each length, from the tasks in it that were taken at all of them."""
     found: dict[float, list[float]] = {}
     for result in results:
-        for length, value in _lengths(column, result.get("tasks", {})).items():
-            found.setdefault(length, []).append(factor * value)
+        by_task: dict[str, dict[float, float]] = {}
+        for key, measured in result.get("tasks", {}).items():
+            owner, task, length = task_of(key)
+            if owner == column and length is not None and math.isfinite(float(measured["value"])):
+                by_task.setdefault(task, {})[length] = float(measured["value"])
+        several = [values for values in by_task.values() if len(values) > 1]
+        for length in set.intersection(*map(set, several)) if several else ():
+            mean = statistics.fmean(values[length] for values in several)
+            found.setdefault(length, []).append(factor * mean)
     return {length: tuple(values) for length, values in sorted(found.items())}
-
-
-def _lengths(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> dict[int, float]:
-    by_task: dict[str, dict[int, float]] = {}
-    for key, measured in tasks.items():
-        owner, task, length = task_of(key)
-        if owner == column and length is not None and math.isfinite(float(measured["value"])):
-            by_task.setdefault(task, {})[length] = float(measured["value"])
-    several = [values for values in by_task.values() if len(values) > 1]
-    shared = set.intersection(*map(set, several)) if several else set()
-    return {length: statistics.fmean(values[length] for values in several) for length in shared}

@@ -6,9 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from titans_platform.files import read_json
+from titans_platform.runs.folder import TIME
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
 
@@ -83,13 +86,31 @@ class Table:
     """The cells that a run was asked for; None: all."""
     overrides: tuple[str, ...] = ()
     """What --set changed in every row."""
+    side_by_side: bool = False
+    """Whether cells ran at the same time on one machine, so that none was timed alone."""
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """The results of all finished cells, row by row."""
+        return [result for row in self.rows for result in row.results]
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds of the table's cells."""
+        return sorted({cell.seed for row in self.rows for cell in row.cells})
+
+    @property
+    def timed(self) -> list[str]:
+        """The columns that were timed."""
+        tasks = {task_of(key)[:2] for result in self.results for key in result.get("tasks", {})}
+        return [key for key in self.study.columns if (key, "throughput") in tasks]
 
     @property
     def unfinished(self) -> int:
         """Cells asked for that have no result."""
         if self.asked is None:
             return self.missing
-        return len(set(self.asked) - {result["cell"] for row in self.rows for result in row.results})
+        return len(set(self.asked) - {result["cell"] for result in self.results})
 
     @property
     def scale(self) -> Scale:
@@ -112,28 +133,33 @@ def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path
         for row in study.rows_at(scale_name)
         if row.name in by_row
     ]
-    return Table(study, scale_name, tuple(rows), _chance(study.columns, rows), commit)
+    chance, shared = _chance(study.columns, rows), _side_by_side(cells, root)
+    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=shared)
+
+
+def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
+    found = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
+    spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in found)
+    return any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans))
 
 
 def _table_row(
     row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
 ) -> TableRow:
-    found = [cell.folder(root).shown_result() for cell in cells]
-    results = tuple(result for result in found if result is not None)
-    unfinished = [
-        _unfinished(cell, root) for cell, result in zip(cells, found, strict=True) if result is None
-    ]
-    stale = sorted({str(result["commit"]) for result in results} - {commit})
+    folders = [(cell, cell.folder(root)) for cell in cells]
+    found = [(cell, folder, folder.shown_result()) for cell, folder in folders]
+    results = tuple(result for _, _, result in found if result is not None)
+    unfinished = tuple(
+        Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
+        for cell, folder, result in found
+        if result is None
+    )
+    stale = tuple(sorted({str(result["commit"]) for result in results} - {commit}))
     entries = {
         key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
         for key, column in columns.items()
     }
-    return TableRow(row, tuple(cells), results, tuple(unfinished), entries, tuple(stale))
-
-
-def _unfinished(cell: Cell, root: Path) -> Unfinished:
-    folder = cell.folder(root)
-    return Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
+    return TableRow(row, tuple(cells), results, unfinished, entries, stale)
 
 
 def _entry(
@@ -211,42 +237,40 @@ class Discrimination:
 
 def discriminate(table: Table) -> list[Discrimination]:
     """One summary a column that has at least two rows with numbers."""
-    found = [_discriminate(table, column) for column in table.study.columns]
+    found = [_discriminate(table, key, column) for key, column in table.study.columns.items()]
     return [summary for summary in found if summary is not None]
 
 
-def _discriminate(table: Table, column: str) -> Discrimination | None:
-    entries = {row.row.name: row.entries[column] for row in table.rows if not row.row.reference}
+def _discriminate(table: Table, key: str, column: Column) -> Discrimination | None:
+    entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
     means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
     if len(means) < 2:
         return None
-    sign = 1 if table.study.columns[column].higher_is_better else -1
-    best = max(means, key=lambda name: sign * means[name])
-    worst = min(means, key=lambda name: sign * means[name])
-    distance = abs(means[best] - means[worst])
-    first = table.rows[0].row.name
-    return Discrimination(
-        column,
-        best,
-        worst,
-        _ratio(distance, pooled_sd(entries.values())),
-        _ratio(distance, pooled_sd((entries[best], entries[worst]))),
-        _above_chance(table, column, entries.get(first)),
-        first,
-    )
+    low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    best, worst = (high, low) if column.higher_is_better else (low, high)
+    distance, pair = abs(means[best] - means[worst]), (entries[best], entries[worst])
+    gap, pair_gap = (_ratio(distance, pooled_sd(group)) for group in (entries.values(), pair))
+    first, level, above = table.rows[0].row.name, table.chance.get(key), None
+    if first in means and level is not None and column.higher_is_better:
+        above = _ratio(means[first] - level, entries[first].stderr)
+    return Discrimination(key, best, worst, gap, pair_gap, above, first)
 
 
-def best_rows(table: Table, column: str) -> set[str]:
-    """The rows whose mean is the best as it is printed; none where there is nothing to compare."""
-    decimals = table.study.columns[column].decimals
+def best_rows(table: Table, key: str) -> set[str]:
+    """The rows whose mean is the best as it is printed; none where that is not better than chance.
+
+    Reference rows take no part, and there must be two different means to compare.
+    """
+    column = table.study.columns[key]
+    sign = 1 if column.higher_is_better else -1
     means = {
-        row.row.name: round(mean, decimals)
+        row.row.name: sign * round(mean, column.decimals)
         for row in table.rows
-        if not row.row.reference and (mean := row.entries[column].mean) is not None
+        if not row.row.reference and (mean := row.entries[key].mean) is not None
     }
-    if len(set(means.values())) < 2:
+    best, chance = max(means.values(), default=0.0), table.chance.get(key)
+    if len(set(means.values())) < 2 or (chance is not None and best <= sign * chance):
         return set()
-    best = (max if table.study.columns[column].higher_is_better else min)(means.values())
     return {name for name, mean in means.items() if mean == best}
 
 
@@ -260,15 +284,6 @@ def pooled_sd(entries: Iterable[Entry]) -> float | None:
 def _ratio(distance: float, sd: float | None) -> float | None:
     """A distance in standard deviations; None where nothing spreads, which is no infinite distance."""
     return distance / sd if sd else None
-
-
-def _above_chance(table: Table, column: str, entry: Entry | None) -> float | None:
-    level = table.chance.get(column)
-    if entry is None or entry.mean is None or level is None:
-        return None
-    if not table.study.columns[column].higher_is_better:
-        return None
-    return _ratio(entry.mean - level, entry.stderr)
 
 
 def as_record(table: Table) -> dict[str, Any]:

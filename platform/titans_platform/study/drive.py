@@ -14,16 +14,17 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError
 from titans_platform.files import write_json
 from titans_platform.objectives import build_objective
+from titans_platform.provenance import note_command
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.resources import Machine
-from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
+from titans_platform.study.ledger import LEDGER, Marks, account, ledger_line
 from titans_platform.study.opened import Opened, check_against_data, check_dry, named, with_found
 from titans_platform.study.plan import Estimate, Plan, estimate, make_plan
 from titans_platform.study.preview import planned, planned_search, print_plan
 from titans_platform.study.progress import look
 from titans_platform.study.schedule import (
+    SEARCH,
     StudyRun,
-    note_command,
     only_driver,
     output_to,
     ray_for,
@@ -41,9 +42,6 @@ from titans_platform.study.search import (
 )
 from titans_platform.study.spec import Cell, resolve
 from titans_platform.study.trial import FOUND, trial_row
-
-SEARCH = "search.json"
-"""The search as it ended, for the views beside it."""
 
 Drawn = TypeVar("Drawn")
 
@@ -99,10 +97,10 @@ def _with_search(seconds: float | None, opened: Opened, plan: Plan, search: Sear
     """The estimate with the search before the cells, whose rows it adds, too."""
     if seconds is None or search is None or search.over or not plan.todo:
         return seconds
-    behind = sum(trial.state in ("done", "stopped") for trial in search.trials)
+    finished = sum(trial.state in ("done", "stopped") for trial in search.trials)
     # each rung takes about as much as the first did
     first = search.search.milestones(search.steps)[0]
-    trials = (search.search.trials - behind) * search.search.rungs * first / search.steps
+    trials = (search.search.trials - finished) * search.search.rungs * first / search.steps
     cells = len(plan.todo) + len({cell.seed for cell in opened.cells})
     return seconds * (trials + cells) / len(plan.todo)
 
@@ -198,7 +196,7 @@ def _print_search(found: Searched, console: Console) -> None:
 
 def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> None:
     record = account(marks, plan.todo, run.root, plan.concurrency)
-    write_ledger(run.folder, record)
+    write_json(run.folder / LEDGER, record)
     console.print(ledger_line(record), highlight=False, soft_wrap=True)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titans_platform.files import read_json, write_json
+from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
 from titans_platform.study.spec import Cell
 
 LEDGER = "ledger.json"
+"""The record of the latest run, in the study's folder."""
 OWN = ("train", "evaluate")
 
 
@@ -28,7 +29,7 @@ class Marks:
     at: dict[str, float] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
-        """From now on it is ``name``; what was before has ended."""
+        """A part begins now; the one before has ended."""
         self.at[name] = time.time()
 
     def spent(self, slots: int) -> dict[str, float]:
@@ -89,16 +90,6 @@ def _end_of(marks: Marks, name: str) -> float:
     names = [*marks.at]
     following = names[names.index(name) + 1 :]
     return marks.at[following[0]] if following else time.time()
-
-
-def write_ledger(folder: Path, record: dict[str, Any]) -> None:
-    """Keep the ledger of the latest run beside the study's views."""
-    write_json(folder / LEDGER, record)
-
-
-def read_ledger(folder: Path) -> dict[str, Any] | None:
-    """The ledger of the latest run, None before there is one."""
-    return read_json(folder / LEDGER)
 
 
 def ledger_line(record: dict[str, Any]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table as RichTable
 
-from titans_platform.report import render
 from titans_platform.runs.check import sizes
 from titans_platform.study.opened import Opened
 from titans_platform.study.plan import Plan
-from titans_platform.study.progress import clock
 from titans_platform.study.search import Searched
 from titans_platform.study.spec import Cell
+from titans_platform.text import NONE, clock, count, plural
 
 
 def planned_search(found: Searched) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def planned_search(found: Searched) -> dict[str, Any]:
     steps = found.search.milestones(found.steps)
     return {
         "trials": found.search.trials,
-        "behind": sum(trial.state in ("done", "stopped") for trial in found.trials),
+        "finished": sum(trial.state in ("done", "stopped") for trial in found.trials),
         "rungs": steps,
         "tokens_at_most": found.tokens_of_grid,
         "tokens_least": found.tokens_per_step * steps[0] * found.search.trials,
@@ -45,23 +45,19 @@ def planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
 
 def print_plan(record: dict[str, Any], opened: Opened, console: Console) -> None:
     """The plan for a person."""
-    from rich.table import Table as RichTable
-
     grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("cell", "left"), ("row", "left"), ("seed", "right"), ("parameters", "right")):
-        grid.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
-    grid.add_column("tokens", justify="right")
-    grid.add_column("state")
+    for name in ("cell", "row", "seed", "parameters", "tokens", "state"):
+        grid.add_column(name, justify="right" if name in ("seed", "parameters", "tokens") else "left")
     for cell in record["cells"]:
-        sizes = [render.count(cell["parameters"]), render.count(cell["tokens"])]
-        grid.add_row(cell["cell"] or "—", cell["row"], str(cell["seed"]), *sizes, cell["state"])
+        sizes = [count(cell["parameters"]), count(cell["tokens"])]
+        grid.add_row(cell["cell"] or NONE, cell["row"], str(cell["seed"]), *sizes, cell["state"])
     console.print(grid)
     if not opened.is_named:
         console.print("Cells get their names once the data are prepared; the run does that first.")
     if search := record["search"]:
         console.print(_search_text(search), highlight=False, soft_wrap=True)
     r = record["resources"]
-    workers = "1 worker" if r["workers"] == 1 else f"{r['workers']} workers, each"
+    workers = plural(r["workers"], "worker") + (", each" if r["workers"] > 1 else "")
     console.print(
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
         f"each on {workers} with {r['cpus_per_worker']} CPU and {r['gpus_per_worker']:g} GPU.",
@@ -74,9 +70,9 @@ def print_plan(record: dict[str, Any], opened: Opened, console: Console) -> None
 
 
 def _search_text(search: dict[str, Any]) -> str:
-    low, high = (render.count(search[key]) for key in ("tokens_least", "tokens_at_most"))
+    low, high = (count(search[key]) for key in ("tokens_least", "tokens_at_most"))
     rungs = ", ".join(map(str, search["rungs"]))
     return (
-        f"First a search: {search['trials']} trials ({search['behind']} behind it), rungs after {rungs} "
+        f"First a search: {search['trials']} trials ({search['finished']} finished), rungs after {rungs} "
         f"steps, {low} to {high} tokens; what is best becomes a row, run with the same seeds."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,34 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from titans_platform.report.render import count
 from titans_platform.study.spec import Cell
+from titans_platform.text import clock, count
 
 TRAINING_SHARE = 0.9
 """Part of a cell that is training; the rest is evaluation."""
 PLAIN_EVERY = 15.0
 """Seconds between lines where there is no terminal."""
-
-
-def clock(seconds: float | None) -> str:
-    """Seconds as a person says them: 45s, 3m05s, 2h10m."""
-    if seconds is None:
-        return "?"
-    seconds = int(seconds + 0.5)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def compact(fragment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested fragment as dotted fields."""
-    flat: dict[str, Any] = {}
-    for key, value in fragment.items():
-        name = f"{prefix}{key}"
-        flat |= compact(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,7 @@ class Seen:
 
     @property
     def fraction(self) -> float:
-        """How much of the cell is behind us, 0 to 1."""
+        """How much of the cell is finished, 0 to 1."""
         if self.state in ("done", "failed"):
             return 1.0
         steps = self.progress.get("steps") or 0
@@ -100,24 +79,16 @@ def counted(seen: Sequence[Seen]) -> str:
 
 
 def running_line(item: Seen) -> list[str]:
-    """What one running cell says: row, seed, step, loss, speed, time left."""
-    p = item.progress
+    """What one running cell shows: row, seed, step, loss, speed, time left."""
+    p, who = item.progress, [item.cell.row, f"seed {item.cell.seed}"]
     steps = p.get("steps") or item.cell.config.optim.steps
-    phase = str(p.get("phase") or "")
     if not p:
-        return [item.cell.row, f"seed {item.cell.seed}", "starting", "", "", ""]
-    if phase.startswith("eval") or p.get("step") == steps:
-        return [item.cell.row, f"seed {item.cell.seed}", "evaluating", "", "", ""]
+        return [*who, "starting", "", "", ""]
+    if str(p.get("phase") or "").startswith("eval") or p.get("step") == steps:
+        return [*who, "evaluating", "", "", ""]
     loss = f"loss {float(p['loss']):.3f}" if p.get("loss") is not None else ""
     speed = f"{count(int(p['tokens_per_second']))} tok/s" if p.get("tokens_per_second") else ""
-    return [
-        item.cell.row,
-        f"seed {item.cell.seed}",
-        f"{p.get('step', 0)}/{steps}",
-        loss,
-        speed,
-        clock(item.eta),
-    ]
+    return [*who, f"{p.get('step', 0)}/{steps}", loss, speed, clock(item.eta)]
 
 
 class View:
@@ -128,20 +99,18 @@ class View:
         self.started = time.monotonic()
         self.note = ""
         """What goes on while no cell runs."""
-        self._start_fraction: dict[str, float] = {
-            item.cell.name or "": 0.0 if item.state in ("done", "failed") else item.fraction
+        self._at_start = {
+            item.cell.name: 0.0 if item.state in ("done", "failed") else item.fraction
             for item in look(self.todo, root)
         }
-        self._told: set[str] = set()
+        self._printed: set[str | None] = set()
 
     def eta(self, seen: Sequence[Seen]) -> float | None:
         """Seconds until all of it is done, by the work done since the start; None before there is any."""
-        todo = {cell.name for cell in self.todo}
-        mine = [item for item in seen if item.cell.name in todo]
-        work = sum(item.fraction - self._start_fraction.get(item.cell.name or "", 0.0) for item in mine)
+        mine = [item for item in seen if item.cell.name in self._at_start]
+        work = sum(item.fraction - self._at_start[item.cell.name] for item in mine)
         left = sum(1 - item.fraction for item in mine)
-        elapsed = time.monotonic() - self.started
-        return left * elapsed / work if work > 0.02 else None
+        return left * (time.monotonic() - self.started) / work if work > 0.02 else None
 
     def render(self) -> RenderableType:
         """Overall line, bar, one line a running cell."""
@@ -150,14 +119,14 @@ class View:
         head = RichTable.grid(expand=True)
         head.add_column(ratio=1, no_wrap=True)
         head.add_column(justify="right", no_wrap=True)
-        elapsed = clock(time.monotonic() - self.started)
-        head.add_row(
-            Text(f"{self.title}: {len(seen)} cells, {counted(seen)}", style="bold"),
-            f"{elapsed}, {clock(self.eta(seen))} left",
+        title = Text(f"{self.title}: {len(seen)} cells, {counted(seen)}", style="bold")
+        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(seen))} left")
+        return Group(
+            head, ProgressBar(total=1.0, completed=share, complete_style="green"), self._running(seen)
         )
-        bar = RichTable.grid(expand=True)
-        bar.add_row(ProgressBar(total=1.0, completed=share, complete_style="green"))
-        return Group(head, bar, self._running(seen))
+
+    def _elapsed(self) -> str:
+        return clock(time.monotonic() - self.started)
 
     def _running(self, seen: Sequence[Seen]) -> RenderableType:
         lines = RichTable.grid(padding=(0, 2, 0, 0))
@@ -171,14 +140,10 @@ class View:
 
     def news(self) -> list[str]:
         """A line for every cell that ended since the last call."""
-        lines = []
-        for item in look(self.todo, self.root):
-            name = item.cell.name or ""
-            if item.state not in ("done", "failed") or name in self._told:
-                continue
-            self._told.add(name)
-            lines.append(self._ended(item))
-        return lines
+        ended = [item for item in look(self.todo, self.root) if item.state in ("done", "failed")]
+        new = [item for item in ended if item.cell.name not in self._printed]
+        self._printed |= {item.cell.name for item in new}
+        return [self._ended(item) for item in new]
 
     def _ended(self, item: Seen) -> str:
         who = f"{item.cell.row}, seed {item.cell.seed}"
@@ -197,22 +162,17 @@ class View:
         seen = look(self.cells, self.root)
         running = [running_line(item) for item in seen if item.state == "running"]
         cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running) or self.note
-        elapsed = clock(time.monotonic() - self.started)
-        return f"[{elapsed}] {counted(seen)}; {clock(self.eta(seen))} left" + (f" | {cells}" if cells else "")
+        line = f"[{self._elapsed()}] {counted(seen)}; {clock(self.eta(seen))} left"
+        return f"{line} | {cells}" if cells else line
 
 
 @contextmanager
 def showing(view: View, console: Console) -> Iterator[None]:
     """Keep the view on screen: live in a terminal, a line now and then in a log."""
     if console.is_terminal:
-        with Live(
-            get_renderable=view.render,
-            console=console,
-            refresh_per_second=2,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            transient=True,
-        ):
+        live = Live(get_renderable=view.render, console=console, refresh_per_second=2, transient=True,
+                    redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+        with live:
             yield
         return
     stop = threading.Event()
@@ -226,12 +186,14 @@ def showing(view: View, console: Console) -> Iterator[None]:
 
 
 def _plain_lines(view: View, console: Console, stop: threading.Event) -> None:
+    def write(*lines: str) -> None:
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     due = time.monotonic() + PLAIN_EVERY
     while not stop.wait(1.0):
-        for line in view.news():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        write(*view.news())
         if time.monotonic() >= due:
-            console.print(view.plain(), markup=False, highlight=False, soft_wrap=True)
+            write(view.plain())
             due = time.monotonic() + PLAIN_EVERY
-    for line in view.news():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    write(*view.news())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from rich.console import Console
 from titans_platform.config import digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import held, write_json
-from titans_platform.provenance import command_line
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.ray_session import die_with_parent, ray_session
@@ -34,7 +31,9 @@ from titans_platform.study.spec import Cell, Row, Study
 if TYPE_CHECKING:
     from titans_platform.tracking import Store
 
-MANIFEST, STUDY, COMMANDS = "cells.json", "study.json", "commands.jsonl"
+MANIFEST, STUDY = "cells.json", "study.json"
+SEARCH = "search.json"
+"""The record of a study's search: its trials, a line on how it went, and what it found."""
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
 
@@ -152,14 +151,6 @@ def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
     }
     write_json(run.folder / STUDY, run.study.model_dump(mode="json"))
     write_json(run.folder / MANIFEST, manifest)
-
-
-def note_command(folder: Path) -> None:
-    """Add this process's command to those that worked on a study, for its report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"time": time.time(), "command": command_line()})
-    with (folder / COMMANDS).open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
 
 
 def run_cells(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None:

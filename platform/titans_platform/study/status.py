@@ -13,11 +13,12 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import is_locked, read_json
 from titans_platform.loading import validate
-from titans_platform.study.ledger import ledger_line, read_ledger
-from titans_platform.study.progress import clock, counts, look, running_line
+from titans_platform.study.ledger import LEDGER, ledger_line
+from titans_platform.study.progress import counts, look, running_line
 from titans_platform.study.schedule import MANIFEST, STUDY, StudyRun
 from titans_platform.study.search import Searched, read_search, search_record
 from titans_platform.study.spec import Cell, Study, load_study
+from titans_platform.text import clock
 
 
 def studies_under(root: Path) -> list[str]:
@@ -53,7 +54,7 @@ def status_of(label: str, root: Path) -> dict[str, Any]:
         "running": is_locked(folder / "lock") or (elsewhere and counts(seen)["running"] > 0),
         "host": manifest.get("host"),
         "counts": counts(seen),
-        "overhead": read_ledger(folder),
+        "overhead": read_json(folder / LEDGER),
         "search": search and search_record(search),
         "cells": [
             {
@@ -85,27 +86,30 @@ def _cell(entry: dict[str, Any]) -> Cell:
 
 def print_status(status: dict[str, Any], console: Console) -> None:
     """The status for a person."""
-    total = sum(status["counts"].values())
+
+    def write(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     counted = ", ".join(f"{n} {state}" for state, n in status["counts"].items() if n)
     driver = "a sweep run is working on it" if status["running"] else "no sweep run is working on it"
-    console.print(f"[bold]{status['study']}[/]: {total} cells, {counted}; {driver}", highlight=False)
+    name, total = f"[bold]{status['study']}[/]", sum(status["counts"].values())
+    console.print(f"{name}: {total} cells, {counted}; {driver}", highlight=False)
     grid = RichTable.grid(padding=(0, 2, 0, 0))
     for cell in status["cells"]:
+        progress = cell["progress"] or {}
         if cell["state"] == "running":
-            age = f"{clock((cell['progress'] or {}).get('age'))} ago"
-            grid.add_row("running", *cell["shown"], age)
+            grid.add_row("running", *cell["shown"], f"{clock(progress.get('age'))} ago")
         elif cell["state"] == "interrupted":
-            at = f"{cell['progress'].get('step', 0)}/{cell['progress'].get('steps', '?')}"
+            at = f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
             grid.add_row("interrupted", cell["row"], f"seed {cell['seed']}", at)
     if grid.rows:
         console.print(grid)
-    if status["search"]:
-        console.print(status["search"]["line"], highlight=False, soft_wrap=True)
-        if status["search"]["set"]:
-            console.print(f"Found: {status['search']['set']}", highlight=False, soft_wrap=True)
+    if search := status["search"]:
+        write(search["line"])
+        if search["set"]:
+            write(f"Found: {search['set']}")
     if status["overhead"]:
-        console.print(ledger_line(status["overhead"]), highlight=False, soft_wrap=True)
+        write(ledger_line(status["overhead"]))
     for cell in status["cells"]:
         if cell["state"] == "failed":
-            line = f"failed  {cell['row']}, seed {cell['seed']} ({cell['cell']}): {cell['reason']}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            write(f"failed  {cell['row']}, seed {cell['seed']} ({cell['cell']}): {cell['reason']}")

@@ -1,0 +1,60 @@
+"""Numbers as text: every decimal, K and minute that a person reads is written here."""
+
+from __future__ import annotations
+
+NONE = "—"
+"""What stands where there is no number."""
+
+
+def number(value: float | None, decimals: int) -> str:
+    """A number with its column's decimals, a dash where there is none."""
+    if value is None:
+        return NONE
+    return f"{value:.{decimals}f}" if abs(value) < 1e5 else f"{value:.1e}"
+
+
+def count(value: float | None) -> str:
+    """A count in three digits: 412K, 1.3M."""
+    if value is None:
+        return NONE
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        # from where three digits round up to the unit
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:g}"
+
+
+def short(value: float, decimals: int | None = None) -> str:
+    """A number for a small space, such as a tile or a tick: 50K, 1234, 1.5; no more digits than it needs."""
+    if abs(value) >= 10_000:
+        return count(value)
+    if decimals is None:
+        return f"{value:g}"
+    return f"{value:.{decimals}f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def tokens(value: float) -> str:
+    """A number of tokens as it is said: 512, 2K, 16K, where K is 1024."""
+    return f"{value / 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as a person says them: 45s, 3m05s, 2h10m."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    if not minutes:
+        return f"{rest}s"
+    hours, left = divmod(minutes, 60)
+    return f"{hours}h{left:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def plural(n: int, what: str) -> str:
+    """A number of things: 1 seed, 3 seeds."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def commit(name: str) -> str:
+    """A commit in 12 digits, with the mark of a tree that was changed after it."""
+    head, dirty, _ = name.partition("-dirty")
+    return head[:12] + dirty

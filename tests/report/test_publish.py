@@ -1,0 +1,75 @@
+"""The views on MLflow: units, links, and a store that is not where it was made."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.files import write_json
+from titans_platform.report.publish import log_views, make_report, write_views
+from titans_platform.report.table import Table, build_table
+from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.tracking import Store, open_store
+
+ACC = Column(title="Reasoning", unit="%", factor=100)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def store(root) -> Store:
+    return open_store(root)
+
+
+@pytest.fixture(scope="module")
+def table(root, store) -> Table:
+    """A study of one cell, which a run in MLflow is of."""
+    cell = Cell("LMM", 0, RunConfig(), "abc")
+    run_id = store.cell_run("abc", "LMM")
+    log = store.run(run_id)
+    log.summary({"acc": 0.25, "acc/recall/64": 0.5, "parameters": 7})
+    log.close()
+    result = {
+        "cell": "abc",
+        "seed": 0,
+        "commit": "c0ffee",
+        "columns": {"acc": 0.25},
+        "tasks": {"acc/recall@64": {"value": 0.5, "stderr": 0.1}},
+        "mlflow_run_id": run_id,
+    }
+    write_json(cell.folder(root).path / "result.json", result)
+    study = Study(name="tiny", columns={"acc": ACC}, scales={"small": Scale()}, rows=(Row(name="LMM"),))
+    return build_table(study, "small", [cell], root, "c0ffee")
+
+
+def test_a_cells_run_has_the_units_of_the_table(table, store, root):
+    folder = root / "studies" / "tiny-small"
+    log_views(store, table, "tiny-small", write_views(table, folder, store))
+    parent = log_views(store, table, "tiny-small", write_views(table, folder, store))
+    run_id = table.results[0]["mlflow_run_id"]
+    run = store.client.get_run(run_id)
+    assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
+    assert run.info.status == "FINISHED"
+    # written once, however often the report is made
+    assert len(store.client.get_metric_history(run_id, "acc")) == 2
+    assert store.client.get_run(parent).data.metrics["acc/LMM"] == 25.0
+    assert store.page.endswith("/runs?viewStateShareKey=titans-tiny-small")
+
+
+def test_a_copied_root_does_not_write_into_the_original(table, store, root, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with pytest.raises(UsageError, match="copied or moved") as caught:
+        open_store(copy)
+    assert "\n" not in str(caught.value)
+    paths = make_report(table, copy / "studies" / "tiny-small", copy, "tiny-small")
+    assert paths["table.csv"].is_file()
+    assert "copied or moved" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
