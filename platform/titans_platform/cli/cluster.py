@@ -256,9 +256,7 @@ def run_study_on(
     return _submit(found, name, job, dry_run, as_json)
 
 
-def _submit(
-    found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False
-) -> int:
+def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
     """Submit and follow. With ``as_json`` the log goes to stderr, and the command's answer to stdout."""
     from titans_platform.clusters.jobs import Answer
 
