@@ -5,7 +5,8 @@ on a real cluster. Each node is a `ray start --block` in a session of its own; `
 and their descendants, never `ray stop`, which would end every Ray of the machine.
 
 Other users of the machine are kept out twice: the folder, from which workers import a job's code, can be
-entered by its owner alone, and every process listens on the loopback interface only.
+entered by its owner alone, and Ray listens on the loopback interface only. (PyTorch, in a cell with several
+workers, listens on all interfaces.)
 """
 
 from __future__ import annotations
