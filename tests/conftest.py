@@ -61,7 +61,7 @@ def tiny_yaml(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One Ray cluster for all tests that need one; it takes seconds to start."""
-    from titans_platform.runs.session import session
+    from titans_platform.runs.ray_session import ray_session
 
-    with session(cpus=4):
+    with ray_session(cpus=4):
         yield

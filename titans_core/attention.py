@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
-from titans_core.layers import Turn, rotate
-from titans_kernels.memory.layout import borders
+from titans_core.layers import RotaryEmbedding, rotate
+from titans_kernels import document_borders
 
 
 class KeyCache(NamedTuple):
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
         ``position_BT`` is [B, T] or [1, T]. Returns [B, T, D] and the cache after it, None when packed.
         """
-        q, k, v = self.project(x_BTD, self._turn(position_BT))
+        q, k, v = self.project(x_BTD, self._rotary(position_BT))
         prefix = None if prefix_PD is None or not len(prefix_PD) else self.prefix_keys(prefix_PD)
         window = self.config.window
         if documents is not None:
@@ -76,9 +76,9 @@ class Attention(nn.Module):
         plain causal mask over the concatenation would show it the future. ``open_keys`` are those of the
         segment's earlier part. Returns [B, T, D] and the keys of r and Z so far.
         """
-        turn = self._turn(position_BT)
-        q, k, v = self.project(x_BTD, turn)
-        k_read, v_read = rotate(self._heads(self.w_k(read_BTD)), turn), self._heads(self.w_v(read_BTD))
+        rotary = self._rotary(position_BT)
+        q, k, v = self.project(x_BTD, rotary)
+        k_read, v_read = rotate(self._heads(self.w_k(read_BTD)), rotary), self._heads(self.w_v(read_BTD))
         reads, tokens = KeyCache(k_read, v_read), KeyCache(k, v)
         if open_keys is not None:
             reads, tokens = (_extend(old, new) for old, new in zip(open_keys, (reads, tokens), strict=True))
@@ -101,10 +101,10 @@ class Attention(nn.Module):
         kept = length if window is None else min(length, window - 1)
         return 2 * kept * self.w_k.weight.shape[0] * self.w_k.weight.element_size()
 
-    def project(self, x_BTD: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, [B, H, T, E] each."""
         q, k, v = (self._heads(w(x_BTD)) for w in (self.w_q, self.w_k, self.w_v))
-        return rotate(q, turn), rotate(k, turn), v
+        return rotate(q, rotary), rotate(k, rotary), v
 
     def prefix_keys(self, prefix_PD: Tensor) -> KeyCache:
         """Keys and values of the persistent tokens, which have no position; [1, H, P, E]."""
@@ -114,10 +114,12 @@ class Attention(nn.Module):
         """Heads merged and projected, [B, T, D]."""
         return self.w_o(y_BHTE.transpose(1, 2).flatten(2))
 
-    def _turn(self, position_BT: Tensor) -> Turn:
+    def _rotary(self, position_BT: Tensor) -> RotaryEmbedding:
         weight = self.w_q.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return Turn.at(position_BT, weight.shape[0] // self.config.heads, self.config.rope_base, dtype)
+        return RotaryEmbedding.at(
+            position_BT, weight.shape[0] // self.config.heads, self.config.rope_base, dtype
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
@@ -205,7 +207,7 @@ def _packed(
         return _varlen(q, k, v, documents.cu_seqlens)
     if torch.compiler.is_compiling():  # which knows no lengths
         return _masked(q, k, v, prefix, documents.index_BT)
-    lengths = [end - start for start, end in pairwise(borders(documents.cu_seqlens, B * T))]
+    lengths = [end - start for start, end in pairwise(document_borders(documents.cu_seqlens, B * T))]
     # split and cat: the gradient of a slice, or of a write to one, would be as large as the whole batch
     parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, k, v))
     y = torch.cat([_dense(q, k, v, prefix) for q, k, v in zip(*parts, strict=True)], 2)

@@ -12,7 +12,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 class Frozen(BaseModel):
     """Base of all configs: immutable, no unknown keys, no silent coercion of strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class MemoryConfig(Frozen):
@@ -59,7 +59,12 @@ class MemoryConfig(Frozen):
     """Where the inner learning rate starts: -1 is 0.27 of max_theta."""
     surprise_bound: Annotated[float, Field(gt=0)] | None = 1.0
     """Bound c on each token's surprise; None is the paper's unbounded rule."""
-    backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    backend: Literal["auto", "reference", "autograd", "chunked", "triton"] = "auto"
+    rule: str = "paper"
+    """What a token does to the memory: paper, gated_delta, huber, yaad, or ``module:Name`` of a
+    `titans_kernels.Rule`."""
+    rule_options: dict[str, float] = {}
+    """Parameters of the rule by name: ``delta`` of huber and yaad."""
 
 
 class AttentionConfig(Frozen):

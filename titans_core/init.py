@@ -4,7 +4,7 @@
 |---|---|
 | embedding | normal, std 1 / sqrt(d_model), tied or not the head too; read times sqrt(d_model) |
 | linear layers | normal, std 1 / sqrt(fan in) |
-| layers that write to the residual stream (w_o, mlp.down) | the same over sqrt(2 n_layers) |
+| layers that write to the residual stream (w_o, down) | the same over sqrt(2 n_layers) |
 | norms | 1 |
 | convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
@@ -15,19 +15,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
-from titans_core.attention import Attention
-from titans_core.blocks import Block
-from titans_core.layers import CausalConv, SwiGLU
-from titans_core.memory import NeuralMemory
+from titans_core.layers import CausalConv
+
+RESIDUAL = ("w_o", "down")
+"""Names of the linear layers that write to the residual stream."""
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, n_layers: int) -> None:
-    """Set every parameter of a `LanguageModel`, or of a block, from the global random state."""
+    """Set every parameter of a `LanguageModel`, or of a part of it, from the global random state.
+
+    Layers are known by their type; the rest of the table goes by the names of a module's attributes, so that
+    a block from outside is initialised like those here.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -39,21 +44,21 @@ def initialize(model: nn.Module, n_layers: int) -> None:
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
     for module in model.modules():
-        _special(module, n_layers)
+        _by_name(module, n_layers)
 
 
-def _special(module: nn.Module, n_layers: int) -> None:
-    if isinstance(module, NeuralMemory):
+def _by_name(module: Any, n_layers: int) -> None:
+    if isinstance(getattr(module, "initial_weights", None), nn.ParameterList):
         _memory(module)
-    if isinstance(module, Block) and module.persistent_PD is not None:
+    if getattr(module, "persistent_PD", None) is not None:
         nn.init.normal_(module.persistent_PD)
-    if isinstance(module, (Attention, NeuralMemory)):
-        module.w_o.weight.div_(math.sqrt(2 * n_layers))
-    if isinstance(module, SwiGLU):
-        module.down.weight.div_(math.sqrt(2 * n_layers))
+    for name in RESIDUAL:
+        if isinstance(layer := getattr(module, name, None), nn.Linear):
+            layer.weight.div_(math.sqrt(2 * n_layers))
 
 
-def _memory(memory: NeuralMemory) -> None:
+def _memory(memory: Any) -> None:
+    """M_0 and the gates of a `NeuralMemory`."""
     for W in memory.initial_weights:
         nn.init.normal_(W, std=W.shape[-2] ** -0.5)
     memory.initial_weights[-1].mul_(0.1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from titans_core.documents import Documents
 
 EPS = 1e-6
-"""Of every norm."""
+"""Epsilon of every norm."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -36,31 +36,31 @@ class CausalConv(nn.Module):
         self.weight_KC = nn.Parameter(torch.empty(kernel, channels))
 
     def forward(
-        self, x_BTC: Tensor, carry_BKC: Tensor, documents: Documents | None = None
+        self, x_BTC: Tensor, state_BKC: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
         """y_t = sum_j w_j x_{t-j}.
 
-        ``carry_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
-        when packed). Returns y and the carry after the last token.
+        ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
+        when packed). Returns y and the state after the last token.
         """
         kernel, T = self.weight_KC.shape[0], x_BTC.shape[1]
-        padded = torch.cat([carry_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
+        padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
         y = self.weight_KC[0] * x_BTC
         for j in range(1, kernel):
             shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
             if documents is not None:
-                shifted = self._reset(shifted, carry_BKC, documents.position_BT, j)
+                shifted = self._reset(shifted, state_BKC, documents.position_BT, j)
             y = torch.addcmul(y, self.weight_KC[j], shifted)
-        # a copy: a view would keep every input alive for as long as the carry
+        # a copy: a view would keep every input alive for as long as the state
         return y, padded[:, T:].clone()
 
-    def _reset(self, shifted: Tensor, carry: Tensor, position: Tensor, j: int) -> Tensor:
-        """Where fewer than j tokens of the document have been, the carry stands before it."""
-        before = carry[0, (self.weight_KC.shape[0] - 1 + position - j).clamp(0, carry.shape[1] - 1)]
+    def _reset(self, shifted: Tensor, state: Tensor, position: Tensor, j: int) -> Tensor:
+        """Where fewer than j tokens of the document have been, ``state`` stands before it."""
+        before = state[0, (self.weight_KC.shape[0] - 1 + position - j).clamp(0, state.shape[1] - 1)]
         return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
 
-    def no_carry(self, batch: int) -> Tensor:
-        """Zeros before the first token, [B, K - 1, C]."""
+    def zero_state(self, batch: int) -> Tensor:
+        """The state before the first token: zeros [B, K - 1, C]."""
         kernel, channels = self.weight_KC.shape
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
 
@@ -94,23 +94,23 @@ class Gate(nn.Module):
         return self.attention_norm(attention_BTD) * F.silu(self.memory_norm(memory_BTD))
 
 
-class Turn(NamedTuple):
-    """Rotary embedding of some positions: cosine and sine of each pair's angle, [B or 1, 1, T, E / 2]."""
+class RotaryEmbedding(NamedTuple):
+    """Cosine and sine of each pair's angle at some positions, [B or 1, 1, T, E / 2]."""
 
     cos: Tensor
     sin: Tensor
 
     @staticmethod
-    def at(position_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> Turn:
+    def at(position_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> RotaryEmbedding:
         """Angles in float64: in float32 those two million tokens in would be a hundredth off."""
         half = width // 2
         exponent = torch.arange(half, device=position_BT.device, dtype=torch.float64) / half
         angle = position_BT[:, None, :, None].double() * base**-exponent
-        return Turn(angle.cos().to(dtype), angle.sin().to(dtype))
+        return RotaryEmbedding(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
-def rotate(x_BHTE: Tensor, turn: Turn) -> Tensor:
-    """Rotary position embedding of queries or keys."""
+def rotate(x_BHTE: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    """Queries or keys [B, H, T, E] turned by the angles of their positions."""
     left, right = x_BHTE.chunk(2, -1)
-    cos, sin = (part.to(x_BHTE.dtype) for part in turn)
+    cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)

@@ -14,13 +14,26 @@ from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
+from titans_core.init import initialize
 from titans_core.layers import CausalConv, RMSNorm
-from titans_kernels import DecodeState, MemoryState, extend_memory, neural_memory, read_memory
-from titans_kernels.memory.options import state_dtype, without_autocast
+from titans_kernels import (
+    DecodeState,
+    MemoryState,
+    OpenChunk,
+    Rule,
+    extend_memory,
+    find_rule,
+    neural_memory,
+    read_memory,
+    state_dtype,
+    state_numel,
+    without_autocast,
+)
 
-Carries = dict[str, Tensor]
+ConvState = dict[str, Tensor]
+"""For q, k and v the last inputs of the convolution, [B, K - 1, C] each."""
 Record = dict[str, tuple[Tensor, int]]
-"""Telemetry of one call: of each quantity its sum, and what to divide it by."""
+"""Telemetry of one call: for each quantity its sum, and the count to divide it by."""
 
 
 class Writes(NamedTuple):
@@ -34,16 +47,16 @@ class Writes(NamedTuple):
 
 
 class MemoryCache(NamedTuple):
-    """All that a sequence leaves behind, wherever it is cut; a `neural_memory` in the midst of a chunk."""
+    """All that a sequence leaves behind, wherever it is cut, inside a chunk too."""
 
-    memory: DecodeState
-    carries: Carries
+    memory: DecodeState | OpenChunk
+    conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
     """With gates per chunk, those of the open chunk, [B, 1, H] each."""
 
     @property
     def start(self) -> MemoryState:
-        """The memory where the open chunk began."""
+        """The memory on a chunk border."""
         return MemoryState(self.memory.weights, self.memory.momentum)
 
 
@@ -54,11 +67,16 @@ class NeuralMemory(nn.Module):
         d_model: width D of the input and output.
         config: what the memory is made of; `heads * head_dim` channels where head_dim is set.
         initialized: False leaves that to the model it is part of, which knows its own depth.
+
+    Raises:
+        ValueError: the config names a rule that does not exist, or parameters that it has not; one line that
+            begins with the field of a `ModelConfig`.
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
         super().__init__()
         self.config = config
+        self.rule = _rule(config)
         self.head_dim = config.head_dim or d_model // config.heads
         channels = config.heads * self.head_dim
         self.w_q = nn.Linear(d_model, channels, bias=False)
@@ -79,8 +97,6 @@ class NeuralMemory(nn.Module):
         self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: list[Record] | None = None
         if initialized:
-            from titans_core.init import initialize  # which knows this class
-
             initialize(self, n_layers=1)
 
     def forward(
@@ -108,20 +124,22 @@ class NeuralMemory(nn.Module):
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
-        q, carries = self._queries(x_BTD, cache.carries)
-        writes, carries = self._writes(x_BTD, carries)
+        q, conv_state = self._queries(x_BTD, cache.conv_state)
+        writes, conv_state = self._writes(x_BTD, conv_state)
         writes = self._per_chunk(writes, cache=cache)
         y, memory = self._extend(q, writes, cache.memory, record=not padded)
         # copies: the cache outlives the call, views would keep all its tokens alive
         held = self.config.gates_per == "chunk" and memory.position
         gates = tuple(gate[:, -1:].clone() for gate in writes[2:]) if held else ()
-        return self._output(y, x_BTD), MemoryCache(memory, carries, gates)
+        return self._output(y, x_BTD), MemoryCache(memory, conv_state, gates)
 
-    def read(self, x_BTD: Tensor, weights: tuple[Tensor, ...], carries: Carries) -> tuple[Tensor, Carries]:
-        """M(q) at given weights, without a write (eq. 21); own convolution carry, of q alone."""
-        q, carries = self._queries(x_BTD, carries)
+    def read(
+        self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
+    ) -> tuple[Tensor, ConvState]:
+        """M(q) at given weights, without a write (eq. 21); the convolution state is that of q alone."""
+        q, conv_state = self._queries(x_BTD, conv_state)
         y = read_memory(q, weights, activation=self.config.activation)
-        return self._output(y, x_BTD), carries
+        return self._output(y, x_BTD), conv_state
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """The cache before the first token: the initial weights, after the persistent tokens if given.
@@ -130,65 +148,68 @@ class NeuralMemory(nn.Module):
         same for every row and document, so it is written once.
         """
         x, weights = self.w_k.weight, tuple(self.initial_weights)
-        carries = {n: getattr(self, f"conv_{n}").no_carry(1) for n in "qkv"} if self.config.conv else {}
+        conv_state = {n: getattr(self, f"conv_{n}").zero_state(1) for n in "qkv"} if self.config.conv else {}
         state = MemoryState(
             tuple(W[None].to(state_dtype(x)) for W in weights),
             tuple(torch.zeros_like(W, dtype=state_dtype(x))[None] for W in weights),
         )
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
-            q, carries = self._queries(prefix, carries)
-            writes, carries = self._writes(prefix, carries)
+            q, conv_state = self._queries(prefix, conv_state)
+            writes, conv_state = self._writes(prefix, conv_state)
             _, state = self._operate(q, self._per_chunk(writes), state, record=False)
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
-        return MemoryCache(DecodeState.of(state), {n: grow(c) for n, c in carries.items()})
+        return MemoryCache(DecodeState.of(state), {n: grow(c) for n, c in conv_state.items()})
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.initial_weights]
-        per_head = sum(2 * D * F + opened * (D + F) for D, F in shapes) + 2 * opened + 3
+        per_head = state_numel(shapes, opened, self.rule)
         per_head += 3 if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
-        return state + sum(self._carry_bytes(n) for n in "qkv")
+        return state + sum(self._conv_state_bytes(n) for n in "qkv")
 
     def read_bytes(self, length: int, segment: int) -> int:
-        """Bytes that `read` adds where it is at the weights of each segment's start: those, and a carry."""
+        """Bytes that `read` adds where it is at the weights of each segment's start.
+
+        Those weights, where the memory has moved on from them, and q's convolution state.
+        """
         moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.initial_weights) if moved else 0
-        return state_dtype(self.w_k.weight).itemsize * weights + self._carry_bytes("q")
+        return state_dtype(self.w_k.weight).itemsize * weights + self._conv_state_bytes("q")
 
-    def _carry_bytes(self, name: str) -> int:
-        return getattr(self, f"conv_{name}").no_carry(1).nbytes if self.config.conv else 0
+    def _conv_state_bytes(self, name: str) -> int:
+        return getattr(self, f"conv_{name}").zero_state(1).nbytes if self.config.conv else 0
 
     def _queries(
-        self, x: Tensor, carries: Carries, documents: Documents | None = None
-    ) -> tuple[Tensor, Carries]:
-        q, carries = self._project(x, "q", carries, documents)
-        return (_unit(q) if self.config.qk_norm else q), carries
+        self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
+    ) -> tuple[Tensor, ConvState]:
+        q, conv_state = self._project(x, "q", conv_state, documents)
+        return (_unit(q) if self.config.qk_norm else q), conv_state
 
     def _writes(
-        self, x: Tensor, carries: Carries, documents: Documents | None = None
-    ) -> tuple[Writes, Carries]:
-        k, carries = self._project(x, "k", carries, documents)
-        v, carries = self._project(x, "v", carries, documents)
+        self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
+    ) -> tuple[Writes, ConvState]:
+        k, conv_state = self._project(x, "k", conv_state, documents)
+        v, conv_state = self._project(x, "v", conv_state, documents)
         k = _unit(k) if self.config.qk_norm else k
         v = _unit(v) if self.config.value_norm else v
         theta = self.config.max_theta * _gate(self.theta, x)
         alpha = torch.zeros_like(theta) if self.alpha is None else _gate(self.alpha, x)
         eta = torch.zeros_like(theta) if self.eta is None else _gate(self.eta, x)
-        return Writes(k, v, alpha, eta, theta), carries
+        return Writes(k, v, alpha, eta, theta), conv_state
 
     def _project(
-        self, x: Tensor, name: str, carries: Carries, documents: Documents | None
-    ) -> tuple[Tensor, Carries]:
+        self, x: Tensor, name: str, conv_state: ConvState, documents: Documents | None
+    ) -> tuple[Tensor, ConvState]:
         """Projection, SiLU, convolution, and the split into heads: [B, T, D] to [B, T, H, E]."""
         y = F.silu(getattr(self, f"w_{name}")(x))
         if self.config.conv:
-            y, carry = getattr(self, f"conv_{name}")(y, carries[name], documents)
-            carries = {**carries, name: carry}
-        return y.unflatten(-1, (self.config.heads, self.head_dim)), carries
+            y, after = getattr(self, f"conv_{name}")(y, conv_state[name], documents)
+            conv_state = {**conv_state, name: after}
+        return y.unflatten(-1, (self.config.heads, self.head_dim)), conv_state
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -209,9 +230,9 @@ class NeuralMemory(nn.Module):
 
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
         _check_start(cache)
-        carries = {name: carry[:1] for name, carry in cache.carries.items()}
-        q, _ = self._queries(x_BTD, carries, documents)
-        writes, _ = self._writes(x_BTD, carries, documents)
+        conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
+        q, _ = self._queries(x_BTD, conv_state, documents)
+        writes, _ = self._writes(x_BTD, conv_state, documents)
         flat = Writes(*(w.flatten(0, 1)[None] for w in writes))
         N = documents.cu_seqlens.numel() - 1
         state = MemoryState(*(tuple(s[:1].expand(N, *s.shape[1:]) for s in part) for part in cache.start))
@@ -221,12 +242,12 @@ class NeuralMemory(nn.Module):
         return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
 
     def _extend(
-        self, q: Tensor, writes: Writes, state: DecodeState, record: bool
-    ) -> tuple[Tensor, DecodeState]:
+        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk, record: bool
+    ) -> tuple[Tensor, DecodeState | OpenChunk]:
         c = self.config
         call = lambda q: extend_memory(  # noqa: E731
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
-            surprise_bound=c.surprise_bound, backend=c.backend,
+            surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule,
         )  # fmt: skip
         y, after = call(q)
         if self.recorder is not None and record:
@@ -246,6 +267,7 @@ class NeuralMemory(nn.Module):
         call = lambda q: neural_memory(  # noqa: E731
             q, *writes, state.weights, state.momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
+            rule=self.rule,
         )  # fmt: skip
         y, after = call(q)
         if self.recorder is not None and record:
@@ -282,6 +304,13 @@ class NeuralMemory(nn.Module):
         return self.w_o(y)
 
 
+def _rule(config: MemoryConfig) -> Rule:
+    try:
+        return find_rule(config.rule, **config.rule_options)
+    except ValueError as error:
+        raise ValueError(f"memory.{error}") from None
+
+
 def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
     """A gate in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
     with without_autocast(x):
@@ -290,12 +319,12 @@ def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Of norm 1, in the state's precision, as the operator takes it."""
+    """x scaled to norm 1 over the last dimension, in the precision of the state."""
     return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)
 
 
 def _check_start(cache: MemoryCache) -> None:
-    """Packed documents begin chunks, all from one state."""
+    """Raises ValueError unless ``cache`` is one state, on a chunk border."""
     if cache.memory.position:
         raise ValueError(
             f"cache: {cache.memory.position} tokens into a chunk; packed documents start on a chunk border"

@@ -19,6 +19,10 @@ YOUNGER = {"memory": {"alpha_bias": -6.0, "eta_bias": 0.0, "theta_bias": -1.0}}
 that leaves them there keeps its name."""
 
 
+BYTE_VOCABULARY = 260
+"""Ids of the byte tokenizer: 256 bytes, document start, pad, rounded up to a multiple of 4."""
+
+
 class TaskConfig(Frozen):
     """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
 
@@ -46,7 +50,8 @@ class SourceConfig(Frozen):
     max_tokens: PositiveInt | None = None
     """Stop after so many tokens."""
     validation_fraction: Fraction = 0.05
-    """Share of the documents (whole files) kept for validation; task sources have none."""
+    """Share of the documents (whole files) kept for validation; of a source of one document, the last part of
+    its text. Task sources have none."""
     tasks: tuple[TaskConfig, ...] = ()
     """task: what to generate; each row is one item of exactly one training length."""
     rows: PositiveInt | None = None
@@ -67,7 +72,7 @@ class DataConfig(Frozen):
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(kind="stdlib"),)
     tokenizer: str = "byte"
-    """`byte`, or the path of a SentencePiece .model or of a tokenizer.json."""
+    """`byte`, the path of a SentencePiece .model or a tokenizer.json, or a Hub repository that has one."""
     sequence_length: PositiveInt = 4096
     """T, tokens of a training row."""
     seed: int = 0
@@ -111,6 +116,15 @@ class EvalConfig(Frozen):
     seed: int = 0
 
 
+class CheckpointConfig(Frozen):
+    """How often a run is saved. It changes no number, and so no name."""
+
+    every: PositiveInt | None = None
+    """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
+    keep: PositiveInt = 2
+    """The newest checkpoints that are kept."""
+
+
 class ObjectiveConfig(Frozen):
     """What the run trains on: a name of `titans_platform.objectives`, or ``module:Class`` of your own."""
 
@@ -128,6 +142,7 @@ class RunConfig(Frozen):
     seed: int = 0
     threads: PositiveInt = 1
     """CPU threads of a worker: sums are taken in another order with another number of them."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
 
     def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
@@ -136,7 +151,7 @@ class RunConfig(Frozen):
         The data enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the
         paths it was read from.
         """
-        run = self.model_dump(mode="json", exclude={"data"})
+        run = self.model_dump(mode="json", exclude={"data", "checkpoint"})
         for part, fields in YOUNGER.items():
             below = run["model"][part]
             run["model"][part] = {k: v for k, v in below.items() if k not in fields or fields[k] != v}

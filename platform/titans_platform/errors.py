@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import importlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class TitansError(Exception):
@@ -37,3 +40,21 @@ def within(field: str) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(f"{field}.{error}") from None
+
+
+def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error: `did you mean x?`, or ``otherwise``, or the valid words, where none is near."""
+    valid = list(valid)
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else otherwise or f"valid: {', '.join(valid) or 'none'}"
+
+
+def import_object(path: str, field: str) -> Any:
+    """What an import path ``package.module:name`` names. Raises UsageError that begins with ``field``."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{field}: {path} cannot be imported: {error}") from None
+    except AttributeError:
+        raise UsageError(f"{field}: module {module} has no {name!r}") from None

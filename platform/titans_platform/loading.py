@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
+import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.config import BYTE_VOCABULARY, RunConfig
+from titans_platform.errors import UsageError, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -49,7 +51,64 @@ def load_config(path: Path | str, overrides: Iterable[str] = (), model: type[Mod
     mapping = read_yaml(Path(path))
     for override in overrides:
         apply_override(mapping, override)
-    return validate(model, mapping)
+    return validate(model, complete(mapping) if issubclass(model, RunConfig) else mapping)
+
+
+def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """A RunConfig's mapping with what follows from its other fields written out.
+
+    A section that is there but empty, as YAML's `memory:` alone, is one at its defaults.
+    ``model.preset`` becomes the fields it stands for, with those given beside it laid over them. With the
+    byte tokenizer, ``model.vocab_size`` is that of bytes unless it is given. Raises UsageError.
+    """
+    mapping = _without_empty(RunConfig, mapping)
+    model, data = (mapping.get(part, {}) for part in ("model", "data"))
+    if not isinstance(model, Mapping) or not isinstance(data, Mapping):
+        return dict(mapping)  # which `validate` refuses
+    model = dict(model)
+    if data.get("tokenizer", "byte") == "byte":
+        model.setdefault("vocab_size", BYTE_VOCABULARY)
+    if "preset" in model:
+        model = _write_out_preset(str(model.pop("preset")), model)
+    return {**mapping, "model": model}
+
+
+def _without_empty(model: type[BaseModel], mapping: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in mapping.items():
+        below = _inside(model, key)
+        section = isinstance(below, type) and issubclass(below, BaseModel)
+        if value is not None or not section:
+            kept[key] = _without_empty(below, value) if section and isinstance(value, Mapping) else value
+    return kept
+
+
+def _write_out_preset(name: str, model: dict[str, Any]) -> dict[str, Any]:
+    from titans_core.presets import SIZES, preset
+
+    if name not in SIZES:
+        raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
+    # a size is as large with attention as without: its widths depend on the variant
+    chosen = {key: model[key] for key in ("variant", "vocab_size") if key in model}
+    try:
+        fields = preset(name, **chosen).model_dump(mode="json")
+    except ValueError as error:
+        raise UsageError(f"model.{error}") from None
+    return overlay(fields, model)
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``: mappings key by key, everything else replaced; keys may be dotted."""
+    merged = copy.deepcopy(dict(below))
+    for dotted, value in above.items():
+        key, _, rest = dotted.partition(".")
+        value = {rest: value} if rest else value
+        under = merged.get(key)
+        if isinstance(value, Mapping):
+            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -124,18 +183,43 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
     The mapping goes through JSON, where pydantic's strict mode takes lists for tuples and still refuses
     a string for a number.
     """
+    for path in _not_finite(mapping):
+        field = ".".join([where] * bool(where) + path)
+        raise UsageError(f"{field}: .nan and .inf are not values a config can hold; give a number")
     try:
-        text = json.dumps(mapping, allow_nan=False, default=str)
-    except ValueError:
-        raise UsageError(f"{where or 'config'}: .nan and .inf are not values a config can hold") from None
-    try:
-        return model.model_validate_json(text)
+        return model.model_validate_json(json.dumps(mapping, default=str))
     except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        # a list whose only element is wrong is also reported as too short
-        others = [other for other in others if other["loc"] != first["loc"][: len(other["loc"])]]
+        first, *others = _without_consequences(model, error.errors(include_url=False))
         more = f" (and {len(others)} more)" if others else ""
-        raise UsageError(_explain(model, dict(first), where) + more) from None
+        raise UsageError(_explain(model, first, where) + more) from None
+
+
+def _not_finite(value: Any, *path: str) -> Iterator[list[str]]:
+    """Where in a config a number is nan or infinite."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _not_finite(inner, *path, str(key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _not_finite(inner, *path, str(i))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield list(path)
+
+
+def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
+    """Errors that do not follow from another: a required key is missing where it is misspelt, and a list
+    whose only element is wrong is reported as too short.
+    """
+    errors = [dict(error) for error in errors]
+    unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+    misspelt = {
+        (*loc[:-1], close[0])
+        for loc in unknown
+        if (close := difflib.get_close_matches(str(loc[-1]), _valid_keys(model, loc[:-1]), n=1, cutoff=0.5))
+    }
+    errors = [error for error in errors if error["type"] != "missing" or error["loc"] not in misspelt]
+    first = errors[0]["loc"]
+    return errors[:1] + [error for error in errors[1:] if error["loc"] != first[: len(error["loc"])]]
 
 
 def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
@@ -150,13 +234,6 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         return f"{field}.{message}" if field else message
     message = error["msg"].replace("Input should be", "should be")
     return f"{field or 'config'}: {message}, got {json.dumps(error['input'], default=str)[:60]}"
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """`did you mean x?`, or the valid words where none is near."""
-    valid = list(valid)
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid) or 'none'}"
 
 
 def _valid_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

@@ -178,13 +178,24 @@ class Store:
         self._tag(run_id, tags or {})
         return run_id
 
-    def discard_run(self, run_id: str) -> None:
-        """Delete a run, so that a cell which is made again is logged from nothing."""
-        self.client.delete_run(run_id)
+    def discard_cell(self, cell: str) -> None:
+        """Delete the run of a cell that is made again by other code, so that its log starts again too."""
+        if run_id := self.find(CELL_TAG, cell):
+            self.client.delete_run(run_id)
 
     def run(self, run_id: str) -> RunLog:
-        """The run's log, continued where it stopped."""
+        """The run's log, continued where it stopped; the run counts as running from now on."""
         return RunLog(self, run_id)
+
+    def end(self, run_id: str, status: str) -> None:
+        """End a run without logging to it: FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(run_id, status)
+
+    def running(self, parent: str) -> dict[str, str]:
+        """Run ids by cell of a study's runs that have not been ended, by a process that may be dead."""
+        where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
+        found = self.client.search_runs([self.experiment], where, max_results=10_000)
+        return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
 
     def cell_of(self, run_id: str) -> str:
         """The cell whose run ``run_id`` is. Raises UsageError."""

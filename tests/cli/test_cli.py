@@ -36,6 +36,7 @@ FROZEN = {
     "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
+    "init": "PATH --data --preset --force --reference",
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "
@@ -93,6 +94,36 @@ def test_help_lists_every_command_without_importing_it():
         assert f"  {name} " in out
     for heavy in ("torch", "ray", "mlflow", "pyarrow", "numpy", "pydantic"):
         assert f"'{heavy}'" not in out
+
+
+@pytest.mark.parametrize("group", [[], ["bench"], ["cluster"], ["data"], ["sweep"]])
+def test_a_group_alone_is_its_help(group, capsys):
+    assert run(group) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: {' '.join(['titans', *group])} ")
+    assert "\nCommands:\n" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        (["train", "run.yaml"], "; the same command goes on from the last checkpoint"),
+        (["--debug", "sweep", "run", "x"], "; the same command goes on from the last checkpoint"),
+        (
+            ["data", "prepare"],
+            "; finished sources are kept; the same command begins the one in progress again",
+        ),
+        (["bench", "memory"], ""),
+    ],
+)
+def test_an_interrupt_promises_what_is_left(monkeypatch, capsys, line, left):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupted)
+    assert run(line) == 130
+    assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: interrupted{left}"
 
 
 @pytest.mark.parametrize(

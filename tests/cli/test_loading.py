@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from titans_core.config import Frozen
+from titans_core.config import Frozen, ModelConfig
+from titans_core.presets import preset
 from titans_platform.config import RunConfig
+from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.loading import apply_override, load_config, nearest, validate
 
@@ -38,8 +40,38 @@ def test_file_then_overrides_then_defaults(tmp_path):
     assert cfg.optim.steps == RunConfig().optim.steps
 
 
-def test_an_empty_file_is_the_defaults(tmp_path):
-    assert load(tmp_path) == RunConfig()
+def test_an_empty_file_is_the_defaults_with_the_vocabulary_of_bytes(tmp_path):
+    defaults = RunConfig()
+    model = defaults.model.model_copy(update={"vocab_size": load_tokenizer("byte").vocab_size})
+    assert load(tmp_path) == defaults.model_copy(update={"model": model})
+
+
+def test_an_empty_section_is_its_defaults(tmp_path):
+    assert load(tmp_path, "model:\n  memory:\n  attention:\noptim:\n") == load(tmp_path)
+    with pytest.raises(UsageError, match=r"^data\.sources: should be"):
+        load(tmp_path, "data:\n  sources:\n")
+
+
+def test_a_vocabulary_that_is_given_or_unknown_is_left_alone(tmp_path):
+    assert load(tmp_path, "model: {vocab_size: 512}").model.vocab_size == 512
+    assert load(tmp_path, "data: {tokenizer: some.model}").model == RunConfig().model
+    assert load(tmp_path, "model: {preset: 170M}\ndata: {tokenizer: a.json}").model.vocab_size == 32_000
+
+
+def test_a_preset_is_written_out_below_what_is_given_beside_it(tmp_path):
+    text = "model: {preset: laptop, variant: mac, memory: {depth: 3}}"
+    expected = preset("laptop", variant="mac").model_dump()
+    expected["memory"]["depth"] = 3
+    assert load(tmp_path, text).model == ModelConfig(**expected)
+    assert load(tmp_path, text, "model.preset=smoke").model.d_model == preset("smoke").d_model
+    with pytest.raises(UsageError, match=r"^model\.preset: no preset 'labtop'; did you mean laptop\?$"):
+        load(tmp_path, "model: {preset: labtop}")
+
+
+@pytest.mark.parametrize("text", ["model: {preset: smoke", "model: [1]", "data: 3\nmodel: {preset: smoke}"])
+def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
+    with pytest.raises(UsageError):
+        load(tmp_path, text)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +103,13 @@ def test_an_empty_file_is_the_defaults(tmp_path):
             "data.sources.0.kind: should be 'stdlib', 'files', 'hub' or 'task', got \"web\"",
         ),
         ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config has to give it"),
-        ("optim: {lr: .nan}", "config: .nan and .inf are not values a config can hold"),
+        ("data: {sources: [{knd: stdlib}]}", "data.sources.0.knd: unknown key; did you mean kind?"),
+        ("eval: {columns: {a: [{tsk: x}]}}", "eval.columns.a.0.tsk: unknown key; did you mean task?"),
+        ("optim: {lr: .nan}", "optim.lr: .nan and .inf are not values a config can hold; give a number"),
+        (
+            "data: {sources: [{kind: stdlib, weight: .inf}]}",
+            "data.sources.0.weight: .nan and .inf are not values a config can hold; give a number",
+        ),
         ("a: [", "{path}: line 1 not valid YAML: expected the node content, but found '<stream end>'"),
         ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
         ("- 1", "{path}: should hold a mapping of keys to values, found a list"),

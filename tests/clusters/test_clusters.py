@@ -12,15 +12,13 @@ import pytest
 import yaml
 
 from titans_platform.cli import run
-from titans_platform.clusters import package
-from titans_platform.clusters.crd import check_manifests
-from titans_platform.clusters.files import known_clusters, load_cluster
-from titans_platform.clusters.follow import Answer
-from titans_platform.clusters.jobs import Job, shell_code
-from titans_platform.clusters.manifests import as_yaml, ray_job
-from titans_platform.clusters.registry import KINDS
+from titans_platform.clusters import packaging
+from titans_platform.clusters.access import write_token
+from titans_platform.clusters.jobs import Answer, Job, JobInfo
+from titans_platform.clusters.kuberay import ray_job
+from titans_platform.clusters.manifests import as_yaml, check_manifests
+from titans_platform.clusters.registry import KINDS, known_clusters, load_cluster
 from titans_platform.clusters.study import environment
-from titans_platform.clusters.tokens import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs import joined
 from titans_platform.study.plan import concurrency
@@ -57,7 +55,7 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "line"),
     [
         ("kind: cloud", "kind: 'cloud' is no kind of cluster; valid: local, nodes"),
         ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
@@ -85,11 +83,11 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
         ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, capsys, text, said):
+def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, capsys, text, line):
     assert run(["cluster", "up", write(tmp_path, text), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: mine.yaml")
-    assert said in error
+    assert line in error
     assert len(error.strip().splitlines()) == 1
 
 
@@ -97,17 +95,17 @@ REMOTE = "kind: existing\naddress: http://head.invalid:8265\nstorage: /mnt/titan
 
 
 @pytest.mark.parametrize(
-    ("cut", "put", "said"),
+    ("cut", "put", "line"),
     [
         ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
         ("head.invalid:5000", "localhost:5000", "is another machine on each node"),
         ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
     ],
 )
-def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, capsys, cut, put, said):
+def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, capsys, cut, put, line):
     path = write(tmp_path, REMOTE.replace(cut, put))
     assert run(["sweep", "run", "ablation", "--scale", "smoke", "--cluster", path]) == 2
-    assert said in capsys.readouterr().err
+    assert line in capsys.readouterr().err
 
 
 def test_a_missing_token_or_cluster_is_one_line_and_exit_3(tmp_path, capsys):
@@ -167,7 +165,7 @@ def test_kuberay_manifests():
 
 
 def test_a_rayjob_cleans_up_after_itself_and_carries_the_study():
-    spec = load_cluster("kuberay-job").spec
+    spec = load_cluster("kuberay-job")
     files, job = ray_job("a-1", spec, Job("a", ("sweep", "run", "a"), {"sweeps/a.yaml": b"name: a\n"}))
     assert files["kind"] == "ConfigMap"
     body = job["spec"]
@@ -213,37 +211,36 @@ def test_schema_finds_what_a_server_would_drop(tmp_path, capsys):
 
 
 def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
-    wheel = package.project_wheel(tmp_path)
-    again = package.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel
+    wheel = packaging.project_wheel(tmp_path)
+    again = packaging.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel
     assert (wheel.name, wheel.read_bytes()) == (again.name, again.read_bytes())
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     shipped = "titans_platform/_shipped"
     for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
         assert name in files
-    assert files[f"{shipped}/constraints.txt"] == package.constraints()
-    changed = package._write({**files, "titans_core/memory.py": b""}, tmp_path)
+    assert files[f"{shipped}/constraints.txt"] == packaging.constraints()
+    changed = packaging._write({**files, "titans_core/memory.py": b""}, tmp_path)
     assert changed.name != wheel.name, "Ray keeps wheels by name"
     # as Ray installs it, and without a network
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--target={tmp_path}/site"]
     subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
-    code = (
-        "import titans_platform as t; print(t.__file__); from titans_platform.clusters import package as p; "
-    )
+    code = "import titans_platform as t; print(t.__file__); "
+    code += "from titans_platform.clusters import packaging as p; "
     code += "import pathlib, sys; print(p.project_wheel(pathlib.Path(sys.argv[1])).name, p.checkout())"
     out = tmp_path / "out"
     out.mkdir()
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code, str(out)],
         env={"PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert told == [f"{tmp_path}/site/titans_platform/__init__.py", wheel.name, "None"]
+    assert printed == [f"{tmp_path}/site/titans_platform/__init__.py", wheel.name, "None"]
 
 
-def test_an_answer_is_told_from_the_log():
+def test_an_answer_is_separated_from_the_log():
     rest: list[str] = []
     answer = Answer(rest.append)
     for chunk in ("Running\n{\n  half", ' a": 1\n{\n', '  "cells": []\n}', "\nbye\n"):
@@ -258,7 +255,7 @@ def test_an_answer_is_told_from_the_log():
     [(0, "succeeded", 0), (4, "failed", 4), (-9, "failed", 137), (None, "failed", 1), (None, "stopped", 130)],
 )
 def test_exit_codes_as_a_shell_has_them(code, state, expected):
-    assert shell_code(code, state) == expected
+    assert JobInfo("a-1", "a", state, code=code).shell_code == expected
 
 
 def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):

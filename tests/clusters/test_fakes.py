@@ -1,10 +1,11 @@
-"""Slurm and Kubernetes by fakes of their commands on the PATH: what they are asked, and how a job ends."""
+"""Slurm and Kubernetes by fakes of their commands on the PATH: how they are called, and how a job ends."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from titans_platform.cli import run
-from titans_platform.clusters.files import load_cluster
-from titans_platform.clusters.kubejobs import object_name
+from titans_platform.clusters.access import free_ports
+from titans_platform.clusters.kuberay import object_name
+from titans_platform.clusters.registry import KINDS, load_cluster
 from titans_platform.clusters.study import titans_job
 
 SECRET = "feed" * 16
@@ -73,10 +75,10 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     (job,) = (tmp_path / "shared" / "slurm" / "hpc").iterdir()
     # from the wheel that was unpacked for it
     assert f"{job}/code/titans_platform/_shipped/sweeps/ablation.yaml" in out
-    asked = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
-    token = Path(asked["RAY_AUTH_TOKEN_PATH"])
-    assert asked["RAY_AUTH_MODE"] == "token"
-    assert asked["TITANS_RAY_ADDRESS"] == "auto"
+    given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    token = Path(given["RAY_AUTH_TOKEN_PATH"])
+    assert given["RAY_AUTH_MODE"] == "token"
+    assert given["TITANS_RAY_ADDRESS"] == "auto"
     assert token.stat().st_mode & 0o777 == 0o600
     for text in (*calls(tmp_path), (job / "job.sbatch").read_text(), out):
         assert token.read_text() not in text
@@ -103,7 +105,10 @@ def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd
     assert run(["cluster", "down", slurm]) == 0
     # the other job is somebody else's
     assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 77"]
-    assert run(["cluster", "stop", slurm, "none"]) == 3
+    capfd.readouterr()
+    for command in ("stop", "logs"):
+        assert run(["cluster", command, slurm, "none"]) == 3
+        assert capfd.readouterr().err == f"error: cluster hpc: no job 'none'; its jobs: {job.name}\n"
 
 
 def test_without_a_scheduler_it_says_so(tmp_path, monkeypatch, capsys):
@@ -124,10 +129,12 @@ def test_names_kubernetes_takes(name):
 def test_a_rayjob_is_followed_to_its_exit_code(fake, tmp_path, capfd):
     status = {"jobStatus": "FAILED", "message": "Job entrypoint command failed with exit code 4, last logs:"}
     job = {"metadata": {"name": "x-1"}, "status": status}
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    (tmp_path / "job.json").write_text(json.dumps({"items": [job]}))
     fake(
         "kubectl",
-        'case "$*" in *apply*) cat > "$FAKE/applied";; *"get rayjob"*) cat "$FAKE/job.json";; '
+        'case "$*" in *apply*) cat > "$FAKE/applied";; '
+        '*"get rayjobs --selector app.kubernetes.io/managed-by=titans"*) '
+        'sed "s/x-1/$(sed -n "s/^  name: //p" "$FAKE/applied" | head -n 1)/" "$FAKE/job.json";; '
         '*logs*) echo "1 cell has no result";; esac',
     )
     assert run(["cluster", "submit", "kuberay-job", "--", "sweep", "run", "ablation"]) == 4
@@ -150,13 +157,13 @@ def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     error = capfd.readouterr().err
     assert "kubectl" in error
     assert "refused" in error
-    fetched = load_cluster("kuberay")._fetched_token()
-    assert fetched.path.read_text() == SECRET
-    assert fetched.path.stat().st_mode & 0o777 == 0o600
+    fetched = load_cluster("kuberay").token_used.path
+    assert fetched.read_text() == SECRET
+    assert fetched.stat().st_mode & 0o777 == 0o600
     assert run(["cluster", "down", "kuberay"]) == 0
     deleted = [call for call in calls(tmp_path) if " delete " in call]
     assert deleted == ["kubectl --namespace titans delete raycluster kuberay --ignore-not-found --wait"]
-    assert not fetched.path.exists()
+    assert not fetched.exists()
     assert SECRET not in "".join(calls(tmp_path))
 
 
@@ -170,3 +177,80 @@ def test_ray_up_keeps_the_token_out_of_the_yaml_and_the_command(tmp_path, monkey
         assert run(["cluster", "up", name, "--dry-run"]) == 0
         assert "ray.scripts.scripts up --yes" in capsys.readouterr().out
     assert titans_job(load_cluster("aws"), ["sweep", "list"]).command[1:3] == ("-m", "titans_platform")
+
+
+DASHBOARD = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+JOB = {"submission_id": "sweep-1", "metadata": {"name": "sweep"}, "status": "RUNNING", "start_time": 1000}
+REPLIES = {
+    "/api/version": {"ray_version": "2.60.0"},
+    "/api/v0/nodes": {"data": {"result": {"result": []}}},
+    "/api/jobs/": [{**JOB, "driver_exit_code": None}, {**JOB, "submission_id": None}],
+}
+
+class Dashboard(BaseHTTPRequestHandler):
+    def do_GET(self):
+        allowed = self.headers.get("Authorization") == "Bearer " + sys.argv[2]
+        self.send_response(200 if allowed else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(REPLIES[self.path]).encode() if allowed else b"")
+
+    def log_message(self, *_):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Dashboard).serve_forever()
+"""
+
+
+@pytest.fixture
+def gateway(fake, tmp_path, monkeypatch):
+    """The kind that clusters/README.md shows; its ssh is a dashboard with one job."""
+    readme = Path(__file__).parents[2] / "clusters" / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    (tmp_path / "my_lab.py").write_text(code + "\n\nclass Unfinished(Cluster):\n    pass\n")
+    (tmp_path / "dashboard.py").write_text(DASHBOARD)
+    (tmp_path / "token").write_text(SECRET)
+    (port,) = free_ports(1)
+    fake("ssh", f'exec {sys.executable} "$FAKE/dashboard.py" {port} {SECRET}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
+    sys.modules.pop("my_lab", None)
+
+
+def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
+    path = tmp_path / "gate.yaml"
+    path.write_text(gateway)
+    assert run(["cluster", "status", str(path), "--json"]) == 0
+    status = json.loads(capfd.readouterr().out)
+    assert status["kind"] == "my_lab:Gateway"
+    assert [(job["id"], job["state"]) for job in status["jobs"]] == [("sweep-1", "running")]
+    assert run(["cluster", "logs", str(path), "none"]) == 3
+    assert capfd.readouterr().err == "error: cluster gate: no job 'none'; its jobs: sweep-1\n"
+    assert run(["cluster", "logs", str(path), "none", "--dry-run"]) == 0
+    assert "ssh -N -L" in capfd.readouterr().out
+    # with a line in the registry it has a name
+    monkeypatch.setitem(KINDS, "gateway", "my_lab:Gateway")
+    path.write_text(gateway.replace("my_lab:Gateway", "gateway"))
+    assert load_cluster(str(path)).where().startswith("gate:")
+
+
+@pytest.mark.parametrize(
+    ("cut", "put", "why"),
+    [
+        ("my_lab:Gateway", "my_lab:Gatewy", "gate.yaml.kind: my_lab:Gatewy cannot be imported"),
+        ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway cannot be imported"),
+        ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note should be a subclass"),
+        ("my_lab:Gateway", "my_lab:Unfinished", "lacks down_steps, jobs, up_steps, where"),
+        ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
+    ],
+)
+def test_a_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
+    path = tmp_path / "gate.yaml"
+    path.write_text(gateway.replace(cut, put))
+    assert run(["cluster", "status", str(path)]) == 2
+    error = capfd.readouterr().err
+    assert why in error
+    assert len(error.splitlines()) == 1

@@ -18,7 +18,8 @@ import pytest
 from titans_platform.clusters.processes import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
-from titans_platform.runs.execute import run_cell
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import expand, load_study
 
@@ -53,7 +54,7 @@ def until(what: Any, process: subprocess.Popen[str], timeout: float = 120.0) -> 
     deadline = time.monotonic() + timeout
     while not (found := what()):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
     return found
 
@@ -130,7 +131,7 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
     root = tmp_path / "runs"
     cells = expand(load_study(str(elsewhere / "tiny.yaml")), "small")
     prepare(cells[0].config.data, tmp_path / "alone")
-    alone = {cell.row: run_cell(cell.config, tmp_path / "alone") for cell in cells}
+    alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells}
     folders = {row: RunFolder(root, result["cell"]) for row, result in alone.items()}
 
     line = [
@@ -146,7 +147,9 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
     ]
     first = titans(*line, cwd=elsewhere)
     try:
-        for member in reversed(until(lambda: node_at_work(nodes, folders), first)):
+        at_work = until(lambda: node_at_work(nodes, folders), first)
+        _check_private(nodes)
+        for member in reversed(at_work):
             with contextlib.suppress(Exception):  # one that ended by itself meanwhile
                 member.kill()
         until(lambda: any(folder.result() for folder in folders.values()), first)
@@ -168,10 +171,28 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
             assert found[key] == result[key], (row, key)
 
-    told = status()
-    assert sorted(node["alive"] for node in told["nodes"]) == [False, True]
-    assert {job["state"] for job in told["jobs"]} <= {"succeeded", "failed"}
-    _check_token(nodes, told["where"], elsewhere, line)
+    report = status()
+    assert sorted(node["alive"] for node in report["nodes"]) == [False, True]
+    assert {job["state"] for job in report["jobs"]} <= {"succeeded", "failed"}
+    began = time.monotonic()
+    code, out = ended(titans("cluster", "logs", os.environ["TWO"], "none"))
+    assert (code, out.count("\n")) == (3, 1)
+    assert all(job["id"] in out for job in report["jobs"])
+    assert time.monotonic() - began < 20, "an unknown job is refused at once"
+    _check_token(nodes, report["where"], elsewhere, line)
+
+
+def _check_private(state: Path) -> None:
+    """Other users can neither enter the folder that workers import code from, nor connect from elsewhere."""
+    recorded = json.loads((state / "state.json").read_text())
+    assert Path(recorded["folder"]).stat().st_mode & 0o777 == 0o700
+    members = [member for process in recorded["processes"] for member in family(process)]
+    listening = set()
+    for member in members:
+        with contextlib.suppress(Exception):  # one that ended meanwhile
+            found = [c for c in member.net_connections("inet") if c.status == "LISTEN"]
+            listening |= {c.laddr.ip.removeprefix("::ffff:") for c in found}
+    assert listening == {"127.0.0.1"}
 
 
 def _check_token(state: Path, address: str, folder: Path, line: list[str]) -> None:

@@ -22,7 +22,7 @@ from titans_core import (
 )
 from titans_core.attention import Attention
 from titans_core.blocks.base import Block, Place
-from titans_core.layers import Turn, rotate
+from titans_core.layers import RotaryEmbedding, rotate
 from titans_kernels import DecodeState, neural_memory, read_memory
 
 VARIANTS = sorted(BLOCKS)
@@ -39,6 +39,8 @@ SWITCHES: dict[str, dict] = {
     "gates_per_chunk": {"gates_per": "chunk"},
     "plain_output": {"output_norm": False, "output_gate": False},
     "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
+    "gated_delta": {"rule": "gated_delta"},
+    "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
 }
 
@@ -123,7 +125,7 @@ def attention_equations(a: Attention, x: Tensor, at: Tensor, prefix: Tensor, key
 
 def mac_equations(b: Block, x: Tensor, at: Tensor, p: Tensor) -> Tensor:
     m, y, outputs, weights = b.memory, x[:0], [], tuple(b.memory.initial_weights)
-    q = m._queries(x[None], m.start(1).carries)[0]
+    q = m._queries(x[None], m.start(1).conv_state)[0]
     for part in torch.arange(len(x)).split(b.segment_size):
         r = memory_output(m, read_memory(q[:, part], weights)[0], x[part])  # (21)
         y = torch.cat([y, attention_equations(b.attention, x[part], at[part], p, [r, x[part]])])  # (22, 23)
@@ -252,7 +254,7 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
 def test_rotary_angles_are_exact_two_million_tokens_in():
     at = torch.tensor([[0, 1, 999_983, 2_097_151]])
     x = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0))
-    found = rotate(x, Turn.at(at, 64, 10_000.0, x.dtype))
+    found = rotate(x, RotaryEmbedding.at(at, 64, 10_000.0, x.dtype))
     pairs = torch.complex(x[..., :32].double(), x[..., 32:].double())
     for t, position in enumerate(at[0].tolist()):
         for i in range(32):
@@ -370,7 +372,7 @@ def storages(state) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
 
 
-@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "smallest"])
+@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "huber", "smallest"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):

@@ -112,8 +112,45 @@ def test_repeated_documents_go_to_one_side(tmp_path):
     assert not set(train) & set(validation)
 
 
+def one_file(path: Path, text: str, fraction: float = 0.1, **more) -> dict:
+    path.write_text(text)
+    return {"kind": "files", "path": str(path), "validation_fraction": fraction, **more}
+
+
+def test_one_file_is_split_by_position(tmp_path):
+    lines = [f"line {i:03d}\n" for i in range(100)]
+    prepared = prepare(config(one_file(tmp_path / "book.txt", "".join(lines))), tmp_path / "root")
+    (train,), (validation,) = documents_of(prepared, "train"), documents_of(prepared, "validation")
+    assert train + validation == "".join(lines)
+    assert validation.strip().splitlines() == [line.strip() for line in lines[91:]]
+    assert prepared.validation_rows() > 0
+
+
 @pytest.mark.parametrize(
-    ("n", "fraction", "kept"), [(1, 0.5, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)]
+    ("text", "fraction", "kept"),
+    [
+        ("a" * 100, 0.2, "a" * 20),  # no border at all: by characters
+        ("one two three four five", 0.4, " five"),
+        ("short", 0.05, None),
+        ("text\n\n\n\n", 0.5, None),  # what would be kept is blank
+        ("one two three four five", 0.0, None),
+    ],
+)
+def test_where_one_document_is_cut(text, fraction, kept):
+    placed = list(place(iter([Document(text, text, None)]), fraction, seed=0))
+    assert "".join(document.text for document, _ in placed) == text
+    assert [document.text for document, validation in placed if validation] == [kept] * (kept is not None)
+
+
+def test_max_tokens_leaves_a_share_to_validation(tmp_path):
+    source = one_file(tmp_path / "book.txt", "word " * 1000, 0.2, max_tokens=100)
+    prepared = prepare(config(source), tmp_path / "root")
+    manifest = prepared.sources[0].manifest
+    assert (manifest.train.tokens, manifest.validation.tokens) == (80, 20)
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "kept"), [(1, 0, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)]
 )
 def test_few_documents_fill_both_sides(n, fraction, kept):
     documents = [Document(f"text {i}", str(i), None) for i in range(n)]

@@ -11,6 +11,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from titans_platform.config import BYTE_VOCABULARY
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 
@@ -44,7 +45,7 @@ def test_bytes_round_trip_and_ids():
     text = "Titans — ñ 記憶\n"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
-    assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, 260)
+    assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, BYTE_VOCABULARY)
     assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
 
 
@@ -100,3 +101,20 @@ def test_bad_tokenizer_is_one_line(tmp_path, name, content):
         load_tokenizer(str(path))
     assert "\n" not in str(error.value)
     assert "`byte`" in str(error.value)
+
+
+def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    path = json_tokenizer(tmp_path / "tokenizer.json", "<pad>", "<s>")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names: str(path))
+    assert load_tokenizer("some-lab/model-1.5").fingerprint == load_tokenizer(str(path)).fingerprint
+
+    def offline(repository, name):
+        raise OSError(f"{repository} has no {name}\nand no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(
+        UsageError, match=r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
+    ):
+        load_tokenizer("a-lab/gpt")

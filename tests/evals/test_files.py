@@ -6,9 +6,12 @@ import gzip
 import json
 import math
 import random
+import re
 import sys
 import tarfile
+import tomllib
 import zipfile
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,8 +22,8 @@ from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer, build_generated, build_task, encode_item, evaluate
-from titans_platform.evals.choice import encode_pair
-from titans_platform.evals.lm_harness import HarnessModel, harness_model
+from titans_platform.evals.lm_harness import MISSING, HarnessModel, harness_model
+from titans_platform.evals.scoring import encode_pair
 
 BYTE = load_tokenizer("byte")
 PREPARED = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=None)
@@ -287,8 +290,11 @@ LM_EVAL = one("lm_eval", {"names": ["piqa", "arc_easy"], "metric": "acc"}, items
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    with pytest.raises(UsageError, match=r"pip install titans-lab\[lm-eval\]"):
+    with pytest.raises(UsageError, match=f"^{re.escape(MISSING)}$"):
         evaluate(Likes("q"), PREPARED, LM_EVAL, 50)
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (requirement,) = extras["optional-dependencies"]["lm-eval"]
+    assert f"pip install '{requirement}'" in MISSING
 
 
 @pytest.fixture

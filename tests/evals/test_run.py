@@ -267,6 +267,24 @@ def test_perplexity_stops_at_its_budget_and_cuts_rows():
     assert half["tasks"]["col/perplexity@4"]["items"] == 16
 
 
+def test_a_budget_below_one_pass_is_read_in_a_pass_of_its_own_size():
+    asked = []
+
+    def validation(rows):
+        asked.append(rows)
+        return iter([text_batch("^xxxx^xxx", rows=rows)] * 3)
+
+    data = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=validation)
+    for budget, rows, tokens in ((16, 2, 14), (17, 3, 21), (80, 10, 70)):
+        # a pass holds ten rows of eight targets, one of them a document start, which does not count
+        small = config("perplexity", {}, perplexity_tokens=budget, batch_tokens=80)
+        found = evaluate(Bigram(), data, small, 8)
+        assert asked.pop() == rows
+        assert found["tasks"]["col/perplexity@8"]["items"] == tokens
+    more = evaluate(Bigram(), data, config("perplexity", {}, perplexity_tokens=100, batch_tokens=80), 8)
+    assert more["tasks"]["col/perplexity@8"]["items"] == 140
+
+
 @pytest.mark.parametrize(
     ("batches", "lengths", "message"),
     [([], (1.0,), "no validation rows"), ([text_batch("^abc")], (2.0,), "validation rows have 3 tokens")],

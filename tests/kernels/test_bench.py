@@ -117,7 +117,7 @@ def test_it_prints_a_table_and_writes_everything(tiny, tmp_path):
 
 
 def test_checks_alone_time_nothing(tiny, monkeypatch):
-    monkeypatch.setattr("titans_kernels.bench.run.Turns", None)
+    monkeypatch.setattr("titans_kernels.bench.run.Interleaved", None)
     result = run("--check", "--dtype", "float32", "--dtype", "bfloat16", "--dtype", "float16")
     assert result.return_value == 0
     assert result.output.count("chunked           right:") == 3
@@ -197,11 +197,14 @@ def test_an_op_that_fails_midway_drops_out(tiny):
 
     leaf = torch.ones(3, requires_grad=True)
     good = Op(lambda: leaf * 2, [leaf])
-    turns = timing.Turns({"bad": lambda: Op(forward, [leaf]), "good": lambda: good}, timing.Clock(CPU))
+    clock = timing.Clock(CPU)
+    turns = timing.Interleaved(
+        {"bad": lambda: timing.Runner(Op(forward, [leaf]), clock), "good": lambda: timing.Runner(good, clock)}
+    )
     turns.run(5)
     assert turns.failed == {"bad": "RuntimeError: gone"}
     assert len(turns.runners["good"].samples.steps) == 5
-    infinite = timing.Turns({"bad": lambda: Op(lambda: leaf / 0, [leaf])}, timing.Clock(CPU))
+    infinite = timing.Interleaved({"bad": lambda: timing.Runner(Op(lambda: leaf / 0, [leaf]), clock)})
     assert infinite.failed == {"bad": "ValueError: its output is not finite"}
 
 

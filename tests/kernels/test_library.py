@@ -82,7 +82,9 @@ def test_shapes_without_values():
     with torch.device("meta"):
         rand = lambda *s: torch.empty(*s, requires_grad=True)  # noqa: E731
         tokens = [rand(1, 20, 2, 3) for _ in range(3)] + [rand(1, 20, 2) for _ in range(3)]
-        y, state = neural_memory(*tokens, (rand(2, 3, 5), rand(2, 5, 3)), cu_seqlens=torch.empty(4))
+        y, state = neural_memory(
+            *tokens, (rand(2, 3, 5), rand(2, 5, 3)), cu_seqlens=torch.empty(4, dtype=torch.int32)
+        )
     assert (y.shape, y.device.type) == ((1, 20, 2, 3), "meta")
     assert [x.shape for x in state.weights] == [(3, 2, 3, 5), (3, 2, 5, 3)]
 

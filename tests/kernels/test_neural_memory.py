@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import neural_memory, read_memory
+from titans_kernels import Rule, neural_memory, read_memory
 from titans_kernels.memory import chunked, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 
@@ -163,7 +163,7 @@ def test_inner_gradient_is_that_of_the_associative_loss(activation):
     one_head = tuple(W[0].detach() for W in case.weights)
     expected = torch.func.grad(loss)(one_head)
     batched = tuple(W[None, None] for W in one_head)
-    found = reference.inner_gradient(batched, k[None, None], v[None, None], f, None)
+    found = reference.inner_gradient(batched, k[None, None], v[None, None], f, None, Rule())
     assert_close(list(expected), [g[0, 0] for g in found], 1e-12)
 
 
@@ -311,6 +311,8 @@ def shorter(x: Tensor, dim: int) -> Tensor:
 BAD = {
     "no tokens": (lambda a: {n: a[n][:, :0] for n in TOKENS}, "q: no tokens"),
     "chunk size": (lambda a: {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
+    "chunk size type": (lambda a: {"chunk_size": 2.5}, "chunk_size: 2.5 is not a whole number"),
+    "chunk size bool": (lambda a: {"chunk_size": True}, "chunk_size: True is not a whole number"),
     "no layer": (lambda a: {"weights": (), "momentum": None}, "weights: a memory needs at least one layer"),
     "k short": (lambda a: {"k": shorter(a["k"], 1)}, "k: shape (1, 19, 2, 3)"),
     "v heads": (lambda a: {"v": shorter(a["v"], 2)}, "v: shape (1, 20, 1, 3)"),
@@ -325,6 +327,18 @@ BAD = {
     "activation": (lambda a: {"activation": "relu"}, "activation: 'relu' is not one of"),
     "backend": (lambda a: {"backend": "cuda"}, "backend: 'cuda' is not one of"),
     "bound": (lambda a: {"surprise_bound": 0.0}, "surprise_bound: 0.0 must be above 0"),
+    "bound nan": (lambda a: {"surprise_bound": float("nan")}, "surprise_bound: nan must be above 0"),
+    "bound negative": (lambda a: {"surprise_bound": -1}, "surprise_bound: -1 must be above 0"),
+    "bound type": (lambda a: {"surprise_bound": "1"}, "surprise_bound: '1' is not a number"),
+    "borders type": (
+        lambda a: {"cu_seqlens": torch.tensor([0.0, 20.0])},
+        "cu_seqlens: torch.float32 is not a tensor of int32 or int64",
+    ),
+    "borders list": (lambda a: {"cu_seqlens": [0, 20]}, "cu_seqlens: list is not a tensor of int32 or int64"),
+    "borders shape": (
+        lambda a: {"cu_seqlens": torch.tensor([[0, 20]])},
+        "cu_seqlens: shape (1, 2) is not [N + 1]",
+    ),
     "borders end": (
         lambda a: {"cu_seqlens": torch.tensor([0, 19])},
         "cu_seqlens: must rise from 0 to T = 20",
@@ -343,5 +357,5 @@ def test_what_does_not_fit_is_named(name):
     good = dict(zip(TOKENS, case.inputs, strict=True))
     good |= {"weights": case.weights, "momentum": case.momentum}
     change, message = BAD[name]
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}[^\n]*$"):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}[^\n]*$"):
         neural_memory(**(good | change(good)))

@@ -16,7 +16,8 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
-from titans_platform.runs.execute import run_cell
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
 
 RUN: dict[str, Any] = {
     "model": {
@@ -210,10 +211,10 @@ def test_an_objective_of_ones_own_file(run_yaml, capsys):
     cfg, root = load_config(run_yaml, sets), Path("runs")
     names = {run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}
     assert len(names) == 3
-    result = run_cell(cfg, root)
+    result = execute(spec_for(cfg, root))
     assert result["cell"] == run_name(cfg, root)
     # at the same weights Huber's error is below half the squared one
-    squared = run_cell(load_config(run_yaml, sets[2:]), root)
+    squared = execute(spec_for(load_config(run_yaml, sets[2:]), root))
     assert 0 < result["final_train_loss"] < 0.6 * squared["final_train_loss"]
     for kind, says in (
         ("own_objective:Hubert", "objective.kind: own_objective:Hubert cannot be imported"),

@@ -15,10 +15,14 @@ import torch
 
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.errors import UsageError
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.files import read_json
 from titans_platform.objectives import build_objective
-from titans_platform.runs.execute import Tracked, cell_name, check, run_cell
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.check import check_batch, check_config, check_data, spec_for
+from titans_platform.runs.execute import execute
+from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.resources import Resources
+from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest
 
@@ -33,6 +37,10 @@ def changed(cfg: RunConfig, **parts) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(values))
 
 
+def run(cfg: RunConfig, root: Path, **fields) -> dict:
+    return execute(spec_for(cfg, root, **fields))
+
+
 def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
     model = build_objective(cfg).build_model()
     point = newest(folder.path / "checkpoints")
@@ -43,10 +51,9 @@ def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
 
 
 def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
-    data = prepare(tiny_run.data, tmp_path)
-    seen: list[dict] = []
-    result = run_cell(tiny_run, tmp_path, extra={"row": "lmm"}, on_progress=seen.append)
-    folder = RunFolder(tmp_path, cell_name(tiny_run, data))
+    prepare(tiny_run.data, tmp_path)
+    result = run(tiny_run, tmp_path, labels={"row": "lmm"})
+    folder = spec_for(tiny_run, tmp_path).folder
     assert folder.result() == json.loads(json.dumps(result))
     assert result["cell"] == folder.name
     assert result["row"] == "lmm"
@@ -54,33 +61,36 @@ def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     assert result["tasks"]["reasoning/recall@32"]["items"] == 8
     assert 0 < result["final_train_loss"] < 6
     assert {"surprise", "alpha_mean", "theta_mean"} <= result["telemetry"].keys()
-    assert [s["phase"] for s in seen][-2:] == ["evaluate", "done"]
+    assert folder.progress()["phase"] == "done"
+    account = read_json(folder.path / "time.json")
+    assert {"data", "build", "train", "evaluate", "checkpoint", "record"} <= account["seconds"].keys()
+    assert sum(account["seconds"].values()) <= account["ended"] - account["began"]
     before = (folder.path / "result.json").stat().st_mtime_ns
-    assert run_cell(tiny_run, tmp_path) == folder.result()
+    assert run(tiny_run, tmp_path) == folder.result()
     assert (folder.path / "result.json").stat().st_mtime_ns == before
 
 
 def test_the_model_learns_its_batch(tiny_run, tmp_path):
     cfg = changed(tiny_run, optim={"steps": 120, "lr": 1e-2})
     prepare(cfg.data, tmp_path)
-    losses: list[float] = []
-    run_cell(cfg, tmp_path, on_progress=lambda state: losses.append(state.get("loss", 9.9)))
-    assert losses[-1] < 3.0
+    assert run(cfg, tmp_path)["final_train_loss"] < 3.0
 
 
 KILLED = """
 import sys
 from pathlib import Path
 from titans_platform.config import RunConfig
-from titans_platform.runs.execute import Tracked, run_cell
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+from titans_platform.runs.spec import Tracking
 cfg = RunConfig.model_validate_json(sys.argv[1])
-run_cell(cfg, Path(sys.argv[2]), tracked=Tracked(*sys.argv[3:5]), checkpoint_every=7)
+execute(spec_for(cfg, Path(sys.argv[2]), tracking=Tracking(sys.argv[3], "killed")))
 """
 
 
 def kill_when(process: subprocess.Popen, path: Path) -> None:
     """SIGKILL the process as soon as there is a file at ``path``."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not path.exists():
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
@@ -90,46 +100,57 @@ def kill_when(process: subprocess.Popen, path: Path) -> None:
 
 
 def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run, tmp_path):
-    cfg = changed(tiny_run, optim={"steps": 120})
+    cfg = changed(tiny_run, optim={"steps": 120}, checkpoint={"every": 7})
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    data = prepare(cfg.data, straight)
+    prepare(cfg.data, straight)
     prepare(cfg.data, broken)
-    name = cell_name(cfg, data)
-    expected = run_cell(cfg, straight)
+    expected = run(cfg, straight)
 
     store = open_store(broken)
-    tracked = Tracked(store.uri, store.cell_run(name, "killed"))
-    folder = RunFolder(broken, name)
-    command = [sys.executable, "-c", KILLED, cfg.model_dump_json(), str(broken), tracked.uri, tracked.run_id]
+    folder = spec_for(cfg, broken).folder
+    command = [sys.executable, "-c", KILLED, cfg.model_dump_json(), str(broken), store.uri]
     kill_when(subprocess.Popen(command), folder.path / "checkpoints" / "step-00000014")
     assert folder.result() is None
-    result = run_cell(cfg, broken, tracked=tracked)
+    # what the checkpoint covers was in the store before the checkpoint counted
+    (killed,) = store.client.search_runs([store.experiment])
+    logged = {m.step for m in store.client.get_metric_history(killed.info.run_id, "loss")}
+    assert set(range(1, 15)) <= logged
+    result = run(cfg, broken, tracking=Tracking(store.uri, "again"))
+    assert result["mlflow_run_id"] == killed.info.run_id
 
     assert {k: v for k, v in result.items() if k not in UNLIKE} == {
         k: v for k, v in expected.items() if k not in UNLIKE
     }
-    assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(straight, name))
-    steps = [m.step for m in store.client.get_metric_history(tracked.run_id, "loss")]
-    assert len(steps) == len(set(steps))
-    assert max(steps) == 120
-    assert store.client.get_run(tracked.run_id).info.status == "FINISHED"
+    assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(straight, folder.name))
+    steps = [m.step for m in store.client.get_metric_history(killed.info.run_id, "loss")]
+    assert steps == list(range(1, 121))
+    assert store.client.get_run(killed.info.run_id).info.status == "FINISHED"
 
 
 def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
-    name = cell_name(tiny_run, prepare(tiny_run.data, tmp_path))
+    prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
-    tracked = Tracked(store.uri, store.cell_run(name, "fails"))
-    monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run_cell(tiny_run, tmp_path, tracked=tracked)
-    assert store.client.get_run(tracked.run_id).info.status == "FAILED"
-    assert RunFolder(tmp_path, name).result() is None
+    spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "fails"))
+    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
+    with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
+        execute(spec)
+    run_id = store.find("titans.cell", spec.name)
+    assert store.client.get_run(run_id).info.status == "FAILED"
+    assert spec.folder.state() == "failed"
+    assert "division by zero" in spec.folder.failure()["reason"]
     # the training is not lost: only the evaluation is run again
     monkeypatch.undo()
-    trained = newest(tmp_path / "cells" / name / "checkpoints")
     monkeypatch.setattr("titans_platform.training.loop.Trainer.step", lambda *a, **k: pytest.fail("trained"))
-    assert run_cell(tiny_run, tmp_path, tracked=tracked)["cell"] == name
-    assert trained is not None
+    assert execute(spec)["cell"] == spec.name
+    assert spec.folder.failure() is None
+
+
+def test_a_run_that_another_process_works_on_is_left_alone(tiny_run, tmp_path):
+    prepare(tiny_run.data, tmp_path)
+    spec = spec_for(tiny_run, tmp_path)
+    with spec.folder.hold(), pytest.raises(Busy, match="another process works on it"):
+        execute(spec, wait=0.1)
+    assert spec.folder.failure() is None
 
 
 @pytest.mark.parametrize(
@@ -143,34 +164,54 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
             {"optim": {"global_batch_size": 1}},
             r"optim\.global_batch_size: 1 rows cannot be shared by 2 workers",
         ),
+        (
+            {"optim": {"global_batch_size": 5}},
+            r"optim\.global_batch_size: 5 rows do not divide among 2 workers",
+        ),
+        ({"optim": {"micro_batch_size": 3}}, r"optim\.micro_batch_size: 3 does not divide the 2 rows"),
     ],
 )
 def test_what_would_fail_after_training_is_found_before(tiny_run, tmp_path, parts, line):
     data = prepare(tiny_run.data, tmp_path)
-    check(tiny_run, data, workers=2)
+
+    def check(cfg: RunConfig) -> None:
+        check_config(cfg)
+        check_batch(cfg, Resources(workers=2))
+        check_data(cfg, data)
+
+    check(tiny_run)
     with pytest.raises(UsageError, match=line):
-        check(changed(tiny_run, **parts), data, workers=2)
+        check(changed(tiny_run, **parts))
 
 
 def test_data_that_is_not_prepared_is_refused(tiny_run, tmp_path):
     with pytest.raises(UsageError, match="titans data prepare"):
-        run_cell(tiny_run, tmp_path)
+        run(tiny_run, tmp_path)
     assert not (tmp_path / "cells").exists()
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
-    run_cell(changed(tiny_run, optim={"steps": 2}), tmp_path, "cell")
+    run(changed(tiny_run, optim={"steps": 2}), tmp_path, name="cell")
     (tmp_path / "cells" / "cell" / "result.json").unlink()
     wider = changed(tiny_run, model={"d_model": 32})
     with pytest.raises(
         UsageError, match=r"embedding\.weight is \(260, 16\) in the checkpoint and \(260, 32\)"
     ):
-        run_cell(wider, tmp_path, "cell")
+        run(wider, tmp_path, name="cell")
 
 
 def test_threads_and_determinism_are_put_back(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    run_cell(changed(tiny_run, optim={"steps": 1}), tmp_path)
+    run(changed(tiny_run, optim={"steps": 1}), tmp_path)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_how_often_a_run_is_saved_changes_neither_its_name_nor_its_numbers(tiny_run, tmp_path):
+    prepare(tiny_run.data, tmp_path)
+    often = changed(tiny_run, checkpoint={"every": 3, "keep": 1})
+    assert spec_for(often, tmp_path).name == spec_for(tiny_run, tmp_path).name
+    first, second = run(tiny_run, tmp_path, name="a"), run(often, tmp_path, name="b")
+    assert first["final_train_loss"] == second["final_train_loss"]
+    assert [p.name for p in (tmp_path / "cells/b/checkpoints").iterdir()] == ["step-00000020"]

@@ -13,7 +13,7 @@ from titans_platform.files import held, is_locked, write_json
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.plan import Machine, Node, concurrency, make_plan
 from titans_platform.study.progress import View, clock, look
-from titans_platform.study.run import StudyRun, only_driver
+from titans_platform.study.schedule import StudyRun, only_driver
 from titans_platform.study.spec import Cell, Column, Resources, Row, Scale, Study
 
 HOLD = """

@@ -1,4 +1,4 @@
-"""The same cell under Ray Train: in this process, on two workers, and with a worker killed."""
+"""A run under Ray Train: in this process, on two workers, and with a worker killed."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.runs.execute import run_cell
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.workers import Resources, fit
+from titans_platform.runs.resources import Resources
+from titans_platform.runs.worker import work
 from titans_platform.training.checkpoint import load_model
 
 
-def lengthened(cfg: RunConfig, **optim) -> RunConfig:
+def lengthened(cfg: RunConfig, steps: int, every: int) -> RunConfig:
     values = cfg.model_dump(mode="json")
-    values["optim"] |= optim
+    values["optim"]["steps"], values["checkpoint"]["every"] = steps, every
     return RunConfig.model_validate_json(json.dumps(values))
 
 
-def test_without_workers_it_is_the_same_run_in_this_process(tiny_run, tmp_path):
+def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
     import ray
 
     prepare(tiny_run.data, tmp_path)
     started = ray.is_initialized()
-    direct = run_cell(tiny_run, tmp_path, "direct")
-    wrapped = fit(tiny_run, tmp_path, "wrapped", extra={"row": "lmm"})
+    direct = work(spec_for(tiny_run, tmp_path, name="direct")).result
+    wrapped = execute(spec_for(tiny_run, tmp_path, name="wrapped", labels={"row": "lmm"}))
     assert ray.is_initialized() == started
     assert wrapped["row"] == "lmm"
     for key in ("final_train_loss", "columns", "telemetry"):
@@ -48,18 +50,18 @@ def test_a_refusal_is_the_same_error_in_this_process(tiny_run, tmp_path):
     values = tiny_run.model_dump(mode="json")
     values["model"]["vocab_size"] = 10
     with pytest.raises(UsageError, match=r"model\.vocab_size"):
-        fit(RunConfig.model_validate_json(json.dumps(values)), tmp_path, "bad")
+        execute(spec_for(RunConfig.model_validate_json(json.dumps(values)), tmp_path))
 
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
-    data = prepare(tiny_run.data, tmp_path)
-    one = run_cell(tiny_run, tmp_path, "one")
-    two = fit(tiny_run, tmp_path, "two", Resources(workers=2))
+    prepare(tiny_run.data, tmp_path)
+    one = execute(spec_for(tiny_run, tmp_path, name="one"))
+    two = execute(spec_for(tiny_run, tmp_path, Resources(workers=2), name="two"))
     assert two["final_train_loss"] == pytest.approx(one["final_train_loss"], rel=1e-4)
     assert two["tokens"] == one["tokens"]
-    models = [build_objective(tiny_run).build_model() for _ in range(2)]
+    models = [build_objective(tiny_run).build_model(), build_objective(tiny_run).build_model()]
     for name, model in zip(["one", "two"], models, strict=True):
         load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-3, atol=1e-4)
@@ -87,13 +89,13 @@ class Killer(threading.Thread):
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_path):
-    cfg = lengthened(tiny_run, steps=200)
+    cfg = lengthened(tiny_run, steps=200, every=5)
     prepare(cfg.data, tmp_path)
-    straight = run_cell(cfg, tmp_path, "straight")
+    straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
     folder = RunFolder(tmp_path, "killed")
     killer = Killer(folder)
     killer.start()
-    result = fit(cfg, tmp_path, "killed", Resources(workers=1), checkpoint_every=5)
+    result = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="killed"))
     killer.join(5)
     state = folder.progress()
     assert killer.killed is not None
@@ -106,10 +108,10 @@ def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_pa
 TERMINATED = """
 import os, signal, sys, time
 from titans_platform.cli import _interrupt
-from titans_platform.runs.session import session
+from titans_platform.runs.ray_session import ray_session
 signal.signal(signal.SIGTERM, _interrupt)
 try:
-    with session(1):
+    with ray_session(1):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
 except KeyboardInterrupt:

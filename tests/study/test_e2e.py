@@ -16,7 +16,8 @@ from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.files import read_json
 from titans_platform.report.render import DAGGERS
-from titans_platform.runs.execute import run_cell
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import expand, load_study
 from titans_platform.study.status import read_status
@@ -140,7 +141,7 @@ def _fields(printed: str, row: str) -> list[str]:
 
 def _alone(config: RunConfig, root: Path) -> dict:
     prepare(config.data, root)
-    return run_cell(config, root)
+    return execute(spec_for(config, root))
 
 
 def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:

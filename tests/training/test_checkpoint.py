@@ -67,7 +67,7 @@ class Tied(nn.Module):
 
 def trainer(seed: int = 0, model: nn.Module | None = None) -> Trainer:
     torch.manual_seed(seed)
-    cfg = OptimConfig(steps=12, batch_rows=6, lr=1e-2)
+    cfg = OptimConfig(steps=12, global_batch_size=6, lr=1e-2)
     return Trainer(model or Tied(), cfg, Rows(), sequence_length=LENGTH)
 
 
@@ -335,11 +335,12 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_write(tmp_path, monkeyp
     monkeypatch.setattr("os.replace", lambda *_: 1 / 0)
     t = trainer()
 
-    def run_fails(*_) -> None:
+    def save_and_fail(step: int, metrics: dict[str, float]) -> None:
+        saver.save()
         raise KeyError("the run")
 
     with pytest.raises(KeyError, match="the run"), Saver(tmp_path, t) as saver:
-        t.run(Hooks(lambda step, metrics: (saver.save(), run_fails())))
+        t.run(Hooks(save_and_fail))
     assert "step-00000001: cannot be written" in caplog.text
 
 

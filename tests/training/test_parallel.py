@@ -31,29 +31,30 @@ def workers() -> ModuleType:
     return module
 
 
-def run_two(job: str, folder: Path) -> list[Any]:
-    """What each of two workers found."""
-    command = [sys.executable, str(PROGRAM), job, str(folder)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder two workers left their checkpoints in, and what each of them found."""
+    folder = tmp_path_factory.mktemp("two")
+    command = [sys.executable, str(PROGRAM), str(folder)]
     processes = [
         subprocess.Popen([*command, str(rank), "2"], stderr=subprocess.PIPE, text=True) for rank in range(2)
     ]
     try:
         for process in processes:
-            _, said = process.communicate(timeout=240)
+            _, said = process.communicate(timeout=300)
             assert process.returncode == 0, said
     finally:
         for process in processes:
             process.kill()
-    return [json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in range(2)]
+    return folder, [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """The folder two workers left their checkpoints in, and what they found."""
-    folder = tmp_path_factory.mktemp("two")
-    first, second = run_two("train", folder)
-    assert first == second
-    return folder, first
+def two(found) -> tuple[Path, dict[str, Any]]:
+    """The folder, and what the training found, the same on both."""
+    folder, (first, second) = found
+    assert first["trained"] == second["trained"]
+    return folder, first["trained"]
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +96,13 @@ def test_one_worker_goes_on_from_a_sharded_checkpoint(two, one, workers):
         assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
 
 
-def test_an_error_of_one_worker_ends_the_evaluation_of_all(tmp_path):
-    first, second = run_two("fail", tmp_path)
-    assert second == "ValueError: out of memory"
-    assert first == "TitansError: evaluation failed on worker 1: out of memory"
+def test_an_error_of_one_worker_ends_the_evaluation_of_all(found):
+    _, (first, second) = found
+    assert second["failed"] == "ValueError: out of memory"
+    assert first["failed"] == "TitansError: evaluation failed on worker 1: out of memory"
 
 
 def test_rows_that_do_not_divide_are_refused_for_sharded_parameters(workers, monkeypatch):
     monkeypatch.setattr("titans_platform.training.loop.world_size", lambda: 3)
-    with pytest.raises(UsageError, match=r"optim\.batch_rows: 8 rows do not divide among 3 workers"):
+    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 8 rows do not divide among 3 workers"):
         workers.trainer("fsdp")

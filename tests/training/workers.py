@@ -1,7 +1,7 @@
-"""One worker of a process group on CPUs, as a program: `python workers.py JOB FOLDER RANK WORLD_SIZE`.
+"""One worker of a process group on CPUs, as a program: `python workers.py FOLDER RANK WORLD_SIZE`.
 
-A job writes what it found to FOLDER/JOB-RANK.json. The test that starts it also imports it, for the
-numbers of a run without a process group.
+It writes what it found to FOLDER/worker-RANK.json. The test that starts it also imports it, for the numbers
+of a run without a process group.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class Stream:
 
 
 def trainer(parallel: str, rank: int = 0, world_size: int = 1) -> Trainer:
-    cfg = OptimConfig(
-        steps=STEPS, batch_rows=ROWS, micro_batch_rows=2, lr=3e-3, grad_clip=0.5, parallel=parallel
-    )
+    cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
+    cfg = cfg.model_copy(update={"parallel": parallel})
     # a copy that starts elsewhere must be brought to the first worker's weights
     torch.manual_seed(rank)
     return Trainer(LanguageModel(MODEL), cfg, Stream(rank, world_size), sequence_length=LENGTH)
@@ -103,8 +102,8 @@ def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, An
     for kind in ("ddp", "fsdp"):
         straight = trainer(kind, rank, world_size)
         first = losses(straight, STEPS // 2)
-        checkpoint.save(folder / kind, straight)
         found[f"{kind} measured"] = measured(straight.model, speed=True)
+        checkpoint.save(folder / kind, straight)
         found[kind] = first + losses(straight)
         resumed = trainer(kind, rank, world_size)
         checkpoint.restore(folder / kind, resumed)
@@ -112,7 +111,7 @@ def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, An
     return found
 
 
-def fail_alone(folder: Path, rank: int, world_size: int) -> str:
+def fail_alone(rank: int) -> str:
     """An evaluation in which the second worker alone meets an error."""
 
     class Failing(torch.nn.Module):
@@ -129,13 +128,12 @@ def fail_alone(folder: Path, rank: int, world_size: int) -> str:
 
 
 def main() -> None:
-    job, folder, rank, world_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    store = f"file://{folder / f'{job}.store'}"
+    folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    jobs = {"train": train_and_evaluate, "fail": fail_alone}
     with deterministic(0, threads=1):
-        found = jobs[job](folder, rank, world_size)
-    (folder / f"{job}-{rank}.json").write_text(json.dumps(found))
+        found = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
+    (folder / f"worker-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -13,8 +13,8 @@ from titans_core.blocks.base import Block, Place
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.layers import Gate
-from titans_core.memory import Carries, MemoryCache, NeuralMemory
-from titans_kernels.memory.layout import packed
+from titans_core.memory import ConvState, MemoryCache, NeuralMemory
+from titans_kernels import packed_layout
 
 
 class MACState(NamedTuple):
@@ -25,7 +25,7 @@ class MACState(NamedTuple):
 
     written: MemoryCache
     segment: tuple[Tensor, ...]
-    read_carries: Carries
+    read_conv_state: ConvState
     open_keys: tuple[KeyCache, KeyCache] | None
     seen: int
 
@@ -66,24 +66,24 @@ class MAC(Block):
 
     def _start(self, batch: int) -> MACState:
         cache = self.memory.start(batch)
-        reads = {name: carry for name, carry in cache.carries.items() if name == "q"}
+        reads = {name: inputs for name, inputs in cache.conv_state.items() if name == "q"}
         return MACState(cache, cache.start.weights, reads, None, 0)
 
     def _segment(
         self, z_BTD: Tensor, state: MACState, position_BT: Tensor, padded: bool = False
     ) -> tuple[Tensor, MACState]:
         """The next tokens of a segment, at most to its end."""
-        r, carries = self.memory.read(z_BTD, state.segment, state.read_carries)
+        r, conv_state = self.memory.read(z_BTD, state.segment, state.read_conv_state)
         y, keys = self.attention.segment(z_BTD, r, position_BT, state.open_keys, self.persistent_PD)
         m, written = self.memory(y, state.written, padded=padded)
         o, seen = self.gate(y, m), state.seen + z_BTD.shape[1]
         if seen == self.segment_size:  # a multiple of the chunk: nothing of it is still open
-            return o, MACState(written, written.start.weights, carries, None, 0)
-        return o, MACState(written, state.segment, carries, keys, seen)
+            return o, MACState(written, written.start.weights, conv_state, None, 0)
+        return o, MACState(written, state.segment, conv_state, keys, seen)
 
     def _packed(self, x_BTD: Tensor, documents: Documents) -> Tensor:
         """All documents' first segments, then all second ones; those that have ended drop out."""
-        layout = packed(documents.cu_seqlens, self.segment_size, x_BTD.device)
+        layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
         flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
         segments_MTD = layout.split(flat)[:, 0]
         state, outputs, first = self._start(layout.documents), [], 0
@@ -101,4 +101,4 @@ def _first_rows(state: MACState, rows: int) -> MACState:
     """Cut to the documents that are still running; all have just ended a segment."""
     cut = lambda tree: tree_map(lambda t: t[:rows], tree)  # noqa: E731
     written = cut(state.written)
-    return MACState(written, written.start.weights, cut(state.read_carries), None, 0)
+    return MACState(written, written.start.weights, cut(state.read_conv_state), None, 0)

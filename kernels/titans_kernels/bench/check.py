@@ -1,4 +1,4 @@
-"""Is an op right? Asked before it is timed: a fast wrong one is worth nothing."""
+"""Checks an op against a reference before it is timed: a fast wrong one is worth nothing."""
 
 from __future__ import annotations
 
@@ -71,14 +71,15 @@ def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int 
     The second is itself judged by the first. Kernels that are interpreted get the first alone, with one head.
     """
     if interpreting():
-        return [_judge(shape.short(heads=1), "reference", dtype, device, seed)]
+        return [judge(shape.short(heads=1), "reference", dtype, device, seed)]
     return [
-        _judge(shape.short(), "reference", dtype, device, seed),
-        _judge(shape.checked(), "chunked", dtype, device, seed + 1),
+        judge(shape.short(), "reference", dtype, device, seed),
+        judge(shape.checked(), "chunked", dtype, device, seed + 1),
     ]
 
 
-def _judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int) -> Judge:
+def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int = SEED) -> Judge:
+    """Inputs of a shape, and what ``backend`` makes of them in float64."""
     inputs = make(shape, dtype, device, seed=seed, whole=True)
     expected = results(inputs.double(), lambda exact: exact.call(backend), dtype)
     return Judge(inputs, expected, (INTERPRETED if interpreting() else TOLERANCE)[dtype])

@@ -20,7 +20,7 @@ from titans_kernels.bench.table import WIDTH, heading, lines_of, wrapped
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ON_CPU = ("triton", "chunked")
-"""What is timed, or said to be left out, where nobody asked for anything and there is no GPU."""
+"""What is timed, or listed as left out, by default where there is no GPU."""
 REPEATS = {"cuda": 30, "cpu": 5}
 
 
@@ -40,7 +40,7 @@ REPEATS = {"cuda": 30, "cpu": 5}
     multiple=True,
     help="Of q, k and v; repeatable  [bfloat16; on a CPU float32]",
 )
-@click.option("--repeats", type=click.IntRange(1), help="Rounds, taken by turns  [30; on a CPU 5]")
+@click.option("--repeats", type=click.IntRange(1), help="Rounds, subjects interleaved  [30; on a CPU 5]")
 @click.option("--small", is_flag=True, help="Small sizes on a GPU too, as for a memory checker.")
 @click.option("--check", is_flag=True, help="Check every op and time none.")
 @click.option(

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from titans_kernels.bench.check import Judge, Verdict, relative_error
 from titans_kernels.bench.inputs import Inputs
-from titans_kernels.bench.subjects import Op, Subject
+from titans_kernels.bench.shapes import Shape
+from titans_kernels.bench.subjects import Subject
+from titans_kernels.bench.timing import Op
 from titans_kernels.memory import neural_memory
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that are installed."""
+    """The versions of the peers that are installed, by distribution."""
     found = {}
     for name in ("flash-linear-attention", "titans-pytorch"):
         try:
@@ -77,30 +79,42 @@ def _no_layer(inputs: Inputs) -> str | None:
 
 
 def _layer(renewed: bool, inputs: Inputs) -> Op:
-    """Its layer from x to y: projections, norms and convolutions of its own included.
+    shape, q = inputs.shape, inputs.tokens[0]
+    return titans_pytorch(shape, shape.chunk_size, renewed=renewed, device=q.device, dtype=q.dtype)
 
-    Its gradients are taken at the weights the call began with; ``renewed``, at those of each chunk.
+
+def titans_pytorch(
+    shape: Shape,
+    chunk_size: int,
+    *,
+    renewed: bool,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Op:
+    """The layer of titans-pytorch from x to y: its own projections, norms and convolutions included.
+
+    ``chunk_size`` is its own: how many tokens share one gradient step. The gradients are taken at the
+    weights the call began with; where ``renewed``, at those of each of our chunks (its batch_size).
     """
     from titans_pytorch import NeuralMemory  # pyright: ignore[reportMissingImports]
 
-    shape, q = inputs.shape, inputs.tokens[0]
     width = shape.heads * shape.head_dim
-    expansion = shape.hidden / shape.head_dim if shape.depth > 1 else 1.0
     layer = NeuralMemory(
         dim=width,
         heads=shape.heads,
         dim_head=shape.head_dim,
-        chunk_size=shape.chunk_size,
+        chunk_size=chunk_size,
         batch_size=shape.chunk_size if renewed else None,
         # at its own default of 1 it is NaN from the start
         default_step_transform_max_lr=0.01,
-        default_model_kwargs={"depth": shape.depth, "expansion_factor": expansion},
-    ).to(q.device)
-    x = torch.randn(shape.batch, shape.length, width, device=q.device, requires_grad=True)
-    leaves = [x, *layer.parameters()]
-    return Op(
-        lambda: layer(x)[0], leaves, partial(torch.autocast, q.device.type, q.dtype, q.dtype != x.dtype)
-    )
+        default_model_kwargs={
+            "depth": shape.depth,
+            "expansion_factor": shape.hidden / shape.head_dim if shape.depth > 1 else 1.0,
+        },
+    ).to(device)
+    x = torch.randn(shape.batch, shape.length, width, device=device, requires_grad=True)
+    autocast = partial(torch.autocast, x.device.type, dtype, dtype != x.dtype)
+    return Op(lambda: layer(x)[0], [x, *layer.parameters()], autocast)
 
 
 PEERS = (

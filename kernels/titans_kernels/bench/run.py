@@ -15,8 +15,8 @@ from titans_kernels.bench.check import Judge, Verdict, judges
 from titans_kernels.bench.inputs import Inputs, make
 from titans_kernels.bench.machine import ceilings
 from titans_kernels.bench.shapes import Shape, Target
-from titans_kernels.bench.subjects import Op, Subject
-from titans_kernels.bench.timing import Clock, Runner, Turns, reason
+from titans_kernels.bench.subjects import Subject
+from titans_kernels.bench.timing import Clock, Interleaved, Runner, reason
 from titans_kernels.bench.work import PHASES, flops, traffic
 
 Progress = Callable[[str], None]
@@ -79,8 +79,7 @@ class Bench:
             rows[subject.name]["why"] = subject.untimed()
         timed = [s for s in green if rows[s.name]["why"] is None]
         self.progress(f"{shape.name}: timing {', '.join(s.name for s in timed) or 'nothing'}")
-        makers: dict[str, Callable[[], Op]] = {s.name: partial(s.build, inputs) for s in timed}
-        turns = Turns(makers, self.clock)
+        turns = Interleaved({s.name: partial(self._runner, s, inputs) for s in timed})
         turns.run(self.repeats)
         for name, why in turns.failed.items():
             rows[name] |= {"state": "failed", "why": why}
@@ -89,6 +88,9 @@ class Bench:
             rows[name]["times_first"] = _ratios(rows[name], rows[next(iter(turns.runners))])
         if self.device.type == "cuda" and "triton" in turns.runners:
             rows["triton"] |= self._graph(shape, turns.runners["triton"])
+
+    def _runner(self, subject: Subject, inputs: Inputs) -> Runner:
+        return Runner(subject.build(inputs), self.clock)
 
     def _measures(self, shape: Shape, runner: Runner, ours: bool) -> dict[str, Any]:
         samples = runner.samples

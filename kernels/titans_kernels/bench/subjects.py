@@ -5,34 +5,16 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from titans_kernels.bench.check import Judge, Verdict, interpreting
 from titans_kernels.bench.inputs import Inputs
+from titans_kernels.bench.timing import Op, Within
 from titans_kernels.memory import chunked
-
-Context = Callable[[], AbstractContextManager[object]]
-
-
-class Op(NamedTuple):
-    """One thing ready to be timed."""
-
-    forward: Callable[[], Tensor]
-    """What the gradient is taken of."""
-    leaves: list[Tensor]
-    """What it is taken to."""
-    within: Context = nullcontext
-    """What must hold while it runs."""
-
-    def backward(self, y: Tensor, dy: Tensor) -> object:
-        """Gradients of all leaves."""
-        return torch.autograd.grad(y, self.leaves, dy, allow_unused=True)
 
 
 @dataclass(frozen=True)
@@ -52,16 +34,16 @@ class Subject:
     """Why it is checked only."""
 
 
-def _ours(backend: str, within: Context, inputs: Inputs) -> Op:
+def _ours(backend: str, within: Within, inputs: Inputs) -> Op:
     return Op(lambda: inputs.call(backend)[0], inputs.leaves, within)
 
 
-def _verify(backend: str, within: Context, judges: list[Judge]) -> list[Verdict]:
+def _verify(backend: str, within: Within, judges: list[Judge]) -> list[Verdict]:
     with within():
         return [judge.verdict(lambda inputs: inputs.call(backend)) for judge in judges]
 
 
-def _form(name: str, note: str, backend: str, within: Context = nullcontext, **more) -> Subject:
+def _form(name: str, note: str, backend: str, within: Within = nullcontext, **more) -> Subject:
     build, verify = partial(_ours, backend, within), partial(_verify, backend, within)
     return Subject(name, note, build, verify=verify, ours=True, **more)
 

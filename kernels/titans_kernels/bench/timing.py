@@ -1,34 +1,54 @@
-"""Times of a forward and a backward pass: medians, taken by turns, so that drift strikes all alike."""
+"""Times of a forward and a backward pass, several subjects interleaved, so that drift of the machine
+affects all of them alike.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-from titans_kernels.bench.subjects import Op
 
 WARM_UP = 3
 FLUSH_BYTES = 2**28
 """Written between two passes: more than any cache holds, so that each reads its inputs from memory."""
 FEWEST = 3
 BUDGET_SECONDS = 10.0
-"""An op that has taken so long, and ``FEWEST`` rounds, takes no further turn."""
+"""An op that has taken so long, and ``FEWEST`` rounds, is not timed again."""
+
+Within = Callable[[], AbstractContextManager[object]]
+
+
+class Op(NamedTuple):
+    """One thing ready to be timed."""
+
+    forward: Callable[[], Tensor]
+    """Computes the output the gradient is taken of."""
+    leaves: list[Tensor]
+    """The tensors the gradient is taken with respect to."""
+    within: Within = nullcontext
+    """Makes the context that both passes run in."""
+
+    def backward(self, y: Tensor, dy: Tensor) -> object:
+        """Gradients of all leaves."""
+        return torch.autograd.grad(y, self.leaves, dy, allow_unused=True)
 
 
 class Clock:
-    """Seconds of a call: by events on a GPU, by the wall elsewhere; caches are emptied before it."""
+    """Seconds of a call: by CUDA events on a GPU, by the wall clock elsewhere.
 
-    def __init__(self, device: torch.device):
+    ``flush`` empties the caches before each call, at the price of a buffer as large as they are.
+    """
+
+    def __init__(self, device: torch.device, flush: bool = True):
         self.on_gpu = device.type == "cuda"
         size = FLUSH_BYTES if self.on_gpu else FLUSH_BYTES // 8
-        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
+        self._flush = torch.empty(size * flush, dtype=torch.uint8, device=device)
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """What ``call`` returns, and how long it took."""
@@ -69,19 +89,20 @@ class Samples:
 
 
 class Runner:
-    """An op with the gradient that comes into it, and its samples."""
+    """An op in this process, the gradient of its output, and its samples."""
 
-    def __init__(self, op: Op, clock: Clock):
+    def __init__(self, op: Op, clock: Clock, warm_up: int = WARM_UP):
         self.op, self.clock, self.samples = op, clock, Samples()
         with op.within():
             y = op.forward()
         if not y.isfinite().all():
             raise ValueError("its output is not finite")
         self.dy = torch.randn_like(y)
-        for _ in range(WARM_UP):
-            self._passes()
+        for _ in range(warm_up):
+            self.passes()
 
-    def _passes(self) -> tuple[float, float]:
+    def passes(self) -> tuple[float, float]:
+        """Seconds of one forward and one backward pass."""
         with self.op.within():
             y, forward = self.clock.time(self.op.forward)
             _, backward = self.clock.time(lambda: self.op.backward(y, self.dy))
@@ -89,13 +110,13 @@ class Runner:
 
     @property
     def done(self) -> bool:
-        """Whether it has had its time."""
+        """Whether it has used up its time."""
         steps = self.samples.steps
         return len(steps) >= FEWEST and sum(steps) > BUDGET_SECONDS
 
     def turn(self) -> None:
         """One more round."""
-        forward, backward = self._passes()
+        forward, backward = self.passes()
         self.samples.forward.append(forward)
         self.samples.backward.append(backward)
 
@@ -121,21 +142,40 @@ class Runner:
             return y, self.op.backward(y, self.dy)
 
 
-class Turns:
-    """Several ops timed by turns; one that fails, in whatever way, drops out with its reason."""
+class Timed(Protocol):
+    """What can be interleaved: an op in this process (`Runner`), or in one of its own (`Worker`)."""
 
-    def __init__(self, makers: dict[str, Callable[[], Op]], clock: Clock):
-        self.runners: dict[str, Runner] = {}
+    samples: Samples
+
+    @property
+    def done(self) -> bool:
+        """Whether it has used up its time."""
+        ...
+
+    def turn(self) -> None:
+        """Time one more round."""
+        ...
+
+
+T = TypeVar("T", bound=Timed)
+
+
+class Interleaved(Generic[T]):
+    """Several subjects timed round by round; one that fails drops out, and ``failed`` has the reason."""
+
+    def __init__(self, makers: dict[str, Callable[[], T]]):
+        self.runners: dict[str, T] = {}
         self.failed: dict[str, str] = {}
         for name, make in makers.items():
             with self._dropping(name):
-                self.runners[name] = Runner(make(), clock)
+                self.runners[name] = make()
 
-    def run(self, repeats: int) -> None:
+    def run(self, repeats: int, progress: Callable[[str], None] = lambda message: None) -> None:
         """Time each ``repeats`` times."""
         for i in range(repeats):
+            progress(f"round {i + 1} of {repeats}")
             names = list(self.runners)
-            # each in turn begins a round
+            # another one begins each round
             for name in names[i % max(1, len(names)) :] + names[: i % max(1, len(names))]:
                 if not self.runners[name].done:
                     with self._dropping(name):
@@ -146,13 +186,19 @@ class Turns:
         try:
             yield
         except Exception as error:
-            # that it cannot do it is a result
+            # a subject that cannot run is a result
             self.failed[name] = reason(error)
             self.runners.pop(name, None)
             torch.cuda.empty_cache()
 
 
+class Failed(RuntimeError):
+    """A subject could not be timed; the message alone says why."""
+
+
 def reason(error: Exception) -> str:
     """An exception in one short line."""
+    if isinstance(error, Failed):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]

@@ -40,8 +40,8 @@ def _silu_slopes(z: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     s = torch.sigmoid(z)
     w = torch.addcmul(s, s, value, value=-1)  # s - s f
     slope = w + value
-    bend = w.add_(slope)
-    return slope, bend.addcmul_(bend, s, value=-1)  # (s - s f + f') (1 - s)
+    second = w.add_(slope)
+    return slope, second.addcmul_(second, s, value=-1)  # (s - s f + f') (1 - s)
 
 
 def _gelu(z: Tensor, out: Tensor | None = None) -> Tensor:

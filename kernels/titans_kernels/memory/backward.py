@@ -37,7 +37,7 @@ class Step(NamedTuple):
     scale: list[Tensor]
     held: list[Tensor]  # see `held`
     slope: list[Tensor]  # f'(z)
-    bend: list[Tensor]  # f''(z) E
+    second: list[Tensor]  # second derivative times E: f''(z) E
     leaving: list[Tensor]  # c X and n X, side by side
     scaled: list[Tensor]  # beta x and m x of the reads, side by side
     read_dz: list[Tensor]
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 def read_backward(
     dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation
 ) -> ReadGrads:
-    """Backward of the reads, top layer down."""
+    """Backward of `read_pass`, from the top layer down; dy [R, b, F] is the gradient of y."""
     depth = len(WS)
     dd, dX, dz = [dy] * depth, [dy] * depth, [dy] * depth
     dC, dstarts = torch.zeros_like(gates.C), dy.new_zeros(*dy.shape[:2], 2)
@@ -103,7 +103,7 @@ def keys_backward(step: Step, carry: State) -> None:
     for l in range(depth - 1):
         _bound_backward(step, l)
         dE = step.dd[l] * step.slope[l]
-        dz.append(step.dd[l] * step.bend[l])
+        dz.append(step.dd[l] * step.second[l])
         step.dd[l + 1].baddbmm_(dE, step.W[l + 1])
         dW.append(torch.bmm(dE.mT, step.d[l + 1]))
     _bound_backward(step, depth - 1)

@@ -35,7 +35,10 @@ from titans_kernels.memory.passes import (
     keys_pass,
     read_pass,
 )
+from titans_kernels.memory.rules import Rule
 
+TAKES = (Rule,)
+"""The rules whose chunks these formulas describe: the paper's."""
 KEEP_BYTES = 32 * 2**20
 """Chunk-start states up to this size are all kept for the backward pass; of more, every G-th."""
 KEEP_WORK_BYTES = 32 * 2**20
@@ -47,7 +50,7 @@ BLOCK_BYTES = 2 * 2**20
 
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """The same function as `reference.forget_and_learn`."""
+    """Write and read every token, as `reference.forget_and_learn` does."""
     call = Call.of(inputs, options)
     arguments = (*_tokens(inputs), *weights, *momentum)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
@@ -73,7 +76,7 @@ def gradients(
 
 def _tokens(inputs: Inputs) -> tuple[Tensor, ...]:
     """q, k, v and the gates [B, T, H, 3], in the state's precision."""
-    q, k, v, *gates = inputs.wide()
+    q, k, v, *gates = inputs.to_state_dtype()
     return q, k, v, torch.stack(gates, -1)
 
 
@@ -157,7 +160,7 @@ class Call(NamedTuple):
         layout, inputs = self.layout, [self.layout.split(x) for x in tokens]
         state = _ordered(state, layout.order)
         plan, after = Plan.of(layout, state), [torch.empty_like(x) for x in state]
-        y, saved = layout.room(tokens[2]), []
+        y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
             current = State.of(_stack(state, heads))
             for steps in plan.steps:
@@ -175,7 +178,7 @@ class Call(NamedTuple):
         layout, plan = self.layout, kept.plan
         inputs, dy = [layout.split(x) for x in tokens], layout.split(doutputs[0])
         dstate = _ordered(doutputs[1:], layout.order)
-        grads, before = [layout.room(x) for x in tokens], [torch.empty_like(x) for x in dstate]
+        grads, before = [layout.empty_like(x) for x in tokens], [torch.empty_like(x) for x in dstate]
         saved = reversed(kept.blocks)
         for heads in reversed(plan.heads):
             carry = State.of(_stack(dstate, heads))
@@ -253,7 +256,7 @@ class _Block:
         return states, keys
 
     def _keys(self, states: State, saved: Saved | None) -> Keys:
-        keys = Keys.room(self.k, states.W, self.bound)
+        keys = Keys.empty(self.k, states.W, self.bound)
         if saved is not None:
             keys.d[-1], keys.scale[-1:] = saved.errors[0], saved.errors[1:]
         return keys

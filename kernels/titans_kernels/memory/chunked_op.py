@@ -1,8 +1,8 @@
 """`chunked` as operators of torch's library, for torch.compile, torch.export and meta tensors.
 
 They are opaque to the compiler, which knows of them only the shapes of their results. The backward is an
-operator of its own that does the forward anew from the inputs, so nothing about what is kept is to be known
-in advance.
+operator of its own that does the forward anew from the inputs, so the forward keeps nothing but
+its arguments.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ARGUMENTS = (
 
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """The same function as `reference.forget_and_learn`."""
-    y, *state = memory_chunked(*inputs.wide(), list(weights), list(momentum), *options)
+    """Write and read every token: `chunked.forget_and_learn` as an operator."""
+    y, *state = memory_chunked(*inputs.to_state_dtype(), list(weights), list(momentum), *options[:4])
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
 
 
@@ -82,7 +82,7 @@ memory_chunked.register_autograd(_backward, setup_context=_setup)
 
 
 def _fresh(results: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous, as the compiler was told, and no views of one another."""
+    """Contiguous tensors, as the fake form declares, none of them a view of another."""
     return [x.clone(memory_format=torch.contiguous_format) if _is_view(x) else x for x in results]
 
 

@@ -3,28 +3,34 @@
 The gradients of a chunk's tokens are taken at the weights it began with, so a cut inside a chunk leaves
 those, and of the open chunk's tokens the factors of their gradients and what momentum and forgetting have
 made of them since. A token then costs one pass through the memory and one row of products with the tokens
-of its chunk; nothing written before is written anew.
+of its chunk; nothing written before is written anew. For any other rule an open chunk is an `OpenChunk`.
 
 Shapes: B batch, T new tokens, H heads, D/F widths of a layer's input and output, p tokens of the open chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.autograd import OpenChunk, continue_chunk
 from titans_kernels.memory.gates import decay_products
-from titans_kernels.memory.op import MemoryState, neural_memory
-from titans_kernels.memory.options import Inputs, Layers, without_autocast
+from titans_kernels.memory.op import neural_memory
+from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, without_autocast
 from titans_kernels.memory.reference import surprise
-from titans_kernels.memory.validate import check_rule, check_shapes
+from titans_kernels.memory.rules import PAPER, Rule, find_rule
+from titans_kernels.memory.validate import check_options, check_shapes
+
+TAKES = (Rule,)
+"""The rules whose open chunk the factors of `DecodeState` describe: the paper's."""
 
 
 class DecodeState(NamedTuple):
-    """The memory at any place of a sequence; float32 (float64 for float64 input).
+    """The memory on a chunk border, or for the paper's rule anywhere; float32 (float64 for float64 input).
 
     With W, S the state where the open chunk began and g_i = X_i^T d_i the gradients of its tokens, the
     weights now are ``beta W + m S - sum_i c_i g_i`` and the momentum ``h S - sum_i n_i g_i``.
@@ -110,19 +116,20 @@ def decode_step(
     alpha: Tensor,
     eta: Tensor,
     theta: Tensor,
-    state: DecodeState,
+    state: DecodeState | OpenChunk,
     *,
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
-) -> tuple[Tensor, DecodeState]:
+    rule: Rule | str = PAPER,
+) -> tuple[Tensor, DecodeState | OpenChunk]:
     """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
 
     Args:
         q, k, v: [B, T, H, D] of T new tokens that do not reach beyond the open chunk; T = 1 always fits.
         alpha, eta, theta: [B, T, H].
         state: after the tokens before; it stays as it is.
-        chunk_size, activation, surprise_bound: as in `neural_memory`, the same for the whole sequence.
+        chunk_size, activation, surprise_bound, rule: as in `neural_memory`, the same for the whole sequence.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. Gradients flow through both.
@@ -131,21 +138,22 @@ def decode_step(
         ValueError: a shape, name or size that does not fit, named.
     """
     _check(q, k, v, (alpha, eta, theta), state)
-    check_rule(chunk_size, activation, surprise_bound)
+    check_options(chunk_size, activation, surprise_bound)
     if state.position + q.shape[1] > chunk_size:
         raise ValueError(
             f"q: {q.shape[1]} tokens after {state.position} of the open chunk are more than chunk_size "
             f"{chunk_size}; extend_memory takes any number"
         )
-    f, tokens = ACTIVATIONS[activation], Inputs(q, k, v, alpha, eta, theta).wide()
+    options = Options(chunk_size, activation, surprise_bound, None, _rule(rule))
+    tokens = Inputs(q, k, v, alpha, eta, theta).to_state_dtype()
     with without_autocast(q):
-        now = Inputs(*(x.transpose(1, 2) for x in tokens))
-        rows = Rows.of(now.alpha, now.eta, now.theta, state)
-        state = _written(state, rows, surprise(state.weights, now.k, now.v, f, surprise_bound))
-        y = _read(now.q, rows, state, f)
+        if type(options.rule) in TAKES:
+            y, state = _by_factors(tokens, _as_factors(state), options)
+        else:
+            y, state = continue_chunk(tokens, _as_open_chunk(state), options)
         if state.position == chunk_size:
             state = DecodeState.of(state.memory())
-    return y.transpose(1, 2).to(q.dtype), state
+    return y.to(q.dtype), state
 
 
 def extend_memory(
@@ -155,20 +163,21 @@ def extend_memory(
     alpha: Tensor,
     eta: Tensor,
     theta: Tensor,
-    state: DecodeState,
+    state: DecodeState | OpenChunk,
     *,
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, DecodeState]:
+    rule: Rule | str = PAPER,
+) -> tuple[Tensor, DecodeState | OpenChunk]:
     """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
 
     What is left begins the next open chunk. ``DecodeState.of`` a memory's initial state starts a sequence.
     """
     _check(q, k, v, (alpha, eta, theta), state)
-    check_rule(chunk_size, activation, surprise_bound)
-    T = q.shape[1]
+    check_options(chunk_size, activation, surprise_bound)
+    rule, T = _rule(rule), q.shape[1]
     fill = min(T, -state.position % chunk_size)
     whole = (T - fill) // chunk_size * chunk_size
     outputs = []
@@ -179,21 +188,59 @@ def extend_memory(
         if start == fill and whole:
             y, after = neural_memory(
                 *part, state.weights, state.momentum, chunk_size=chunk_size, activation=activation,
-                surprise_bound=surprise_bound, backend=backend,
+                surprise_bound=surprise_bound, backend=backend, rule=rule,
             )  # fmt: skip
             state = DecodeState.of(after)
         else:
             y, state = decode_step(
-                *part, state, chunk_size=chunk_size, activation=activation, surprise_bound=surprise_bound
-            )
+                *part, state, chunk_size=chunk_size, activation=activation,
+                surprise_bound=surprise_bound, rule=rule,
+            )  # fmt: skip
         outputs.append(y)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), state
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: DecodeState) -> None:
+def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule) -> int:
+    """Numbers that a head's state holds ``position`` tokens into a chunk; ``shapes`` [D, F] of the layers."""
+    weights = sum(D * F for D, F in shapes)
+    if position and type(rule) not in TAKES:
+        return 3 * weights + position
+    return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3
+
+
+def _rule(rule: Rule | str) -> Rule:
+    return find_rule(rule) if isinstance(rule, str) else rule
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: DecodeState | OpenChunk
+) -> None:
     check_shapes(q, k, v, gates, state.weights, state.momentum)
-    if state.beta.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(f"state: of [B, H] = {tuple(state.beta.shape)}, q of {(q.shape[0], q.shape[2])}")
+    held = state.weights[0].shape[:2]
+    if held != (q.shape[0], q.shape[2]):
+        raise ValueError(f"state: of [B, H] = {tuple(held)}, q of {(q.shape[0], q.shape[2])}")
+
+
+def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
+    if isinstance(state, DecodeState):
+        return state
+    raise ValueError("state: left inside a chunk by another rule than the paper's")
+
+
+def _as_open_chunk(state: DecodeState | OpenChunk) -> OpenChunk:
+    if isinstance(state, OpenChunk):
+        return state
+    if state.position:
+        raise ValueError("state: left inside a chunk by the paper's rule; no other rule can go on from there")
+    return OpenChunk.of(state.memory())
+
+
+def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
+    """y [B, T, H, D] of the next tokens of the open chunk, and the state after them."""
+    now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
+    rows = Rows.of(now.alpha, now.eta, now.theta, state)
+    state = _written(state, rows, surprise(state.weights, now.k, now.v, f, options.surprise_bound))
+    return _read(now.q, rows, state, f).transpose(1, 2), state
 
 
 def _products(r: Tensor) -> Tensor:

@@ -28,19 +28,19 @@ class Gates(NamedTuple):
 
     @property
     def beta(self) -> Tensor:
-        """[R, b]."""
+        """What forgetting leaves of the chunk's first weights, [R, b]."""
         return self.starts[0]
 
     @property
     def h(self) -> Tensor:
-        """[R, b]."""
+        """What is left of the chunk's first momentum, [R, b]."""
         return self.starts[1]
 
 
 def decay_products(r: Tensor) -> Tensor:
     """P[t, s] = r_{s+1} ... r_t for t >= s, else 0; r [..., b] gives [..., b, b]."""
     b = r.shape[-1]
-    # the compiler sees through a cache, with a warning
+    # a compiler ignores the cache, and warns
     not_later = (_not_later if torch.compiler.is_compiling() else _kept_not_later)(b, r.device)
     # transposed, [s, t]: the running product is then over contiguous memory
     P = r[..., None, :].expand(*r.shape, b).masked_fill(not_later, 1)

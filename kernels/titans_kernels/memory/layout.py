@@ -43,7 +43,7 @@ class EqualRows:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Documents running at each step."""
+        """Number of documents that have a chunk at each step."""
         return (self.batch,) * -(-self.length // self.chunk_size)
 
     def split(self, x: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class EqualRows:
         """Inverse of `split`."""
         return x.movedim((0, 2), (1, 3)).flatten(1, 2)[:, : self.length]
 
-    def room(self, x: Tensor) -> Tensor:
-        """Chunks yet to be filled, as `split` gives of x; laid out so that `join` copies nothing."""
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Uninitialised chunks of the shape that `split` gives for x; `join` of them copies nothing."""
         padded = len(self.rows) * self.chunk_size
         empty = torch.empty(x.shape[0], padded, *x.shape[2:], dtype=x.dtype, device=x.device)
         return empty.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
@@ -79,9 +79,10 @@ class EqualRows:
 class Packed:
     """Documents of any lengths in one row.
 
-    ``rows``: documents running at each step, never increasing. ``ragged``: whether one of them ends within
-    the step's chunk. ``order``: documents by falling length, ``back`` its inverse. ``source``: for each place
-    of [M, b], M chunks, the token it holds, -1 for padding; ``place`` its inverse, the place of each token.
+    ``rows``: number of documents that have a chunk at each step, never increasing. ``ragged``: whether one of
+    them ends within the step's chunk. ``order``: documents by falling length, ``back`` its inverse.
+    ``source``: for each place of [M, b], M chunks, the token it holds, -1 for padding; ``place`` its inverse,
+    the place of each token.
     ``last_M``: index of the last valid token in each chunk.
     """
 
@@ -114,7 +115,7 @@ class Packed:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         return self.rows[0]
 
     def split(self, x: Tensor) -> Tensor:
@@ -126,8 +127,8 @@ class Packed:
         """Inverse of `split`."""
         return x.transpose(1, 2).flatten(0, 1)[self.place][None]
 
-    def room(self, x: Tensor) -> Tensor:
-        """Chunks yet to be filled, as `split` gives of x."""
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Uninitialised chunks of the shape that `split` gives for x."""
         M, b = self.source.shape
         return torch.empty(M, x.shape[2], b, *x.shape[3:], dtype=x.dtype, device=x.device)
 
@@ -160,7 +161,7 @@ def _places(source: Tensor) -> Tensor:
 
 @dataclass
 class _Known:
-    """What was worked out of one cu_seqlens: every layer asks for it anew, a GPU is made to wait once."""
+    """Borders and layouts of one cu_seqlens, which every layer needs: reading it makes a GPU wait."""
 
     version: int
     borders: tuple[int, ...]
@@ -171,7 +172,7 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _known(cu_seqlens: Tensor) -> _Known:
-    if cu_seqlens.is_inference():  # which does not tell of changes
+    if cu_seqlens.is_inference():  # such a tensor has no version to see a change by
         return _Known(0, tuple(cu_seqlens.tolist()))
     known = _KNOWN.get(cu_seqlens)
     if known is None or known.version != cu_seqlens._version:
@@ -179,8 +180,8 @@ def _known(cu_seqlens: Tensor) -> _Known:
     return known
 
 
-def borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """The borders of documents packed into ``length`` tokens, read from the device once for each tensor.
+def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
+    """Borders of the documents packed into ``length`` tokens, read from the device once for each tensor.
 
     Raises:
         ValueError: they do not rise from 0 to ``length``.
@@ -192,7 +193,7 @@ def borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     return found
 
 
-def packed(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
+def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
     """The layout of packed documents for tokens on ``device``, made once for each tensor."""
     known, key = _known(cu_seqlens), (chunk_size, device)
     if key not in known.layouts:
@@ -205,4 +206,4 @@ def layout_of(tokens: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Lay
     """The layout of ``tokens`` [B, T, ...], or of the documents packed into them."""
     if cu_seqlens is None:
         return EqualRows(chunk_size, tokens.shape[0], tokens.shape[1], tokens.device)
-    return packed(cu_seqlens, chunk_size, tokens.device)
+    return packed_layout(cu_seqlens, chunk_size, tokens.device)

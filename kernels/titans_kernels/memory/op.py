@@ -5,34 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import chunked, chunked_op, reference
+from titans_kernels.memory import autograd, chunked, chunked_op, reference
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, state_dtype, without_autocast
-from titans_kernels.memory.validate import check_rule, check_shapes
+from titans_kernels.memory.options import (
+    Inputs,
+    Layers,
+    MemoryState,
+    Options,
+    Result,
+    state_dtype,
+    without_autocast,
+)
+from titans_kernels.memory.rules import PAPER, Rule, find_rule
+from titans_kernels.memory.validate import check_options, check_shapes
 
-BACKENDS = ("auto", "reference", "chunked", "triton")
+BACKENDS = ("auto", "reference", "autograd", "chunked", "triton")
 
 Form = Callable[[Inputs, Layers, Layers, Options], Result]
 """One form of the operator: inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's
 precision, contiguous or not."""
 
 log = logging.getLogger("titans_kernels")
-
-
-class MemoryState(NamedTuple):
-    """The memory after some tokens: per layer its weights and momentum, [B, H, D_in, D_out], float32."""
-
-    weights: tuple[Tensor, ...]
-    momentum: tuple[Tensor, ...]
-
-    def detach(self) -> MemoryState:
-        """The same state, cut from the graph."""
-        return MemoryState(*(tuple(x.detach() for x in part) for part in self))
 
 
 def neural_memory(
@@ -50,6 +47,7 @@ def neural_memory(
     surprise_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    rule: Rule | str = PAPER,
 ) -> tuple[Tensor, MemoryState]:
     """Write each token into the memory and read it back (eqs. 12-16).
 
@@ -68,9 +66,11 @@ def neural_memory(
         cu_seqlens: [N + 1] int, borders of N documents packed into B = 1; each starts from the given
             weights and momentum (which may then have N in place of B), and so has the returned state.
             Read once for each tensor; where it is on another device than q it is moved there.
-        backend: "auto", "reference", "chunked" or "triton". "auto" is "triton" on a GPU, whose operands are
-            of q's type, or of autocast's where it is on; a call that no kernel serves takes "chunked", which
-            is logged once.
+        backend: "auto", "reference", "autograd", "chunked" or "triton". "auto" is "triton" on a GPU, whose
+            operands are of q's type, or of autocast's where it is on; a call that no kernel serves takes
+            "chunked", which is logged once. For another rule than the paper's "auto" is "autograd".
+        rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
+            the paper's. "reference" and "autograd" take any rule.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
@@ -78,15 +78,17 @@ def neural_memory(
         `extend_memory` continues from anywhere.
 
     Raises:
-        ValueError: a shape, name or size that does not fit, named.
+        TypeError: an option or cu_seqlens of a type that does not fit, named.
+        ValueError: a shape, name or size that does not fit, named; a backend that does not take the rule.
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
-    check_rule(chunk_size, activation, surprise_bound)
+    check_options(chunk_size, activation, surprise_bound)
     dtype = state_dtype(q)
     inputs = Inputs(q, k, v, alpha, eta, theta)
     weights = _per_document(weights, documents, dtype)
     momentum = _per_document(momentum, documents, dtype) if momentum else _zeros_like(weights)
-    options = Options(chunk_size, activation, surprise_bound, cu_seqlens)
+    rule = find_rule(rule) if isinstance(rule, str) else rule
+    options = Options(chunk_size, activation, surprise_bound, cu_seqlens, rule)
     form = choose(backend, inputs, weights, options)
     # the state is float32 whatever autocast would make of the products
     with without_autocast(q):
@@ -98,12 +100,19 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     """The form of the operator that computes a call.
 
     Raises:
-        ValueError: there is no such form.
+        ValueError: there is no such form, or it does not take the rule.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return reference.forget_and_learn
+    by_hand = type(options.rule) in chunked.TAKES
+    if backend == "autograd" or (backend == "auto" and not by_hand):
+        return autograd.forget_and_learn
+    if not by_hand:
+        raise ValueError(
+            f"backend: {backend!r} does not take the rule {options.rule}; use auto, autograd or reference"
+        )
     if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
         kernels = _kernels(inputs, weights, options)
         if kernels is not None:
@@ -120,7 +129,10 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | None:
     from titans_kernels.memory.triton import op as triton
 
     dtype = _operands(inputs.q)
-    reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
+    if type(options.rule) in triton.TAKES:
+        reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
+    else:
+        reason = f"no kernel for the rule {options.rule}"
     if reason is None:
         return partial(triton.forget_and_learn, dtype=dtype)
     if not torch.compiler.is_compiling():

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.rules import PAPER, Rule
+
 Layers = tuple[Tensor, ...]
 """Weights or momentum of each layer, [N, H, D_in, D_out]: one for each row or packed document."""
 
@@ -27,12 +29,23 @@ class Inputs(NamedTuple):
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of the weights and the momentum: float32, or float64 where the input is."""
+        """Precision of the weights and the momentum: float32, or float64 where the input is."""
         return state_dtype(self.q)
 
-    def wide(self) -> Inputs:
-        """In the state's precision."""
+    def to_state_dtype(self) -> Inputs:
+        """All in the precision of the state."""
         return Inputs(*(x.to(self.state_dtype) for x in self))
+
+
+class MemoryState(NamedTuple):
+    """The memory after some tokens: per layer its weights and momentum, [B, H, D_in, D_out], float32."""
+
+    weights: Layers
+    momentum: Layers
+
+    def detach(self) -> MemoryState:
+        """This state, cut from the graph."""
+        return MemoryState(*(tuple(x.detach() for x in part) for part in self))
 
 
 class Options(NamedTuple):
@@ -42,13 +55,14 @@ class Options(NamedTuple):
     activation: str
     surprise_bound: float | None
     cu_seqlens: Tensor | None
+    rule: Rule = PAPER
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Precision of the state for tokens x: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Products in the precision of what is multiplied; meta tensors know no autocast."""
+    """A context in which products keep the precision of their operands; meta tensors have no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -44,8 +44,8 @@ class Keys(NamedTuple):
     scale: list[Tensor]  # what the bound divided d by [R, b, 1]; empty without a bound
 
     @staticmethod
-    def room(k: Tensor, W: Sequence[Tensor], bound: float | None) -> Keys:
-        """Keys of k [R, b, D], yet to be filled by `keys_pass`."""
+    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None) -> Keys:
+        """Uninitialised tensors for keys k [R, b, D]; `keys_pass` fills them."""
         widths = [x.shape[-1] for x in W]
         empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
         hidden = widths[:-1]

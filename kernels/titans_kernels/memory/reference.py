@@ -1,19 +1,22 @@
-"""The recurrence token by token, as the paper writes it. Slow, readable, any depth: the judge of the others.
+"""The recurrence token by token, as the paper writes it, for any rule and depth.
+
+Slow and readable: every other form is tested against this one.
 
 Shapes: B batch, T tokens, H heads, D width of a head, F width of a hidden layer, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.layout import borders
+from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.rules import Rule
 
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -21,29 +24,39 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 
     Gradients flow through everything, the inner gradient included.
     """
-    inputs = inputs.wide()
+    return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
+
+
+def each_document(
+    form: Callable[..., Result], inputs: Inputs, weights: Layers, momentum: Layers, options: Options
+) -> Result:
+    """``form`` of each packed document alone, or of all rows where none are packed."""
     if options.cu_seqlens is None:
-        return _rows(inputs, weights, momentum, options)
+        return form(inputs, weights, momentum, options)
     results = []
-    for i, (start, end) in enumerate(pairwise(borders(options.cu_seqlens, inputs.q.shape[1]))):
+    for i, (start, end) in enumerate(pairwise(document_borders(options.cu_seqlens, inputs.q.shape[1]))):
         document = Inputs(*(x[:, start:end] for x in inputs))
         W, S = (tuple(x[i : i + 1] for x in part) for part in (weights, momentum))
-        results.append(_rows(document, W, S, options))
+        results.append(form(document, W, S, options))
     y = torch.cat([result[0] for result in results], 1)
     return y, _joined([result[1] for result in results]), _joined([result[2] for result in results])
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    f = ACTIVATIONS[options.activation]
-    chunk_start, y = weights, []
+    rule, f = options.rule, ACTIVATIONS[options.activation]
+    chunk_start, decay, y = weights, torch.ones_like(inputs.alpha[:, 0]), []
     for t in range(inputs.q.shape[1]):
         if t % options.chunk_size == 0:
-            chunk_start = weights  # M_{t'}: every gradient of the chunk is taken here (16)
+            # M_{t'}: every gradient of the chunk is taken here (16), or where the rule says
+            chunk_start, decay = weights, torch.ones_like(decay)
         now = Inputs(*(x[:, t] for x in inputs))
-        surprise = inner_gradient(chunk_start, now.k, now.v, f, options.surprise_bound)
         alpha, eta, theta = (gate[:, :, None, None] for gate in (now.alpha, now.eta, now.theta))
-        momentum = tuple(eta * S - theta * g for S, g in zip(momentum, surprise, strict=True))  # (14)
-        weights = tuple((1 - alpha) * W + S for W, S in zip(weights, momentum, strict=True))  # (13)
+        decay = (1 - now.alpha) * decay
+        point = tuple(rule.gradient_point(W, decay[:, :, None, None]) for W in chunk_start)
+        gradient = inner_gradient(point, now.k, now.v, f, options.surprise_bound, rule)
+        layers = zip(weights, momentum, gradient, strict=True)
+        after = [rule.update(W, S, g, alpha, eta, theta) for W, S, g in layers]  # (13, 14)
+        weights, momentum = (tuple(part) for part in zip(*after, strict=True))
         y.append(apply_memory(weights, now.q[:, :, None], f)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
 
@@ -60,22 +73,31 @@ def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation) -> Tensor:
 
 
 def inner_gradient(
-    weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None
+    weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None, rule: Rule
 ) -> Layers:
-    """grad_W ||M(k) - v||^2 (eq. 12) for one token, each [B, H, D_in, D_out]."""
-    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound)
+    """Gradient of the rule's inner loss (eq. 12) for one token, each [B, H, D_in, D_out]."""
+    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound, rule.error)
     return tuple(x.mT @ d for x, d in zip(inputs, errors, strict=True))
 
 
+def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
+    """Gradient of ``||M(k) - v||^2`` with respect to the prediction M(k)."""
+    return 2 * (prediction - v)
+
+
 def surprise(
-    weights: Layers, k_BHTD: Tensor, v_BHTD: Tensor, f: Activation, bound: float | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each layer its input X and error d [B, H, T, D]: the gradient a token brings is ``X_t^T d_t``."""
+    weights: Layers, k_BHTD: Tensor, v_BHTD: Tensor, f: Activation, bound: float | None,
+    error: Callable[[Tensor, Tensor], Tensor] = squared_error,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Of each layer its input X and error d [B, H, T, D]: the gradient a token brings is ``X_t^T d_t``.
+
+    ``error`` is the gradient of the inner loss with respect to the prediction.
+    """
     inputs, z = [k_BHTD], []
     for W in weights[:-1]:
         z.append(inputs[-1] @ W)
         inputs.append(f.value(z[-1]))
-    errors = [bounded(2 * (inputs[-1] @ weights[-1] - v_BHTD), bound)]
+    errors = [bounded(error(inputs[-1] @ weights[-1], v_BHTD), bound)]
     for W, out in zip(reversed(weights), reversed(z), strict=False):
         errors.insert(0, bounded(f.through(errors[0] @ W.mT, out), bound))
     return inputs, errors

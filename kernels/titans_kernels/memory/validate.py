@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.layout import borders
+from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Layers
 
 
@@ -26,7 +26,7 @@ def check_shapes(
     for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
         if x.shape != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
-    documents = B if cu_seqlens is None else _check_borders(B, T, cu_seqlens)
+    documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
         raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
@@ -40,19 +40,30 @@ def check_shapes(
     return documents
 
 
-def _check_borders(B: int, T: int, cu_seqlens: Tensor) -> int:
+def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: {found} is not a tensor of int32 or int64")
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} is not [N + 1]")
     if B != 1:
         raise ValueError(f"cu_seqlens: packed documents need B = 1, not {B}")
     if not (torch.compiler.is_compiling() or cu_seqlens.is_meta):  # values; a form looks at them when it runs
-        borders(cu_seqlens, T)
+        document_borders(cu_seqlens, T)
     return cu_seqlens.shape[0] - 1
 
 
-def check_rule(chunk_size: int, activation: str, bound: float | None) -> None:
-    """Raises ValueError on what is not a rule of the recurrence."""
+def check_options(chunk_size: int, activation: str, bound: float | None) -> None:
+    """Raises TypeError or ValueError on an option that means nothing."""
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
+        raise TypeError(f"chunk_size: {chunk_size!r} is not a whole number")
     if chunk_size < 1:
         raise ValueError(f"chunk_size: {chunk_size} must be at least 1")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if bound is not None and bound <= 0:
+    if bound is None:
+        return
+    if not isinstance(bound, (int, float)) or isinstance(bound, bool):
+        raise TypeError(f"surprise_bound: {bound!r} is not a number")
+    if not bound > 0:  # nan is not above 0 either
         raise ValueError(f"surprise_bound: {bound} must be above 0, or None for no bound")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import traceback
@@ -14,13 +15,21 @@ import click
 from titans_platform.errors import TitansError
 
 INTERRUPTED = 130
+GOES_ON = "the same command goes on from the last checkpoint"
+AFTER_INTERRUPT = {
+    "train": GOES_ON,
+    "sweep": GOES_ON,
+    "data": "finished sources are kept; the same command begins the one in progress again",
+}
+"""What is left of an interrupted command; of the others, nothing."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "bench": ("bench", "bench", "Measure the memory's speed and space, alone or beside another's."),
+    "bench": ("bench", "bench", "Measure the speed and memory of the neural memory, and of others."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Turn sources into token shards, and look at them."),
     "eval": ("eval", "evaluate", "Measure a run or one of its checkpoints."),
+    "init": ("init", "init", "Write a run file to begin with, every field explained."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "train": ("train", "train", "Train and measure one model."),
     "ui": ("ui", "ui", "Open MLflow on the store of the runs."),
@@ -77,7 +86,9 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # a scheduler that ends a job sends SIGTERM: leave by the same door as for Ctrl-C
+    # tasks and variants named by import path are found beside where the command is called
+    sys.path.append(os.getcwd())
+    # a scheduler that ends a job sends SIGTERM: end as for Ctrl-C
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run(arguments))
 
@@ -90,7 +101,13 @@ def run(arguments: list[str]) -> int:
         code = cli.main([a for a in arguments if a != "--debug"], prog_name="titans", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
-        return _failed("interrupted; the same command goes on from the last checkpoint", INTERRUPTED, debug)
+        command = next((a for a in arguments if not a.startswith("-")), "")
+        left = AFTER_INTERRUPT.get(command)
+        return _failed(f"interrupted; {left}" if left else "interrupted", INTERRUPTED, debug)
+    except click.exceptions.NoArgsIsHelpError as error:
+        # a group alone: its help, which is no mistake
+        click.echo(error.ctx.get_help() if error.ctx else error.format_message())
+        return 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "titans"
         return _failed(f"{error.format_message()} (see {where} --help)", 2, debug)

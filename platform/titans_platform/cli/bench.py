@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from typing import Any
+
 import click
 
 from titans_platform.cli import LazyGroup
@@ -13,7 +16,7 @@ KERNELS = ("titans_kernels.bench.command", "kernels", "Time the memory's kernels
 
 @click.group(cls=LazyGroup, lazy={"kernels": KERNELS})
 def bench() -> None:
-    """Measure the memory's speed and space, alone or beside another's."""
+    """Measure the speed and memory of the neural memory, alone or beside other implementations."""
 
 
 def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
@@ -30,8 +33,12 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 @bench.command()
 @click.option("--against", metavar="PEER", help="Also time another implementation: titans-pytorch.")
-@click.option("--lengths", callback=_lengths, help="Tokens of a row, comma-separated  [256,1024,4096,16384]")
-@click.option("--pairs", type=click.IntRange(1), default=5, show_default=True, help="Rounds, taken by turns.")
+@click.option(
+    "--lengths", callback=_lengths, help="Tokens of a sequence, comma-separated  [256,1024,4096,16384]"
+)
+@click.option(
+    "--pairs", type=click.IntRange(1), default=5, show_default=True, help="Rounds, subjects interleaved."
+)
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch  [all cores]")
 @click.option("--quick", is_flag=True, help="A tiny memory at two short lengths: does it run?")
 @json_option
@@ -55,21 +62,71 @@ def memory(
 
     from rich.console import Console
 
-    from titans_platform.benchmarks import memory as benchmark
-    from titans_platform.benchmarks.render import print_memory
+    from titans_platform import benchmarks
 
     lengths = lengths or ([32, 64] if quick else [256, 1024, 4096, 16384])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with Console(stderr=True).status("starting") as status:
-        result = benchmark.run(
-            lengths,
-            pairs,
-            threads or cores,
-            shape=benchmark.QUICK_SHAPE if quick else None,
-            against=against,
-            progress=status.update,
+        shape = benchmarks.QUICK if quick else benchmarks.SHAPE
+        result = benchmarks.run(
+            lengths, pairs, threads or cores, shape=shape, against=against, progress=status.update
         )
     if as_json:
         echo_json(result)
     else:
-        print_memory(result, Console())
+        click.echo("\n".join(lines_of(result)))
+
+
+HEADINGS = ("T", "tokens/s", "peer", "ratio", "peak MB", "peer MB", "op/matmul")
+_LINE = "{:>7} {:>10} {:>10} {:>20} {:>8} {:>8} {:>9}"
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """The table of ``benchmarks.run`` as text of 80 columns, with how to read it."""
+    shape, peer, rows = result["shape"], result["peer"], result["rows"]
+    lines = [
+        f"Memory layer, forward and backward: B = {shape['batch']}, {shape['heads']} heads of "
+        f"{shape['head_dim']}, depth {shape['depth']}, hidden {shape['hidden']}, "
+        f"chunk {shape['chunk_size']}; float32, threads: {shape['threads']}, median of {shape['pairs']}.",
+        _LINE.format(*HEADINGS),
+    ]
+    lines += [_LINE.format(*_columns(row)) for row in rows]
+    lines.append(
+        "op/matmul: the operator's matrix products over the machine's rate "
+        f"({result['machine']['ceilings']['matmul_of']})."
+    )
+    if peer:
+        lines.append(f"peer: {peer['name']} {peer['version']}, its batch_size {shape['chunk_size']}.")
+    for row in rows:
+        if "peer" in row:
+            chunk = row["peer"]["chunk_size"]
+            what = "what we compute" if chunk == 1 else "reads and writes once a chunk"
+            lines.append(f"  T = {row['length']}: its chunk_size {chunk}, {what}.")
+        elif row["peer_failed"]:
+            lines.append(f"  {row['peer_failed']}.")
+    if any("base" in row for row in rows):
+        lines.append(f"* over our own speed at T = {shape['base_length']}.")
+    return [part for line in lines for part in (textwrap.wrap(line, 80) if len(line) > 80 else [line])]
+
+
+def _columns(row: dict[str, Any]) -> list[str]:
+    ours, peer = row["ours"], row.get("peer")
+    return [
+        f"{row['length']}",
+        f"{ours['tokens_per_second']:,.0f}",
+        f"{peer['tokens_per_second']:,.0f}" if peer else "failed" if row["peer_failed"] else "",
+        _ratio(row),
+        f"{ours['peak_mb']:,.0f}",
+        f"{peer['peak_mb']:,.0f}" if peer else "",
+        f"{row['operator']['share_of_matmul']:.0%}",
+    ]
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    for name, mark in (("times_peer", ""), ("times_base", "*")):
+        if name in row:
+            r = row[name]
+            digits = 0 if r["median"] >= 10 else 2
+            span = f"({r['least']:.{digits}f}-{r['most']:.{digits}f})"
+            return f"{r['median']:.{digits}f}x{mark} {span}"
+    return ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -13,12 +13,20 @@ from titans_platform.cli.options import dry_run_option, echo_json, json_option
 
 if TYPE_CHECKING:
     from titans_platform.clusters.base import Cluster
-    from titans_platform.clusters.jobs import Job
+    from titans_platform.clusters.jobs import Job, Jobs
     from titans_platform.clusters.steps import Step
     from titans_platform.study.spec import Cell
 
 name_argument = click.argument("name")
 job_argument = click.argument("job")
+_SIGNALS = 128
+"""Exit codes above it are of processes that a signal ended."""
+
+
+def _load(name: str) -> Cluster:
+    from titans_platform.clusters.registry import load_cluster
+
+    return load_cluster(name)
 
 
 @click.group()
@@ -40,7 +48,7 @@ def list_clusters(as_json: bool) -> None:
     Example:
       titans cluster list
     """
-    from titans_platform.clusters.files import known_clusters
+    from titans_platform.clusters.registry import known_clusters
 
     rows = [_listed(name, path) for name, path in sorted(known_clusters().items())]
     if as_json:
@@ -52,16 +60,15 @@ def list_clusters(as_json: bool) -> None:
 
 
 def _listed(name: str, path: Path) -> dict[str, Any]:
-    """A cluster for the list; one whose file is wrong is listed with what is."""
-    from titans_platform.clusters.files import load_cluster
+    """A cluster for the list; one whose file has a mistake is listed with it."""
     from titans_platform.errors import UsageError
 
     try:
-        found = load_cluster(str(path))
+        found = _load(str(path))
     except UsageError as error:
         return {"name": name, "kind": "?", "state": "wrong", "path": path, "description": str(error)}
-    state = "up" if found.state.read() or found.kind == "local" else "-"
-    about = " ".join(found.spec.description.split())
+    state = "up" if found.is_up else "-"
+    about = " ".join(found.description.split())
     return {"name": name, "kind": found.kind, "state": state, "path": path, "description": about}
 
 
@@ -85,9 +92,7 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
     Example:
       titans cluster up nodes --dry-run
     """
-    from titans_platform.clusters.files import load_cluster
-
-    found = load_cluster(name)
+    found = _load(name)
     if schemas:
         _check_manifests(found, schemas)
     if dry_run:
@@ -101,8 +106,8 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
         click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
 
 
-def _check_manifests(found: Cluster[Any], schemas: Sequence[Path]) -> None:
-    from titans_platform.clusters.crd import check_manifests
+def _check_manifests(found: Cluster, schemas: Sequence[Path]) -> None:
+    from titans_platform.clusters.manifests import check_manifests
     from titans_platform.errors import UsageError
 
     if not found.manifests():
@@ -111,38 +116,36 @@ def _check_manifests(found: Cluster[Any], schemas: Sequence[Path]) -> None:
         click.echo(f"# {line}", err=True)
 
 
-@cluster.command(short_help="Tell how a cluster is: nodes and jobs.")
+@cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
 @dry_run_option
 @json_option
 def status(name: str, dry_run: bool, as_json: bool) -> None:
-    """Tell how the cluster NAME is, which nodes it has and which jobs it runs.
+    """Show whether the cluster NAME is up, which nodes it has and which jobs it runs.
 
     \b
     Example:
       titans cluster status nodes
     """
-    from titans_platform.clusters.files import load_cluster
-
-    found = load_cluster(name)
+    found = _load(name)
     if dry_run:
-        _show(found.status_steps(), as_json)
+        _show_jobs(found, lambda jobs: jobs.status_steps(), as_json)
         return
-    told = {"name": found.name, "kind": found.kind, **found.status()}
+    report = {"name": found.name, "kind": found.kind, **found.status()}
     if as_json:
-        echo_json(told)
+        echo_json(report)
     else:
-        _print_status(told)
+        _print_status(report)
 
 
-def _print_status(told: dict[str, Any]) -> None:
-    version = f", Ray {told['ray_version']}" if "ray_version" in told else ""
-    click.echo(f"{told['name']} ({told['kind']}): {told['state']}, {told['where']}{version}")
-    for node in told.get("nodes", []):
+def _print_status(report: dict[str, Any]) -> None:
+    version = f", Ray {report['ray_version']}" if "ray_version" in report else ""
+    click.echo(f"{report['name']} ({report['kind']}): {report['state']}, {report['where']}{version}")
+    for node in report.get("nodes", []):
         role, state = "head" if node["head"] else "worker", "alive" if node["alive"] else "dead"
         gpus = f" {node['gpus']:g} GPU" if node.get("gpus") else ""
         click.echo(f"  {node['id']:<10} {role:<7} {state:<6} {node['ip']:<15} {node['cpus']:g} CPU{gpus}")
-    for job in told.get("jobs", []):
+    for job in report.get("jobs", []):
         code = f" (exit code {job['code']})" if job["code"] else ""
         click.echo(f"  job {job['id']}: {job['state']}{code}")
 
@@ -164,10 +167,9 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
     Example:
       titans cluster submit nodes -- sweep report ablation --scale smoke
     """
-    from titans_platform.clusters.files import load_cluster
     from titans_platform.clusters.study import check_reachable, titans_job
 
-    found = load_cluster(name)
+    found = _load(name)
     check_reachable(found)
     arguments = command[1:] if command[0] == "titans" else command
     return _submit(found, name, titans_job(found, arguments), dry_run, as_json, detach)
@@ -185,18 +187,14 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
     Example:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
-    from titans_platform.clusters.files import load_cluster
-    from titans_platform.clusters.follow import follow
-
-    found = load_cluster(name)
+    found = _load(name)
     if dry_run:
-        _show(found.log_steps(job), False)
+        return _show_jobs(found, lambda jobs: jobs.log_steps(job))
+    with found.connected() as jobs:
+        if not no_follow:
+            return _follow(jobs, name, job, _write(sys.stdout))
+        jobs.logs(job, _write(sys.stdout))
         return 0
-    with found.jobs() as jobs:
-        if no_follow:
-            click.echo(jobs.logs(job), nl=False)
-            return 0
-        return follow(jobs, name, job, _write(sys.stdout))
 
 
 @cluster.command(short_help="End a job.")
@@ -210,16 +208,13 @@ def stop(name: str, job: str, dry_run: bool) -> None:
     Example:
       titans cluster stop nodes ablation-smoke-1f3a9c
     """
-    from titans_platform.clusters.files import load_cluster
-
-    found = load_cluster(name)
+    found = _load(name)
     if dry_run:
-        before, jobs = found.describe_jobs()
-        _show([*before, *jobs.stop_steps(job)], False)
+        _show_jobs(found, lambda jobs: jobs.stop_steps(job))
         return
-    with found.jobs() as jobs:
+    with found.connected() as jobs:
         jobs.stop(job)
-    click.echo(f"{job} is told to stop")
+    click.echo(f"stopping {job}")
 
 
 @cluster.command(short_help="Take down what `up` started.")
@@ -232,11 +227,9 @@ def down(name: str, dry_run: bool) -> None:
     Example:
       titans cluster down nodes
     """
-    from titans_platform.clusters.files import load_cluster
-
-    found = load_cluster(name)
+    found = _load(name)
     if dry_run:
-        _show(found.down_steps(), False)
+        _show(found.down_steps())
         return
     found.down()
     click.echo(f"{found.name} is down")
@@ -253,10 +246,9 @@ def run_study_on(
     as_json: bool,
 ) -> int:
     """`titans sweep run --cluster NAME`; its exit code."""
-    from titans_platform.clusters.files import load_cluster
     from titans_platform.clusters.study import check_reachable, root_on, study_job
 
-    found = load_cluster(name)
+    found = _load(name)
     given = click.get_current_context().get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
     where = root_on(found, root, given)
     check_reachable(found)
@@ -264,30 +256,49 @@ def run_study_on(
     return _submit(found, name, job, dry_run, as_json)
 
 
-def _submit(
-    found: Cluster[Any], name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False
-) -> int:
-    """Submit and follow. With ``as_json`` the log goes to stderr, and what the command answers to stdout."""
-    from titans_platform.clusters.follow import Answer, follow
+def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
+    """Submit and follow. With ``as_json`` the log goes to stderr, and the command's answer to stdout."""
+    from titans_platform.clusters.jobs import Answer
 
     if dry_run:
-        _show(found.submit_steps(job), as_json)
-        return 0
-    with found.jobs() as jobs:
+        return _show_jobs(found, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
+    with found.connected() as jobs:
         job_id = jobs.submit(job)
         if detach:
             click.echo(job_id) if not as_json else echo_json({"job": job_id})
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
         if not as_json:
-            return follow(jobs, name, job_id, _write(sys.stdout))
+            return _follow(jobs, name, job_id, _write(sys.stdout))
         answer = Answer(_write(sys.stderr))
-        code = follow(jobs, name, job_id, answer.write)
+        code = _follow(jobs, name, job_id, answer.write)
         click.echo(answer.text(), nl=False)
         return code
 
 
-def _write(stream: Any) -> Any:
+def _follow(jobs: Jobs, name: str, job_id: str, write: Callable[[str], None]) -> int:
+    """Write the log until the job ends; its exit code, or ``DETACHED`` after Ctrl-C."""
+    from titans_platform.clusters.jobs import DETACHED
+
+    try:
+        code = jobs.wait(job_id, write)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\ndetached; the job goes on\n"
+            f"  titans cluster logs {name} {job_id}   follows it again\n"
+            f"  titans cluster stop {name} {job_id}   ends it",
+            err=True,
+        )
+        return DETACHED
+    if code > _SIGNALS and code != DETACHED:
+        click.echo(
+            f"job {job_id} was ended by signal {code - _SIGNALS}; the same command again goes on from there",
+            err=True,
+        )
+    return code
+
+
+def _write(stream: TextIO) -> Callable[[str], None]:
     def write(text: str) -> None:
         stream.write(text)
         stream.flush()
@@ -295,9 +306,17 @@ def _write(stream: Any) -> Any:
     return write
 
 
-def _show(steps: Sequence[Step], as_json: bool) -> None:
+def _show(steps: Sequence[Step], as_json: bool = False) -> None:
+    """Print the steps as a shell script, or as a JSON list."""
     if as_json:
         echo_json([step.shown() for step in steps])
         return
     for step in steps:
         click.echo(step.shown())
+
+
+def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
+    """Print what leads to a cluster's jobs, and ``steps`` there; contacts nothing."""
+    jobs = found.jobs()
+    _show([*jobs.way(), *steps(jobs)], as_json)
+    return 0

@@ -78,7 +78,7 @@ def _folder_named(run: str, root: Path) -> Path:
 
 def _config(point: Path, overrides: tuple[str, ...]) -> RunConfig:
     from titans_platform.loading import load_config
-    from titans_platform.runs.execute import CONFIG
+    from titans_platform.runs.folder import CONFIG
 
     other = next((o for o in overrides if not o.startswith("eval.")), None)
     if other:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def measures_table(result: Mapping[str, Any]) -> Table:
-    """Columns, and under each its tasks at their lengths, of what ``evaluate`` returned."""
+    """The result of ``evaluate`` as a table: each column, and under it its tasks at their lengths."""
     table = Table(box=box.SIMPLE_HEAD)
     for name, justify in [
         ("", "left"),

@@ -33,6 +33,19 @@ cluster_option = click.option(
     help="Run as a job on this cluster (clusters/NAME.yaml, or a file)  [this machine]",
 )
 
+checkpoint_option = click.option(
+    "--checkpoint-every",
+    type=click.IntRange(1),
+    metavar="STEPS",
+    help="Optimiser steps between checkpoints  [a tenth of the run, at most 500]",
+)
+
+
+def saved_every(steps: int | None) -> tuple[str, ...]:
+    """--checkpoint-every as the override that it stands for."""
+    return () if steps is None else (f"checkpoint.every={steps}",)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")

@@ -11,11 +11,13 @@ import click
 from rich.console import Console
 
 from titans_platform.cli.options import (
+    checkpoint_option,
     cluster_option,
     dry_run_option,
     echo_json,
     json_option,
     root_option,
+    saved_every,
     set_option,
 )
 
@@ -139,6 +141,7 @@ def _task_text(task: TaskConfig) -> str:
 @root_option
 @click.option("--rerun-stale", is_flag=True, help="Run again the cells that another commit made.")
 @click.option("--concurrency", type=click.IntRange(1), help="Cells at once; as many as fit by default.")
+@checkpoint_option
 @cluster_option
 @dry_run_option
 @json_option
@@ -151,6 +154,7 @@ def run(
     root: Path,
     rerun_stale: bool,
     concurrency: int | None,
+    checkpoint_every: int | None,
     cluster: str | None,
     dry_run: bool,
     as_json: bool,
@@ -167,12 +171,15 @@ def run(
       titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.runs.joined import joined
+    from titans_platform.report.publish import report_study
+    from titans_platform.runs.ray_session import joined
     from titans_platform.study.drive import dry_run as show_plan
-    from titans_platform.study.drive import open_study, run_study
+    from titans_platform.study.drive import run_study
+    from titans_platform.study.opened import open_study
 
     began = time.time()
     console = _console(as_json)
+    overrides += saved_every(checkpoint_every)
     opened = open_study(
         study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
     )
@@ -192,7 +199,14 @@ def run(
             raise refusal
         return 0
     with joined(root):
-        table = run_study(opened, console, rerun_stale=rerun_stale, concurrency=concurrency, began=began)
+        table = run_study(
+            opened,
+            console,
+            lambda whole, ran: report_study(whole, console, link=ran),
+            rerun_stale=rerun_stale,
+            concurrency=concurrency,
+            began=began,
+        )
     if as_json:
         echo_json(_table_json(table))
     return 4 if table.unfinished else 0
@@ -254,7 +268,8 @@ def report(
     Example:
       titans sweep report ablation --scale laptop
     """
-    from titans_platform.study.drive import open_study, report_study
+    from titans_platform.report.publish import report_study
+    from titans_platform.study.opened import open_study
 
     console = _console(as_json)
     opened = open_study(

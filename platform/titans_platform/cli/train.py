@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from titans_platform.cli.measures import measures_table
-from titans_platform.cli.options import dry_run_option, echo_json, json_option, root_option, set_option
+from titans_platform.cli.options import (
+    checkpoint_option,
+    dry_run_option,
+    echo_json,
+    json_option,
+    root_option,
+    saved_every,
+    set_option,
+)
+
+PLAIN_EVERY = 15.0
+"""Seconds between lines where there is no terminal."""
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.objectives import Data
-    from titans_platform.runs.execute import Tracked
     from titans_platform.runs.folder import RunFolder
+    from titans_platform.runs.resources import Resources
+    from titans_platform.runs.spec import Tracking
 
 
 @click.command()
@@ -30,11 +43,12 @@ if TYPE_CHECKING:
 @click.option(
     "--workers",
     type=click.IntRange(0),
-    default=0,
+    default=1,
     show_default=True,
-    help="Ray Train workers; 0 trains in this process.",
+    help="Ray Train workers; one trains in this process.",
 )
 @click.option("--gpus", type=click.FloatRange(0), default=0, show_default=True, help="GPUs of each worker.")
+@checkpoint_option
 @click.option("--name", help="Name of the run in MLflow; the config file's by default.")
 @dry_run_option
 @json_option
@@ -44,6 +58,7 @@ def train(
     root: Path,
     workers: int,
     gpus: float,
+    checkpoint_every: int | None,
     name: str | None,
     dry_run: bool,
     as_json: bool,
@@ -59,18 +74,20 @@ def train(
     """
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.resources import Resources
 
     console = Console(stderr=as_json)
-    cfg = load_config(config, overrides)
+    cfg = load_config(config, overrides + saved_every(checkpoint_every))
+    resources = Resources(workers=max(1, workers), cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if dry_run:
-        _plan(cfg, root, workers, as_json, console)
+        _plan(cfg, root, resources, as_json, console)
         return
-    result = _run(cfg, root, workers, gpus, name or config.stem, console)
+    result = _run(cfg, root, resources, name or config.stem, console)
     if as_json:
         echo_json(result)
         return
-    console.print(measures_table(result))
     objective = build_objective(cfg)
+    console.print(measures_table(result))
     console.print(
         f"run {result['cell']}: {result['parameters']:,} parameters, {result['tokens']:,} "
         f"{objective.positions}, {result['train_seconds']:.0f} s, final loss "
@@ -79,66 +96,44 @@ def train(
     console.print(f"folder {root / 'cells' / result['cell']}", soft_wrap=True, highlight=False)
 
 
-def _run(
-    cfg: RunConfig, root: Path, workers: int, gpus: float, name: str, console: Console
-) -> dict[str, Any]:
+def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: Console) -> dict[str, Any]:
     from titans_platform.objectives import build_objective
-    from titans_platform.provenance import commit
-    from titans_platform.runs.execute import cell_name, check
-    from titans_platform.runs.folder import RunFolder
-    from titans_platform.runs.session import session
-    from titans_platform.runs.workers import Resources, fit
+    from titans_platform.runs.check import check_config, check_data, check_resources, spec_for
+    from titans_platform.runs.execute import execute
+    from titans_platform.runs.ray_session import ray_session
     from titans_platform.tracking import check_store
 
+    check_config(cfg)
+    check_resources(cfg, resources)
     check_store(root)
     with console.status("preparing data"):
         data = build_objective(cfg).prepare(root)
-    folder = RunFolder(root.resolve(), cell_name(cfg, data))
-    if (done := folder.result()) is not None:
-        console.print(f"run {folder.name} is finished; nothing to do")
+    spec = spec_for(cfg, root, resources, labels={"row": name})
+    if (done := spec.folder.result()) is not None:
+        console.print(f"run {spec.name} is finished; nothing to do")
         return done
     # what the config gets wrong is said before a store is made and a cluster is up
-    check(cfg, data, max(1, workers))
-    tracked = _tracked(cfg, root, data, folder.name, name)
-    resources = Resources(workers, cfg.threads, gpus)
-    with _held(folder), session(workers * cfg.threads, workers * gpus), _display(folder, console):
-        folder.begin(commit())
-        return fit(cfg, root, folder.name, resources, extra={"row": name}, tracked=tracked)
+    check_data(cfg, data)
+    spec = replace(spec, tracking=_tracking(cfg, root, data, name))
+    alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
+    with alone, _display(spec.folder, console):
+        return execute(spec, wait=10)
 
 
-@contextmanager
-def _held(folder: RunFolder) -> Iterator[None]:
-    from titans_platform.errors import TitansError
+def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     from titans_platform.provenance import commit
-
-    try:
-        with folder.hold(timeout=10):
-            try:
-                yield
-            except Exception as error:
-                folder.record_failure(error, commit())
-                raise
-    except TimeoutError as error:
-        raise TitansError(f"{error}; wait for it, or stop it") from None
-
-
-def _tracked(cfg: RunConfig, root: Path, data: Data, cell: str, name: str) -> Tracked:
-    from titans_platform.provenance import commit
-    from titans_platform.runs.execute import Tracked
+    from titans_platform.runs.spec import Tracking
     from titans_platform.study.columns import params
     from titans_platform.study.spec import Cell
     from titans_platform.tracking import open_store
 
-    store = open_store(root)
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
-    columns = params(Cell(name, cfg.seed, cfg), ())
-    run_id = store.cell_run(cell, name, params=columns, config=cfg.model_dump(mode="json"), tags=tags)
-    return Tracked(store.uri, run_id)
+    return Tracking(open_store(root).uri, name, None, params(Cell(name, cfg.seed, cfg), ()), tags)
 
 
 @contextmanager
 def _display(folder: RunFolder, console: Console) -> Iterator[None]:
-    """A live line fed by the run's progress.json, wherever the run is."""
+    """A live line fed by the run's progress.json; without a terminal, a line now and then."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -146,19 +141,27 @@ def _display(folder: RunFolder, console: Console) -> Iterator[None]:
         TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
     )
-    over = threading.Event()
+    over, began = threading.Event(), time.time()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None, shown="")
-        began = time.time()
 
         def watch() -> None:
+            printed = time.monotonic()
             while not over.wait(0.5):
                 state = folder.progress()
-                if state and state["age"] < time.time() - began + 1:
-                    total, step = state["steps"], state["step"]
-                    bars.update(
-                        bar, description=state["phase"], total=total, completed=step, shown=shown(state)
-                    )
+                if not state or state["age"] > time.time() - began + 1:
+                    continue
+                bars.update(
+                    bar,
+                    description=state["phase"],
+                    total=state["steps"],
+                    completed=state["step"],
+                    shown=shown(state),
+                )
+                if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
+                    printed = time.monotonic()
+                    line = f"{state['phase']} {state['step']}/{state['steps']}  {shown(state)}"
+                    console.print(line.rstrip(), highlight=False, soft_wrap=True)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -177,32 +180,39 @@ def shown(state: dict[str, Any]) -> str:
     return f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tok/s  {minutes}:{seconds:02d} left"
 
 
-def _plan(cfg: RunConfig, root: Path, workers: int, as_json: bool, console: Console) -> None:
+def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, console: Console) -> None:
+    """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.execute import cell_name, check
+    from titans_platform.runs.check import (
+        check_config,
+        check_data,
+        check_resources,
+        check_sources,
+        model_on_meta,
+        run_name,
+    )
     from titans_platform.runs.folder import RunFolder
 
-    objective = build_objective(cfg)
-    plan: dict[str, Any] = {"workers": workers, "threads": cfg.threads, "steps": cfg.optim.steps}
+    check_config(cfg)
+    check_resources(cfg, resources)
+    plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
-        data = objective.open(root)
+        data = build_objective(cfg).open(root)
     except NotPrepared:
-        objective.check()
-        objective.check_sources()
+        check_sources(cfg)
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
-        folder = RunFolder(root.resolve(), cell_name(cfg, data))
+        check_data(cfg, data)
+        folder = RunFolder(root.resolve(), run_name(cfg, data.fingerprint, resources))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-        check(cfg, data, max(1, workers))
-    model = objective.build_model()
-    plan[objective.positions] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
+    model = model_on_meta(cfg)
+    plan["tokens"] = cfg.optim.steps * cfg.optim.global_batch_size * cfg.data.sequence_length
     plan["parameters"] = model.num_parameters()
     plan["state_bytes"] = model.state_bytes(cfg.data.sequence_length)
     if as_json:
         echo_json(plan)
-    else:
-        for key, value in plan.items():
-            console.print(
-                f"{key:12} {value:,}" if isinstance(value, int) else f"{key:12} {value}", highlight=False
-            )
+        return
+    for key, value in plan.items():
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        console.print(f"{key:12} {text}", highlight=False)

@@ -1,44 +1,140 @@
-"""What a kind of cluster is: a spec, the steps that bring it up and down, and where its jobs are."""
+"""What a kind of cluster is: its fields, the steps that bring it up and down, and its jobs."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
-from titans_platform.clusters.jobs import Job, Jobs
-from titans_platform.clusters.schema import ClusterSpec, Token
-from titans_platform.clusters.state import State
-from titans_platform.clusters.steps import Note, Step, perform
+from pydantic import Field, PrivateAttr, model_validator
+
+from titans_core.config import Frozen
+from titans_platform.clusters.access import Token
+from titans_platform.clusters.jobs import Jobs
+from titans_platform.clusters.steps import Call, Step, perform
 from titans_platform.errors import ClusterError
+from titans_platform.files import read_json, write_json
 
-Spec = TypeVar("Spec", bound=ClusterSpec)
+Count = Annotated[int, Field(ge=0)]
 
 
-class Cluster(ABC, Generic[Spec]):
-    """A cluster as a file describes it. Nothing is touched before a method is called."""
+@dataclass(frozen=True)
+class State:
+    """What `up` started, kept outside the project, so that `down` ends that and nothing else."""
 
-    kind: ClassVar[str]
-    """What a file says to mean it."""
-    Spec: ClassVar[type[ClusterSpec]]
-    sees_paths: ClassVar[bool] = False
-    """Whether its nodes see this machine's folders under the same paths."""
-
-    def __init__(self, name: str, spec: Spec):
-        self.name = name
-        self.spec = spec
-        self.state = State(name)
+    name: str
 
     @property
-    def token(self) -> Token:
-        """Where its token is."""
-        return self.spec.token or Token(file="~/.ray/auth_token")
+    def folder(self) -> Path:
+        """The folder of this cluster; XDG_STATE_HOME moves it. It need not exist."""
+        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(base).expanduser() / "titans" / "clusters" / self.name
+
+    @property
+    def file(self) -> Path:
+        """The JSON file in it."""
+        return self.folder / "state.json"
+
+    @property
+    def token(self) -> Path:
+        """The file of a token that is this cluster's own."""
+        return self.folder / "token"
+
+    def read(self) -> dict[str, Any] | None:
+        """What was written, or None where nothing is up."""
+        return read_json(self.file)
+
+    def write(self, value: dict[str, Any]) -> None:
+        """Write it, whole or not at all, where only its owner can read it."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(self.file, value)
+
+    def remember(self) -> Step:
+        """Record that there is something to take down; a step before what costs money or time."""
+        return Call(f"# record in {self.file} that it is up", partial(self.write, {"name": self.name}))
+
+    def forget(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Cluster(Frozen, ABC):
+    """A cluster as a file describes it. Nothing is contacted before a method is called.
+
+    These are the fields that every kind has; a kind adds its own, its steps and its jobs.
+    """
+
+    kind: str
+    description: str = ""
+    storage: str | None = None
+    """Folder of data, runs and studies as the nodes see it, the same on each: an absolute path."""
+    mlflow: str | None = None
+    """Address of an MLflow server that every node reaches. None: the SQLite file under the storage."""
+    token: Token | None = None
+    """Where the token is. None: where the kind keeps it, else Ray's own ~/.ray/auth_token."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables that every process of a job gets. No secrets: they can be read in the dashboard."""
+    pip: bool = False
+    """Install the locked requirements on the nodes first; not needed where the image has them."""
+
+    sees_paths: ClassVar[bool] = False
+    """Whether its nodes see this machine's folders under the same paths."""
+    started_here: ClassVar[bool] = False
+    """Whether its jobs can be reached only where `up` was called."""
+    own_token: ClassVar[bool] = False
+    """Whether it comes with a token, kept here in a file that only this user can read."""
+    _name: str = PrivateAttr("")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.storage and "://" in self.storage:
+            raise ValueError(
+                "storage: cells are files in a folder; mount the bucket on every node, give its path"
+            )
+        if self.storage and not os.path.isabs(self.storage):
+            raise ValueError("storage: should be an absolute path: nodes have no common working directory")
+        if self.mlflow:
+            _check_mlflow(self.mlflow)
+        if "RAY_AUTH_TOKEN" in self.env:
+            raise ValueError("env: the token does not belong in a file that is shared; see `token`")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Its file's name."""
+        return self._name
+
+    def named(self, name: str) -> Self:
+        """This cluster, with the name of its file."""
+        self._name = name
+        return self
+
+    @property
+    def state(self) -> State:
+        """What `up` recorded."""
+        return State(self.name)
+
+    @property
+    def token_used(self) -> Token:
+        """Where its token is: where the file says, else the kind's own or Ray's."""
+        return self.token or Token(file=str(self.state.token) if self.own_token else "~/.ray/auth_token")
 
     @property
     def one_machine(self) -> bool:
         """Whether all its workers are on one machine, so that an SQLite file can take their metrics."""
         return False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether jobs can be submitted as far as can be told from here."""
+        return self.state.read() is not None
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """The CPUs and GPUs of each node it may grow to; None where what is alive is all there is."""
@@ -53,33 +149,32 @@ class Cluster(ABC, Generic[Spec]):
         """What `down` does: it ends what `up` started, and nothing else."""
 
     @abstractmethod
-    def open_jobs(self) -> Iterator[Jobs]:
-        """Its jobs, for as long as the generator lives. Raises ClusterError where it cannot be reached."""
+    def where(self) -> str:
+        """One line on where it is."""
 
     @abstractmethod
-    def describe_jobs(self) -> tuple[list[Step], Jobs]:
-        """The steps that lead to its jobs, and the jobs, without reaching for anything: for --dry-run."""
+    def jobs(self) -> Jobs:
+        """Its jobs, not contacted yet."""
 
     def manifests(self) -> list[dict[str, Any]]:
         """The Kubernetes objects `up` and `submit` apply; none elsewhere."""
         return []
 
     def up(self) -> str:
-        """Bring it up; where it is."""
+        """Bring it up; where it is. Raises ClusterError."""
         if self.state.read() is not None:
-            raise ClusterError(f"cluster {self.name}: is up already; see titans cluster status {self.name}")
+            raise ClusterError(f"cluster {self.name}: is up already; titans cluster down {self.name} ends it")
         perform(self.up_steps())
-        self.state.write({"kind": self.kind})
         return self.where()
 
     def down(self) -> None:
-        """Take it down."""
+        """Take it down. Raises ClusterError."""
         self.require_up()
         perform(self.down_steps())
         self.state.forget()
 
     def require_up(self) -> dict[str, Any]:
-        """What `up` wrote down. Raises ClusterError where it started nothing, here, by this user."""
+        """What `up` recorded. Raises ClusterError where it started nothing, here, by this user."""
         found = self.state.read()
         if found is None:
             raise ClusterError(
@@ -87,31 +182,25 @@ class Cluster(ABC, Generic[Spec]):
             )
         return found
 
-    def where(self) -> str:
-        """One line on where it is."""
-        return self.kind
-
     @contextmanager
-    def jobs(self) -> Iterator[Jobs]:
-        """Its jobs, reached through whatever leads to it for that long."""
-        yield from self.open_jobs()
+    def connected(self) -> Iterator[Jobs]:
+        """Its jobs, reached for as long as the block lasts. Raises ClusterError."""
+        if self.started_here:
+            self.require_up()
+        with self.jobs().connected() as jobs:
+            yield jobs
 
     def status(self) -> dict[str, Any]:
-        """How it is: `state`, and what is known of `nodes` and `jobs`. Raises ClusterError."""
-        with self.jobs() as jobs:
+        """Its `state`, and what is known of its `nodes` and `jobs`. Raises ClusterError."""
+        with self.connected() as jobs:
             return {"state": "up", "where": self.where(), **jobs.about()}
 
-    def submit_steps(self, job: Job) -> list[Step]:
-        """What submitting does, to be shown."""
-        before, jobs = self.describe_jobs()
-        return [*before, *jobs.submit_steps(job, job.new_id())]
 
-    def status_steps(self) -> list[Step]:
-        """What ``status`` asks, to be shown."""
-        before, _ = self.describe_jobs()
-        return [*before, Note("GET /api/version, /api/v0/nodes and /api/jobs/ with the token")]
-
-    def log_steps(self, job_id: str) -> list[Step]:
-        """What ``logs`` asks, to be shown."""
-        before, jobs = self.describe_jobs()
-        return [*before, *jobs.log_steps(job_id)]
+def _check_mlflow(uri: str) -> None:
+    parts = urlsplit(uri)
+    if parts.scheme == "sqlite":
+        raise ValueError("mlflow: an SQLite file takes one machine; give the address of an `mlflow server`")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
+    if parts.password:
+        raise ValueError("mlflow: holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes instead")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from titans_platform.clusters.steps import Step
+from titans_platform.clusters.steps import Step, perform
+from titans_platform.errors import ClusterError
 
 DETACHED = 130
 """What a shell returns after Ctrl-C; the job itself goes on."""
+_OPENS = re.compile(r"^[{\[]\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One `titans` command with all it takes along."""
+    """One `titans` command with everything it needs."""
 
     name: str
     arguments: tuple[str, ...]
@@ -26,10 +32,6 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     pip: bool = False
     """Install the locked requirements on the nodes first."""
-
-    def new_id(self) -> str:
-        """A name nobody has, that says what it is."""
-        return f"{self.name}-{secrets.token_hex(3)}"
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -46,61 +48,175 @@ class JobInfo:
     state: str
     """pending, running, succeeded, failed or stopped."""
     started: float | None = None
+    """Seconds since the epoch."""
     code: int | None = None
+    """The driver's exit code, negative where a signal ended it."""
 
     @property
     def ended(self) -> bool:
         """Whether it is over."""
         return self.state in ("succeeded", "failed", "stopped")
 
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell reports it: 128 plus the signal's number where a signal ended it."""
+        if self.state == "succeeded":
+            return 0
+        if self.code is None:
+            return DETACHED if self.state == "stopped" else 1
+        return 128 - self.code if self.code < 0 else self.code
 
+
+class ReaderGone(BrokenPipeError):
+    """Whoever read our output has left; this says nothing about the connection to the cluster."""
+
+
+@dataclass
+class Log:
+    """A job's log as it is written here. It goes on where it broke off."""
+
+    write: Callable[[str], None]
+    offset: int = 0
+    """How much is written: characters, or bytes where the log is a file."""
+
+    def add(self, text: str, size: int | None = None) -> None:
+        """Write what comes next; ``size`` is its length in the log's own unit."""
+        if not text:
+            return
+        try:
+            self.write(text)
+        except BrokenPipeError as error:
+            raise ReaderGone(*error.args) from None
+        self.offset += len(text) if size is None else size
+
+    def from_start(self) -> Callable[[str], None]:
+        """A function that takes the log from its beginning, and adds what is new."""
+        skip = self.offset
+
+        def take(chunk: str) -> None:
+            nonlocal skip
+            fresh, skip = chunk[skip:], max(0, skip - len(chunk))
+            self.add(fresh)
+
+        return take
+
+
+@dataclass(frozen=True)
 class Jobs(ABC):
-    """The jobs of one cluster."""
+    """The jobs of one cluster. Making one contacts nothing, so that --dry-run can show its steps."""
+
+    cluster: str
+    poll: ClassVar[float] = 2.0
+    """Seconds between two looks at a job."""
 
     @abstractmethod
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
         """What submitting does."""
 
     @abstractmethod
-    def wait(self, job_id: str, write: Callable[[str], None]) -> int:
-        """Give ``write`` the log from its beginning and as it grows; the job's exit code."""
+    def list(self) -> list[JobInfo]:
+        """Every job the cluster knows, the newest last."""
 
     @abstractmethod
-    def logs(self, job_id: str) -> str:
-        """The log as far as it has come."""
-
-    @abstractmethod
-    def stop(self, job_id: str) -> None:
-        """End a job; it can be submitted again and goes on where it was."""
+    def read(self, job_id: str, log: Log, follow: bool) -> None:
+        """Add what the log holds; with ``follow`` it may stay for as long as the log grows."""
 
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
-        """What ``stop`` does, to be shown."""
+        """What ending a job does."""
 
     @abstractmethod
     def log_steps(self, job_id: str) -> list[Step]:
-        """What ``logs`` and ``wait`` read, to be shown."""
+        """What reads the log."""
 
     @abstractmethod
-    def list(self) -> list[JobInfo]:
-        """Every job the cluster knows, the newest last."""
+    def status_steps(self) -> list[Step]:
+        """What finds out about nodes and jobs."""
+
+    def way(self) -> list[Step]:
+        """What leads to the jobs, before any of the steps above."""
+        return []
+
+    @contextmanager
+    def connected(self) -> Iterator[Self]:
+        """The jobs, reached for as long as the block lasts. Raises ClusterError."""
+        yield self
 
     def about(self) -> dict[str, Any]:
         """What is known of the cluster: its jobs, and for some kinds its nodes."""
         return {"jobs": [asdict(job) for job in self.list()]}
 
+    def info(self, job_id: str) -> JobInfo:
+        """One job. Raises ClusterError, which names the jobs there are, where it is unknown."""
+        known = {job.id: job for job in self.list()}
+        if job_id not in known:
+            names = ", ".join(list(known)[-5:]) or "none"
+            raise ClusterError(f"cluster {self.cluster}: no job {job_id!r}; its jobs: {names}")
+        return known[job_id]
+
+    def new_id(self, job: Job) -> str:
+        """A new id that begins with the job's name."""
+        return f"{job.name}-{secrets.token_hex(3)}"
+
     def submit(self, job: Job) -> str:
-        """Submit a job; its id."""
-        job_id = job.new_id()
-        for step in self.submit_steps(job, job_id):
-            step.do()
+        """Submit a job; its id. Raises ClusterError."""
+        job_id = self.new_id(job)
+        perform(self.submit_steps(job, job_id))
         return job_id
 
+    def stop(self, job_id: str) -> None:
+        """End a job; the same command goes on where it was. Raises ClusterError."""
+        self.info(job_id)
+        perform(self.stop_steps(job_id))
 
-def shell_code(code: int | None, state: str = "failed") -> int:
-    """A driver's exit code as a shell has it: 128 and the signal's number where a signal ended it."""
-    if state == "succeeded":
-        return 0
-    if code is None:
-        return DETACHED if state == "stopped" else 1
-    return 128 - code if code < 0 else code
+    def logs(self, job_id: str, write: Callable[[str], None]) -> None:
+        """Give ``write`` the log as far as it has come. Raises ClusterError."""
+        self.info(job_id)
+        self.read(job_id, Log(write), follow=False)
+
+    def wait(self, job_id: str, write: Callable[[str], None]) -> int:
+        """Give ``write`` the log from its beginning and as it grows; the exit code. Raises ClusterError."""
+        return self.follow(job_id, Log(write))
+
+    def follow(self, job_id: str, log: Log) -> int:
+        """Add to ``log`` until the job ends; its exit code."""
+        while True:
+            info = self.info(job_id)
+            if info.state != "pending":
+                self.read(job_id, log, follow=True)
+            if info.ended:
+                return info.shell_code
+            time.sleep(self.poll)
+
+
+class Answer:
+    """Separates a command's JSON answer from the rest of its log, in which Ray joins stdout and stderr.
+
+    `--json` prints one object or list, last, whose first line is a bracket alone.
+    """
+
+    def __init__(self, rest: Callable[[str], None]):
+        self._rest = rest
+        self._held = ""
+
+    def write(self, text: str) -> None:
+        """Take more of the log; all before the last line that may open an answer goes to the rest."""
+        self._held += text
+        whole = self._held.rfind("\n") + 1
+        opened = [match.start() for match in _OPENS.finditer(self._held, 0, whole)]
+        self._release(opened[-1] if opened else whole)
+
+    def _release(self, count: int) -> None:
+        if count:
+            self._rest(self._held[:count])
+        self._held = self._held[count:]
+
+    def text(self) -> str:
+        """The answer, empty where the command printed none; all other lines go to the rest."""
+        try:
+            _, end = json.JSONDecoder().raw_decode(self._held)
+        except ValueError:
+            end = 0
+        answer, self._held = self._held[:end], self._held[end:].removeprefix("\n" if end else "")
+        self._release(len(self._held))
+        return answer + "\n" if answer else ""

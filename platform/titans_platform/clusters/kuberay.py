@@ -1,141 +1,393 @@
-"""Kind `kuberay`: Ray on Kubernetes, kept by the KubeRay operator (1.7), through kubectl."""
+"""Kind `kuberay`: Ray on Kubernetes, kept by the KubeRay operator (1.7), through kubectl.
+
+No token is ever in a manifest: pods get it from a Secret.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
-from typing import Any
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any, ClassVar, Literal
 
-from titans_platform.clusters import manifests
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import Job, Jobs
-from titans_platform.clusters.kubejobs import KubeJobs
-from titans_platform.clusters.manifests import KubeRaySpec
-from titans_platform.clusters.nodes import free_ports
+from pydantic import Field, JsonValue, model_validator
+
+from titans_core.config import Frozen, PositiveInt
+from titans_platform.clusters.access import LOOPBACK, clean_environment, free_ports, write_token
+from titans_platform.clusters.base import Cluster, Count
+from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
+from titans_platform.clusters.manifests import as_yaml
 from titans_platform.clusters.rayjobs import RayJobs
-from titans_platform.clusters.schema import Token
-from titans_platform.clusters.steps import Note, Run, Step
-from titans_platform.clusters.tokens import read_token, write_token
-from titans_platform.errors import ClusterError
+from titans_platform.clusters.steps import Call, Note, Run, Step
+from titans_platform.errors import ClusterError, UsageError
 
-DASHBOARD = 8265
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m)?$")]
+Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+
+LABEL = {"app.kubernetes.io/managed-by": "titans"}
+FILES = "/etc/titans"
+"""Where a RayJob's files are mounted in the head."""
+_CONFIG_MAP_BYTES = 900_000
+_STATES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "STOPPED": "stopped", "RUNNING": "running"}
 
 
-class KubeRay(Cluster[KubeRaySpec]):
+class Head(Frozen):
+    """The pod that schedules, and runs the driver of a study."""
+
+    cpus: PositiveInt = 4
+    memory: Quantity = "16Gi"
+    node_selector: dict[str, str] = Field(default_factory=dict)
+
+
+class Pool(Frozen):
+    """Workers that are alike: one pod each, with or without GPUs."""
+
+    name: Label
+    replicas: Count
+    max_replicas: Count | None = None
+    """More than `replicas`: Ray requests pods as cells wait for them, and gives them back."""
+    cpus: PositiveInt
+    memory: Quantity
+    gpus: Count = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the machines, e.g. cloud.google.com/gke-accelerator: nvidia-h100-80gb."""
+    tolerations: tuple[dict[str, JsonValue], ...] = ()
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Pool:
+        if self.max_replicas is not None and self.max_replicas < max(1, self.replicas):
+            raise ValueError(f"max_replicas: should be at least 1 and replicas ({self.replicas})")
+        if self.max_replicas is None and self.replicas == 0:
+            raise ValueError("replicas: 0 without max_replicas is a pool that never has a pod")
+        return self
+
+    @property
+    def most(self) -> int:
+        """Pods it may grow to."""
+        return self.max_replicas or self.replicas
+
+
+class Claim(Frozen):
+    """The volume behind `storage`, mounted on every pod: one that exists, or one that `up` makes."""
+
+    claim: Label
+    size: Quantity | None = None
+    """Make a ReadWriteMany claim of this size. None: a claim of this name exists."""
+    storage_class: str | None = None
+
+
+class KubeRay(Cluster):
     """A RayCluster from `up` to `down`, or a RayJob for each `submit`."""
 
-    kind = "kuberay"
-    Spec = KubeRaySpec
+    own_token: ClassVar[bool] = True
+    lifetime: Literal["cluster", "job"] = "cluster"
+    """cluster: a RayCluster from `up` to `down`. job: a RayJob for each `submit`, gone after it."""
+    image: str
+    """The image of clusters/Dockerfile in your registry."""
+    namespace: Label = "default"
+    context: str | None = None
+    """kubectl's context; its current one by default."""
+    ray_version: str = "2.60.0"
+    head: Head = Head()
+    pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
+    volume: Claim
+    storage: str | None = "/mnt/titans"
+    service_account: str | None = None
+    secret: Label | None = None
+    """A Secret with the key auth_token. None: KubeRay makes one with a random token."""
+    ttl_seconds: Count = 600
+    """job: how long pods of a finished job are kept to look at."""
+    deadline_seconds: PositiveInt | None = None
+    """job: end a job that takes longer."""
+
+    @model_validator(mode="after")
+    def _names(self) -> KubeRay:
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) < len(names):
+            raise ValueError("pools: each needs its own name")
+        if not self.storage:
+            raise ValueError("storage: missing; give the path the claim is mounted at")
+        if self.pip and self.lifetime == "job":
+            raise ValueError("pip: a RayJob runs what the image holds; build it with clusters/Dockerfile")
+        return self
 
     @property
     def for_each_job(self) -> bool:
         """Whether clusters are made for jobs."""
-        return self.spec.lifetime == "job"
+        return self.lifetime == "job"
 
-    def grows_to(self) -> list[dict[str, float]] | None:
-        """Every pool at its largest; a job's own cluster is not there yet when it is planned."""
-        pools = self.spec.pools
-        if not any(pool.most > pool.replicas for pool in pools):
-            return None
-        return [{"CPU": pool.cpus, "GPU": pool.gpus} for pool in pools for _ in range(pool.most)]
+    @property
+    def grows(self) -> bool:
+        """Whether Ray may request more pods than it begins with."""
+        return any(pool.most > pool.replicas for pool in self.pools)
 
     def kubectl(self, *arguments: str) -> tuple[str, ...]:
-        """The start of every command."""
-        context = ("--context", self.spec.context) if self.spec.context else ()
-        return ("kubectl", *context, "--namespace", self.spec.namespace, *arguments)
+        """A command of kubectl in this context and namespace."""
+        context = ("--context", self.context) if self.context else ()
+        return ("kubectl", *context, "--namespace", self.namespace, *arguments)
+
+    def grows_to(self) -> list[dict[str, float]] | None:
+        """Every pool at its largest; a job's own cluster does not exist yet when the job is planned."""
+        if not self.grows:
+            return None
+        return [{"CPU": p.cpus, "GPU": p.gpus} for p in self.pools for _ in range(p.most)]
 
     def up_steps(self) -> list[Step]:
         """Apply the claim and the RayCluster, wait for its pods."""
-        apply = Run(self.kubectl("apply", "-f", "-"), stdin=manifests.as_yaml(self._kept()))
+        kept, kubectl = self._kept(), self.kubectl
+        apply = [Run(kubectl("apply", "-f", "-"), stdin=as_yaml(kept))] if kept else []
         if self.for_each_job:
             note = Note("no cluster to keep: each submit makes its own (lifetime: job)")
-            return [apply, note] if self._kept() else [note]
+            return [*apply, note, self.state.remember()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
-        return [apply, Run(self.kubectl(*ready))]
+        return [*apply, self.state.remember(), Run(kubectl(*ready))]
 
     def _kept(self) -> list[dict[str, Any]]:
         """What lives from `up` to `down`, and the claim, which outlives both."""
-        cluster = [] if self.for_each_job else [manifests.ray_cluster(self.name, self.spec)]
-        return [*manifests.claim(self.name, self.spec), *cluster]
+        cluster = [] if self.for_each_job else [ray_cluster(self)]
+        return [*claim(self), *cluster]
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is applied, a sample job among it."""
-        if not self.for_each_job:
-            return self._kept()
-        return [*self._kept(), *manifests.ray_job("sample", self.spec, _SAMPLE)]
-
-    def up(self) -> str:
-        """Apply, and remember before waiting that there is something to take down."""
-        if self.state.read() is not None:
-            raise ClusterError(f"cluster {self.name}: is up already; titans cluster down {self.name} ends it")
-        first, *rest = self.up_steps()
-        first.do()
-        self.state.write({"kind": "kuberay", "namespace": self.spec.namespace})
-        for step in rest:
-            step.do()
-        return self.where()
+        return self._kept() + (ray_job("sample", self, _SAMPLE) if self.for_each_job else [])
 
     def down_steps(self) -> list[Step]:
         """Delete the RayCluster. The claim stays: it holds the results."""
-        kept = f"the claim {self.spec.volume.claim} stays, with all results; kubectl delete pvc removes it"
-        if self.for_each_job:
-            return [Note(kept)]
-        return [
-            Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait")),
-            Note(kept),
-        ]
+        delete = Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait"))
+        kept = f"the claim {self.volume.claim} stays, with all results; kubectl delete pvc removes it"
+        return [*([] if self.for_each_job else [delete]), Note(kept)]
 
     def where(self) -> str:
-        """Its namespace and name."""
         what = "RayJobs" if self.for_each_job else f"RayCluster {self.name}"
-        return f"{what} in namespace {self.spec.namespace}"
+        return f"{what} in namespace {self.namespace}"
 
-    def open_jobs(self) -> Iterator[Jobs]:
+    def jobs(self) -> Jobs:
         """KubeRay's jobs, or Ray's through a forwarded port."""
         if self.for_each_job:
-            yield KubeJobs(self.name, self.spec, self.kubectl)
-            return
-        from titans_platform.clusters.tunnel import tunnel
-
+            return KubeJobs(self.name, self)
         (port,) = free_ports(1)
-        with tunnel(self._forward(port), port) as address:
-            jobs = RayJobs(self.name, address, self._fetched_token())
-            jobs.check()
-            yield jobs
+        forward = self.kubectl("port-forward", f"service/{self.name}-head-svc", f"{port}:8265")
+        fetch = () if self.token else (self._fetch_token(),)
+        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token_used, forward, fetch)
 
-    def describe_jobs(self) -> tuple[list[Step], Jobs]:
-        """The same, not yet reached."""
-        if self.for_each_job:
-            return [], KubeJobs(self.name, self.spec, self.kubectl)
-        (port,) = free_ports(1)
-        way = [Note(f"while it lasts: {' '.join(self._forward(port))}")]
-        if self.spec.token is None:
-            way.append(Note(f"the token: {' '.join(self._secret())}"))
-        return [*way], RayJobs(self.name, f"http://127.0.0.1:{port}", self.token)
+    def _fetch_token(self) -> Step:
+        """Copy the token of the cluster's Secret into a file that only this user can read."""
+        secret, path = self.secret or self.name, self.state.token
+        get = Run(self.kubectl("get", "secret", secret, "-o", "jsonpath={.data.auth_token}"))
 
-    def _forward(self, port: int) -> tuple[str, ...]:
-        return self.kubectl("port-forward", f"service/{self.name}-head-svc", f"{port}:{DASHBOARD}")
-
-    def _secret(self) -> tuple[str, ...]:
-        return self.kubectl(
-            "get", "secret", self.spec.secret or self.name, "-o", "jsonpath={.data.auth_token}"
-        )
-
-    @property
-    def token(self) -> Token:
-        """The file's own, or a copy of the Secret that only this user can read."""
-        return self.spec.token or Token(file=str(self.state.token))
-
-    def _fetched_token(self) -> Token:
-        if self.spec.token is None:
-            coded = Run(self._secret()).output()
+        def fetch() -> None:
             try:
-                write_token(self.state.token, base64.b64decode(coded).decode().strip())
+                value = base64.b64decode(get.output()).decode().strip()
             except (binascii.Error, UnicodeDecodeError):
-                raise ClusterError(f"cluster {self.name}: its Secret holds no auth_token") from None
-            read_token(self.token, self.name)
-        return self.token
+                value = ""
+            if not value:
+                raise ClusterError(f"cluster {self.name}: its Secret holds no auth_token")
+            write_token(path, value)
+
+        return Call(f"(umask 077; {get.shown()} | base64 --decode > {shlex.quote(str(path))})", fetch)
 
 
 _SAMPLE = Job("sample", ("sweep", "run", "ablation"), {"sweeps/ablation.yaml": b"name: ablation\n"})
+
+
+@dataclass(frozen=True)
+class KubeJobs(Jobs):
+    """The RayJobs of a namespace that titans made; KubeRay makes and removes the cluster of each."""
+
+    spec: KubeRay
+
+    def new_id(self, job: Job) -> str:
+        """An id that Kubernetes takes as a name."""
+        return object_name(super().new_id(job))
+
+    def submit_steps(self, job: Job, job_id: str) -> list[Step]:
+        objects = ray_job(job_id, self.spec, job)
+        return [Run(self.spec.kubectl("apply", "-f", "-"), stdin=as_yaml(objects))]
+
+    def read(self, job_id: str, log: Log, follow: bool) -> None:
+        """What the pod prints that submits the entrypoint and follows it."""
+        argv = self.spec.kubectl("logs", *["--follow"] * follow, f"job/{job_id}")
+        take = log.from_start()
+        # Ctrl-C detaches; it must not reach kubectl first
+        with subprocess.Popen(
+            argv, env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    take(line)
+            finally:
+                process.terminate()
+
+    def log_steps(self, job_id: str) -> list[Step]:
+        return [Run(self.spec.kubectl("logs", "--follow", f"job/{job_id}"))]
+
+    def stop_steps(self, job_id: str) -> list[Step]:
+        """Delete the RayJob, with which its cluster goes, and its files."""
+        gone = (job_id, "--ignore-not-found")
+        return [Run(self.spec.kubectl("delete", kind, *gone)) for kind in ("rayjob", "configmap")]
+
+    def status_steps(self) -> list[Step]:
+        return [self._get]
+
+    @property
+    def _get(self) -> Run:
+        (selector,) = (f"{key}={value}" for key, value in LABEL.items())
+        return Run(self.spec.kubectl("get", "rayjobs", "--selector", selector, "-o", "json"))
+
+    def list(self) -> list[JobInfo]:
+        return [_job_info(item) for item in json.loads(self._get.output())["items"]]
+
+
+def object_name(job_id: str) -> str:
+    """A job's id as Kubernetes takes it."""
+    return re.sub(r"[^-a-z0-9]", "-", job_id.lower())[-47:].strip("-")
+
+
+def _job_info(item: dict[str, Any]) -> JobInfo:
+    status = item.get("status") or {}
+    state = _STATES.get(status.get("jobStatus") or "", "pending")
+    if status.get("jobDeploymentStatus") == "Failed":
+        state = "failed"
+    code = re.search(r"exit code (\d+)", status.get("message") or "")
+    started = status.get("startTime")
+    return JobInfo(
+        id=item["metadata"]["name"],
+        name=item["metadata"]["name"].rpartition("-")[0],
+        state=state,
+        started=datetime.fromisoformat(started).timestamp() if started else None,
+        code=int(code[1]) if code else None,
+    )
+
+
+def claim(spec: KubeRay) -> list[dict[str, Any]]:
+    """The PersistentVolumeClaim, where the file says to make it."""
+    volume = spec.volume
+    if volume.size is None:
+        return []
+    body = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": volume.size}}}
+    if volume.storage_class:
+        body["storageClassName"] = volume.storage_class
+    return [_object("v1", "PersistentVolumeClaim", volume.claim, spec, spec=body)]
+
+
+def ray_cluster(spec: KubeRay) -> dict[str, Any]:
+    """The RayCluster of ``up``."""
+    return _object("ray.io/v1", "RayCluster", spec.name, spec, spec=cluster_body(spec))
+
+
+def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
+    """A ConfigMap of the job's files and the RayJob that makes a cluster, runs the command, removes both."""
+    body = {
+        # the driver's own files are there; workers need none of them
+        "entrypoint": f"cd {FILES} && {shlex.join(job.command)}",
+        # JSON is YAML
+        "runtimeEnvYAML": json.dumps({"env_vars": dict(job.env)}),
+        "submissionMode": "K8sJobMode",
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": spec.ttl_seconds,
+        # a study goes on where it was, so one retry is safe after a lost head
+        "backoffLimit": 1,
+        "rayClusterSpec": cluster_body(spec, job_id, job.files),
+    }
+    if spec.deadline_seconds:
+        body["activeDeadlineSeconds"] = spec.deadline_seconds
+    files = [_config_map(job_id, spec, job.files)] if job.files else []
+    return [*files, _object("ray.io/v1", "RayJob", job_id, spec, spec=body)]
+
+
+def cluster_body(
+    spec: KubeRay, config_map: str = "", files: Mapping[str, bytes] | None = None
+) -> dict[str, Any]:
+    """The spec of a RayCluster; ``files`` are mounted in the head from ``config_map``."""
+    head = _pod(spec, "ray-head", _resources(spec.head), spec.head.node_selector)
+    ports = {"gcs": 6379, "dashboard": 8265}
+    head["containers"][0]["ports"] = [{"name": name, "containerPort": n} for name, n in ports.items()]
+    if files:
+        items = [{"key": _key(path), "path": path} for path in sorted(files)]
+        head["volumes"].append({"name": "files", "configMap": {"name": config_map, "items": items}})
+        head["containers"][0]["volumeMounts"].append({"name": "files", "mountPath": FILES, "readOnly": True})
+    return {
+        "rayVersion": spec.ray_version,
+        "authOptions": {"mode": "token", **({"secretName": spec.secret} if spec.secret else {})},
+        **({"enableInTreeAutoscaling": True} if spec.grows else {}),
+        "headGroupSpec": {
+            # cells run on the pools; the head has the driver and Ray's own processes
+            "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
+            "template": _template(head),
+        },
+        "workerGroupSpecs": [_group(spec, pool) for pool in spec.pools],
+    }
+
+
+def _group(spec: KubeRay, pool: Pool) -> dict[str, Any]:
+    gpus = {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {}
+    pod = _pod(spec, "ray-worker", _resources(pool, gpus), pool.node_selector)
+    if pool.tolerations:
+        pod["tolerations"] = [dict(one) for one in pool.tolerations]
+    return {
+        "groupName": pool.name,
+        "replicas": pool.replicas,
+        "minReplicas": pool.replicas,
+        "maxReplicas": pool.most,
+        "rayStartParams": {},
+        "template": _template(pod),
+    }
+
+
+def _template(pod: dict[str, Any]) -> dict[str, Any]:
+    return {"metadata": {"labels": LABEL}, "spec": pod}
+
+
+def _pod(
+    spec: KubeRay, name: str, resources: dict[str, Any], node_selector: Mapping[str, str]
+) -> dict[str, Any]:
+    container = {
+        "name": name,
+        "image": spec.image,
+        "resources": resources,
+        "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+        "volumeMounts": [{"name": "storage", "mountPath": spec.storage}],
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+    volume = {"name": "storage", "persistentVolumeClaim": {"claimName": spec.volume.claim}}
+    return {
+        **({"serviceAccountName": spec.service_account} if spec.service_account else {}),
+        # the user of clusters/Dockerfile, and its group on the volume
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        **({"nodeSelector": dict(node_selector)} if node_selector else {}),
+        "containers": [container],
+        "volumes": [volume],
+    }
+
+
+def _resources(machine: Head | Pool, gpus: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The same request and limit: a pod above its request may be evicted, and its cells with it."""
+    amounts = {"cpu": str(machine.cpus), "memory": machine.memory, **(gpus or {})}
+    return {"requests": amounts, "limits": amounts}
+
+
+def _config_map(name: str, spec: KubeRay, files: Mapping[str, bytes]) -> dict[str, Any]:
+    if sum(map(len, files.values())) > _CONFIG_MAP_BYTES:
+        raise UsageError(
+            f"lifetime: job: {', '.join(files)} are more than a ConfigMap holds; put the tokenizer into "
+            f"{spec.storage} and give its absolute path"
+        )
+    binary = {_key(path): base64.b64encode(content).decode() for path, content in sorted(files.items())}
+    return _object("v1", "ConfigMap", name, spec, binaryData=binary)
+
+
+def _key(path: str) -> str:
+    return re.sub(r"[^-._a-zA-Z0-9]", "_", path)
+
+
+def _object(api: str, kind: str, name: str, where: KubeRay, **body: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": where.namespace, "labels": LABEL}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}

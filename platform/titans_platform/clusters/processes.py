@@ -1,24 +1,24 @@
-"""Processes that outlive the command that started them: written down by id and birth, ended by these."""
+"""Processes that outlive the command that started them, identified by process id and time of birth."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from titans_platform.clusters.steps import Step
+from titans_platform.clusters.steps import Call, Step
 
 
 def _psutil() -> Any:
-    """The psutil that Ray brings along; it can be imported once Ray is."""
+    """The psutil that Ray bundles; it can be imported once Ray is."""
     importlib.import_module("ray")
     return importlib.import_module("psutil")
 
 
 def record(pid: int, role: str) -> dict[str, Any]:
-    """What identifies a process for good: an id is given away again, an id with its birth is not."""
+    """What identifies a process for good: an id is reused, an id with its time of birth is not."""
     return {"pid": pid, "born": _psutil().Process(pid).create_time(), "role": role}
 
 
@@ -34,7 +34,7 @@ def find(process: Mapping[str, Any]) -> Any | None:
 
 
 def family(process: Mapping[str, Any]) -> list[Any]:
-    """The living process of a record and all below it."""
+    """The living process of a record and all its descendants."""
     found = find(process)
     if found is None:
         return []
@@ -44,13 +44,13 @@ def family(process: Mapping[str, Any]) -> list[Any]:
 
 
 def end(processes: Iterable[Mapping[str, Any]], grace: float = 8.0) -> None:
-    """End the recorded processes and all below them: asked first, then killed."""
+    """Terminate the recorded processes; after ``grace`` seconds kill what is left of them and below."""
     psutil = _psutil()
     families = [family(process) for process in processes]
     everyone = [member for members in families for member in members]
     for members in families:
         with contextlib.suppress(psutil.Error):
-            # Ray's own start command takes its children with it
+            # Ray's own start command ends its children with it
             for first in members[:1]:
                 first.terminate()
     _, alive = psutil.wait_procs(everyone, timeout=grace)
@@ -60,20 +60,9 @@ def end(processes: Iterable[Mapping[str, Any]], grace: float = 8.0) -> None:
     psutil.wait_procs(alive, timeout=grace)
 
 
-@dataclass(frozen=True)
-class EndProcesses(Step):
-    """End processes that were written down."""
-
-    processes: Sequence[Mapping[str, Any]]
-
-    def shown(self) -> str:
-        """The living ones."""
-        alive = [process for process in self.processes if find(process)]
-        if not alive:
-            return "# no process of it is alive"
-        roles = ", ".join(process["role"] for process in alive)
-        return f"kill {' '.join(str(process['pid']) for process in alive)}  # {roles}, and what is below them"
-
-    def do(self) -> None:
-        """End them."""
-        end(self.processes)
+def end_processes(processes: Sequence[Mapping[str, Any]]) -> Step:
+    """The step that ends recorded processes and their descendants."""
+    alive = [process for process in processes if find(process)]
+    pids, roles = (", ".join(str(process[key]) for process in alive) for key in ("pid", "role"))
+    line = f"kill {pids.replace(',', '')}  # {roles}, and their descendants"
+    return Call(line if alive else "# none of its processes is alive", partial(end, processes))

@@ -1,31 +1,38 @@
 """Kind `slurm`: each job is a batch job that starts Ray on its nodes, runs the study, and ends Ray.
 
-`titans` runs on a login node; the storage is a folder that login and compute nodes share.
+`titans` runs on a login node; the storage is a folder that login and compute nodes share. A job has a folder
+of its own there, with its code, files, script, token, log and exit code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import Jobs
-from titans_platform.clusters.schema import ClusterSpec, Cpus
-from titans_platform.clusters.slurmjobs import SlurmJobs
-from titans_platform.clusters.steps import Note, Run, Step
+from titans_platform.clusters import packaging
+from titans_platform.clusters.access import token_variables
+from titans_platform.clusters.base import Cluster, Count
+from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
+from titans_platform.clusters.steps import Call, Note, Run, Step, Write, new_token, perform
+from titans_platform.errors import UsageError
+
+_QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
+_WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
 
-class SlurmSpec(ClusterSpec):
-    """What is asked of Slurm, and how Python is found there."""
+class Slurm(Cluster):
+    """Batch jobs."""
 
-    kind: Literal["slurm"]
+    sees_paths: ClassVar[bool] = True
     nodes: PositiveInt = 1
     cpus_per_node: PositiveInt
-    gpus_per_node: Cpus = 0
+    gpus_per_node: Count = 0
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "24:00:00"
     """The most a job may take; a study that was cut off goes on when it is submitted again."""
     partition: str | None = None
@@ -38,7 +45,7 @@ class SlurmSpec(ClusterSpec):
     """Shell lines before Ray starts: modules, `source .venv/bin/activate`."""
 
     @model_validator(mode="after")
-    def _shared(self) -> SlurmSpec:
+    def _shared(self) -> Slurm:
         if not self.storage:
             raise ValueError("storage: missing; give a folder that login and compute nodes share")
         if self.pip:
@@ -48,64 +55,169 @@ class SlurmSpec(ClusterSpec):
             raise ValueError(f"options: {bad[0]!r} is no option of sbatch")
         return self
 
-
-class Slurm(Cluster[SlurmSpec]):
-    """Batch jobs."""
-
-    kind = "slurm"
-    Spec = SlurmSpec
-    sees_paths = True
-
     @property
     def one_machine(self) -> bool:
-        """Whether jobs have one node."""
-        return self.spec.nodes == 1
-
-    @property
-    def _jobs(self) -> SlurmJobs:
-        assert self.spec.storage is not None
-        return SlurmJobs(self.name, self.spec, Path(self.spec.storage) / "slurm" / self.name)
+        return self.nodes == 1
 
     def up_steps(self) -> list[Step]:
-        """None but a look at the scheduler."""
         return [
             Run(("sbatch", "--version")),
             Note("nothing to start: each submit is a batch job with its own Ray"),
         ]
 
-    def up(self) -> str:
-        """Look for the scheduler."""
-        self.up_steps()[0].do()
-        return self.where()
-
     def down_steps(self) -> list[Step]:
         """Cancel what was submitted from here and is not over."""
-        steps = [step for job in self._jobs.list() if not job.ended for step in self._jobs.stop_steps(job.id)]
+        jobs = self.jobs()
+        steps = [step for job in jobs.list() if not job.ended for step in jobs.stop_steps(job.id)]
         return steps or [Note("nothing to end: no job that was submitted here is queued or running")]
 
     def down(self) -> None:
-        """Cancel them."""
-        for step in self.down_steps():
-            step.do()
-
-    def status(self) -> dict[str, Any]:
-        """The jobs; Slurm itself is asked for their state."""
-        return {"state": "up", "where": self.where(), "nodes": [], **self._jobs.about()}
-
-    def status_steps(self) -> list[Step]:
-        """What is asked."""
-        return [Run(("squeue", "--me", "--noheader", "--format=%i %T"))]
+        perform(self.down_steps())
 
     def where(self) -> str:
-        """The partition."""
-        return (
-            f"Slurm, {self.spec.nodes} nodes of partition {self.spec.partition or '(default)'} for each job"
-        )
+        partition = self.partition or "(default)"
+        return f"Slurm, {self.nodes} nodes of partition {partition} for each job"
 
-    def open_jobs(self) -> Iterator[Jobs]:
-        """Batch jobs."""
-        yield self._jobs
+    def jobs(self) -> Jobs:
+        assert self.storage is not None
+        return SlurmJobs(self.name, self, Path(self.storage) / "slurm" / self.name)
 
-    def describe_jobs(self) -> tuple[list[Step], Jobs]:
-        """The same."""
-        return [], self._jobs
+
+@dataclass(frozen=True)
+class SlurmJobs(Jobs):
+    """The batch jobs under ``folder``."""
+
+    spec: Slurm
+    folder: Path
+
+    def submit_steps(self, job: Job, job_id: str) -> list[Step]:
+        """The code unpacked, the files, a token, the script, sbatch."""
+        at = self.folder / job_id
+        given = self.spec.token
+        if given and given.env:
+            raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
+        token = given.path if given else at / "token"
+        script = at / "job.sbatch"
+        return [
+            _unpack(at / "code"),
+            *(Write(at / "files" / name, content) for name, content in job.files.items()),
+            *([] if given else [new_token(token)]),
+            Write(at / "run.sh", run_script(job, at)),
+            Write(script, batch_script(self.spec, job, job_id, at, token)),
+            Run(("sbatch", "--parsable", str(script)), into=at / "slurm_id"),
+        ]
+
+    def read(self, job_id: str, log: Log, follow: bool) -> None:
+        path = self.folder / job_id / "log.txt"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(log.offset)
+                fresh = file.read()
+            log.add(fresh.decode(errors="replace"), size=len(fresh))
+
+    def log_steps(self, job_id: str) -> list[Step]:
+        return [Run(("tail", "--follow", "--lines=+1", str(self.folder / job_id / "log.txt")))]
+
+    def status_steps(self) -> list[Step]:
+        return [_QUEUE]
+
+    def stop_steps(self, job_id: str) -> list[Step]:
+        number = _number(self.folder / job_id)
+        return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
+
+    def list(self) -> list[JobInfo]:
+        folders = [path for path in self.folder.glob("*") if (path / "slurm_id").exists()]
+        folders.sort(key=lambda path: (path / "slurm_id").stat().st_mtime)
+        if not folders:
+            return []
+        lines = [line.split(maxsplit=1) for line in _QUEUE.output().splitlines()]
+        queue = {line[0]: line[1] for line in lines if len(line) == 2}
+        return [_job_info(path, queue.get(_number(path))) for path in folders]
+
+
+def _job_info(folder: Path, queued: str | None) -> JobInfo:
+    """A job by its folder, and by its state in the queue where it is in it."""
+    exit_code = _read(folder / "exit")
+    code = int(exit_code) if exit_code.isdigit() else None
+    if queued:
+        state = "pending" if queued in _WAITS else "running"
+    elif code is None:
+        # cancelled, out of time, or a node that died
+        state = "stopped" if (folder / "log.txt").exists() else "failed"
+    else:
+        state = "succeeded" if code == 0 else "failed"
+    started = (folder / "slurm_id").stat().st_mtime
+    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, started, code)
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _number(folder: Path) -> str:
+    """Slurm's number of a job; sbatch prints it as `number;cluster` where there are several clusters."""
+    return _read(folder / "slurm_id").split(";")[0]
+
+
+def batch_script(spec: Slurm, job: Job, job_id: str, at: Path, token: Path) -> str:
+    """The script for sbatch. It names the token's file, on the shared storage, not the token."""
+    wanted: dict[str, Any] = {
+        "job-name": job_id,
+        "nodes": spec.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": spec.cpus_per_node,
+        "gpus-per-node": spec.gpus_per_node or None,
+        "time": spec.time,
+        "partition": spec.partition,
+        "account": spec.account,
+        "output": at / "log.txt",
+        # a study would go on where it was, but whether it should is for the user to decide
+        "no-requeue": "",
+    }
+    options = [f"--{k}={v}" if v != "" else f"--{k}" for k, v in wanted.items() if v is not None]
+    options += ["--exclusive"] * spec.exclusive + list(spec.options)
+    exports = {
+        **job.env,
+        **token_variables(token),
+        "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
+        "PYTHONPATH": str(at / "code"),
+    }
+    files = shlex.quote(str(at / "files"))
+    gpus = f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in options),
+            "set -e",
+            "unset RAY_ADDRESS RAY_AUTH_TOKEN",
+            *spec.setup,
+            *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
+            f"mkdir -p {files} && cd {files}",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "# a port of this job's own, should two share a node",
+            "port=$((20000 + SLURM_JOB_ID % 20000))",
+            'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\',
+            '  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\',
+            '  ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \\',
+            f"  --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\",
+            f"  -- bash {shlex.quote(str(at / 'run.sh'))}",
+            "",
+        ]
+    )
+
+
+def run_script(job: Job, at: Path) -> str:
+    """What runs on the head node; srun mixes its exit code with those of the other nodes."""
+    return f"{shlex.join(job.command)}\ncode=$?\necho $code > {shlex.quote(str(at / 'exit'))}\nexit $code\n"
+
+
+def _unpack(folder: Path) -> Step:
+    """Build the wheel and unpack it: studies in a zip cannot be read as files."""
+
+    def unpack() -> None:
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(packaging.project_wheel(folder.parent)) as wheel:
+            wheel.extractall(folder)
+
+    wheel = f"<{packaging.DISTRIBUTION} wheel>"
+    return Call(f"python -m zipfile --extract {wheel} {shlex.quote(str(folder))}", unpack)

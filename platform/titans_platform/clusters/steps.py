@@ -1,8 +1,7 @@
-"""What is done to bring a cluster up or down, as values: --dry-run shows the very steps `up` performs."""
+"""What brings a cluster up or down, as values: --dry-run shows the very steps that `up` performs."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -10,14 +9,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from titans_platform.clusters.tokens import clean_environment, write_token
+from titans_platform.clusters.access import clean_environment, write_token
 from titans_platform.errors import ClusterError
 
 
 class Step(ABC):
-    """One thing that is done, and can be shown instead."""
+    """One thing that is done, or shown instead."""
 
     @abstractmethod
     def shown(self) -> str:
@@ -28,6 +28,12 @@ class Step(ABC):
         """Do it. Raises ClusterError."""
 
 
+def perform(steps: Sequence[Step]) -> None:
+    """Do the steps in their order. Raises ClusterError."""
+    for step in steps:
+        step.do()
+
+
 def _line(argv: Sequence[str], env: Mapping[str, str]) -> str:
     given = [
         f'{key}="{value}"' if "$" in value else f"{key}={shlex.quote(value)}" for key, value in env.items()
@@ -35,42 +41,80 @@ def _line(argv: Sequence[str], env: Mapping[str, str]) -> str:
     return " ".join([*given, shlex.join(argv)])
 
 
-def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """A clean environment and ``env``, where `$PATH` stands for the one that is there."""
-    return clean_environment() | {key: os.path.expandvars(value) for key, value in env.items()}
+@dataclass(frozen=True)
+class Note(Step):
+    """A remark where there is nothing to do."""
+
+    text: str
+
+    def shown(self) -> str:
+        return f"# {self.text}"
+
+    def do(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Call(Step):
+    """Call a function; shown as the lines of shell that do the same, or as a remark."""
+
+    line: str
+    function: Callable[[], object]
+
+    def shown(self) -> str:
+        return self.line
+
+    def do(self) -> None:
+        self.function()
+
+
+def new_token(path: Path) -> Step:
+    """Write a random token that only its owner can read."""
+    line = f"(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > {shlex.quote(str(path))})"
+    return Call(line, partial(write_token, path))
+
+
+def private_folder(path: Path) -> Step:
+    """Make a folder that must not exist yet and that only its owner can enter."""
+    return Call(f"mkdir -m 700 {shlex.quote(str(path))}", partial(path.mkdir, mode=0o700))
+
+
+def remove(*folders: str) -> Step:
+    """Remove folders; one that is gone is no error."""
+    return Call(
+        f"rm -r {shlex.join(folders)}", lambda: [shutil.rmtree(f, ignore_errors=True) for f in folders]
+    )
+
+
+def wait_until(what: str, met: Callable[[], bool], hint: str, timeout: float = 90.0) -> Step:
+    """Wait for something to become true, for ``timeout`` seconds."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + timeout
+        while not met():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{what}: not within {timeout:.0f} s; {hint}")
+            time.sleep(0.3)
+
+    return Call(f"# wait until {what}", wait)
 
 
 @dataclass(frozen=True)
 class Write(Step):
-    """Write a file."""
+    """Write a file, and the folder it is in."""
 
     path: Path
-    text: str
+    content: str | bytes
 
     def shown(self) -> str:
-        """A here-document."""
-        return f"cat > {shlex.quote(str(self.path))} <<'END'\n{self.text.rstrip()}\nEND"
+        if isinstance(self.content, bytes):
+            return f"# {len(self.content)} bytes to {self.path}"
+        return f"cat > {shlex.quote(str(self.path))} <<'END'\n{self.content.rstrip()}\nEND"
 
     def do(self) -> None:
-        """Write it, and its folder."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.text, encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class NewToken(Step):
-    """Make a token; shown without its value, which there is none of before."""
-
-    path: Path
-
-    def shown(self) -> str:
-        """The equivalent in a shell."""
-        path = shlex.quote(str(self.path))
-        return f"(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > {path})"
-
-    def do(self) -> None:
-        """Write a random one."""
-        write_token(self.path)
+        content = self.content
+        self.path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @dataclass(frozen=True)
@@ -81,22 +125,26 @@ class Run(Step):
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: str = ""
     quiet: bool = True
+    into: Path | None = None
+    """A file that gets what the command prints."""
 
     def shown(self) -> str:
-        """The command, what it reads as a here-document."""
         line = _line(self.argv, self.env)
+        if self.into:
+            line += f" > {shlex.quote(str(self.into))}"
         return f"{line} <<'END'\n{self.stdin.rstrip()}\nEND" if self.stdin else line
 
     def do(self) -> None:
-        """Run it."""
-        self.output()
+        printed = self.output()
+        if self.into:
+            self.into.write_text(printed)
 
     def output(self) -> str:
-        """Run it; what it printed."""
+        """Run it and return what it printed. Raises ClusterError."""
         try:
             done = subprocess.run(
                 self.argv,
-                env=_environment(self.env),
+                env=clean_environment(self.env),
                 input=self.stdin or None,
                 stdout=subprocess.PIPE if self.quiet else None,
                 stderr=subprocess.PIPE if self.quiet else None,
@@ -107,8 +155,8 @@ class Run(Step):
                 f"{self.argv[0]}: not installed here; install it, or use another machine"
             ) from None
         if done.returncode:
-            said = (done.stderr or done.stdout or "").strip().splitlines()
-            why = said[-1] if said else f"exit code {done.returncode}"
+            printed = (done.stderr or done.stdout or "").strip().splitlines()
+            why = printed[-1] if printed else f"exit code {done.returncode}"
             raise ClusterError(f"{shlex.join(self.argv[:3])}: {why}")
         return done.stdout or ""
 
@@ -121,82 +169,20 @@ class Start(Step):
     env: Mapping[str, str]
     log: Path
     started: Callable[[int], None]
-    """Told the process id at once: what is not written down cannot be ended."""
+    """Called with the process id at once: only what is recorded can be ended."""
 
     def shown(self) -> str:
-        """The command, put into the background."""
         return f"{_line(self.argv, self.env)} > {shlex.quote(str(self.log))} 2>&1 &"
 
     def do(self) -> None:
-        """Start it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 self.argv,
-                env=_environment(self.env),
+                env=clean_environment(self.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         self.started(process.pid)
-
-
-@dataclass(frozen=True)
-class Until(Step):
-    """Wait for something to become true."""
-
-    what: str
-    met: Callable[[], bool]
-    timeout: float = 90.0
-    otherwise: str = ""
-
-    def shown(self) -> str:
-        """A comment: the waiting is ours."""
-        return f"# wait until {self.what}"
-
-    def do(self) -> None:
-        """Wait; ClusterError when the time is up."""
-        deadline = time.monotonic() + self.timeout
-        while not self.met():
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"waited {self.timeout:.0f} s until {self.what}, in vain; {self.otherwise}"
-                )
-            time.sleep(0.3)
-
-
-@dataclass(frozen=True)
-class Remove(Step):
-    """Remove folders."""
-
-    paths: tuple[str, ...]
-
-    def shown(self) -> str:
-        """`rm`."""
-        return f"rm -r {shlex.join(self.paths)}"
-
-    def do(self) -> None:
-        """Remove them; one that is gone is no mistake."""
-        for path in self.paths:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Note(Step):
-    """A word where there is nothing to do."""
-
-    text: str
-
-    def shown(self) -> str:
-        """A comment."""
-        return f"# {self.text}"
-
-    def do(self) -> None:
-        """Nothing."""
-
-
-def perform(steps: Sequence[Step]) -> None:
-    """Do the steps in their order. Raises ClusterError."""
-    for step in steps:
-        step.do()

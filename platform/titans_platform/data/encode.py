@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Encoded(NamedTuple):
-    """One document or one task item, ready to be written."""
+    """One document or one task item as token ids."""
 
     tokens: NDArray[np.integer]
     loss: BoolArray
@@ -51,7 +51,8 @@ def encode_documents(
     left = config.max_tokens
     placed = place(_not_blank(source.documents()), config.validation_fraction, seed)
     for document, validation, ids in _tokenise(placed, tokenizer):
-        tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:left]
+        limit = None if left is None else math.ceil(left * document.share)
+        tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
         loss = np.ones(len(tokens), np.bool_)
         loss[:1] = False
         done = document.done
@@ -67,7 +68,8 @@ def place(documents: Iterator[Document], fraction: float, seed: int) -> Iterator
     """Each document with whether it is kept for validation: the hash of its key decides.
 
     A source of few documents is ranked by that hash, so that ``fraction`` of them, at least one and not
-    all, are kept; in a longer one each is kept with probability ``fraction``.
+    all, are kept; in a longer one each is kept with probability ``fraction``. The only document of a source
+    is split by position: the last ``fraction`` of its text is kept.
     """
     window: list[Document] = []
     characters = 0
@@ -79,8 +81,27 @@ def place(documents: Iterator[Document], fraction: float, seed: int) -> Iterator
     threshold = fraction
     if len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
         threshold = _rank_threshold([_unit(seed, document.key) for document in window], fraction)
-    for document in chain(window, documents):
+    following = list(islice(documents, 1))
+    if len(window) == 1 and not following and 0 < fraction < 1:
+        yield from _split_by_position(window[0], fraction)
+        return
+    for document in chain(window, following, documents):
         yield document, _unit(seed, document.key) < threshold
+
+
+def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Document, bool]]:
+    """The document in two, cut near a line or word border; whole where a part would be blank."""
+    text = document.text
+    start = round(len(text) * (1 - fraction))
+    # no further on than half of what is kept
+    end = (start + len(text)) // 2 + 1
+    borders = (text.find(character, start, end) for character in "\n ")
+    cut = next((border for border in borders if border >= 0), start)
+    if not text[:cut].strip() or not text[cut:].strip():
+        yield document, False
+        return
+    yield document._replace(text=text[:cut], share=1 - fraction), False
+    yield document._replace(text=text[cut:]), True
 
 
 def _rank_threshold(places: list[float], fraction: float) -> float:
@@ -187,7 +208,7 @@ def interleave(weights: list[float]) -> list[int]:
     shares = [weight / total for weight in exact]
     places = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
     counts = [max(1, round(share * places)) if share else 0 for share in shares]
-    # smooth weighted round-robin: whoever is furthest behind its share is next
+    # smooth weighted round-robin: the one furthest behind its share is next
     behind, order = [0] * len(counts), []
     for _ in range(sum(counts)):
         behind = [b + count for b, count in zip(behind, counts, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +23,15 @@ from titans_platform.data.shards import (
     MANIFEST,
     SCHEMA,
     Manifest,
-    ShardInfo,
     SplitWriter,
     read_manifest,
-    write_json,
     write_manifest,
     write_table,
 )
 from titans_platform.data.sources import TextSource, open_source
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
+from titans_platform.files import write_json
 
 Progress = Callable[[str, int, int, "float | None"], None]
 """Called with a source's label, documents and tokens so far, and the share done where it is known."""
@@ -87,10 +87,13 @@ def _prepare_source(
             else:
                 encoded = encode_documents(text, tokenizer, config, data.seed)
             label = text.label if text else "task:" + "+".join(task.task for task in config.tasks)
-            python = text.python if text else None
-            items = data.sequence_length if text is None else None
-            writing = _Writing(store / name, label, python, items, field, tokenizer.vocab_size)
-            writing.run(encoded, progress)
+            with _replacing(store / name) as partial:
+                written = _write(partial, encoded, tokenizer.vocab_size, label, progress)
+                if not written.train.documents + written.validation.documents:
+                    raise UsageError(f"{field}: {label} is empty; give a source that holds text")
+                item_tokens = data.sequence_length if text is None else None
+                origin = {"python": text.python if text else None, "item_tokens": item_tokens}
+                write_manifest(partial, written.model_copy(update=origin))
     return name
 
 
@@ -111,7 +114,7 @@ def _folder_name(
 
 
 def _whole(folder: Path, repair: bool) -> bool:
-    """Whether the folder is complete. Raises UsageError where it is damaged, unless that may be repaired."""
+    """Whether the folder is complete. Raises UsageError where it is damaged and ``repair`` is off."""
     if not (folder / MANIFEST).exists():
         return False
     try:
@@ -123,60 +126,41 @@ def _whole(folder: Path, repair: bool) -> bool:
     return True
 
 
-class _Writing:
-    """Writes one source beside its final place, and moves it there when it is complete."""
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder`` that takes its place at the end; the caller holds the lock."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    # left by a process that died
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
-    def __init__(
-        self,
-        folder: Path,
-        label: str,
-        python: str | None,
-        item_tokens: int | None,
-        field: str,
-        vocab_size: int,
-    ):
-        self.folder, self.field = folder, field
-        self.label, self.python, self.item_tokens = label, python, item_tokens
-        # the lock is held: whatever is there was left by a process that died
-        self.partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir()
-        self.train = SplitWriter(self.partial, "train", vocab_size)
-        self.validation = SplitWriter(self.partial, "validation", vocab_size)
 
-    def run(self, encoded: Iterator[Encoded], progress: Progress | None) -> None:
-        try:
-            manifest = self._manifest(self._write(encoded, progress))
-            write_manifest(self.partial, manifest)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.rename(self.partial, self.folder)
-        finally:
-            shutil.rmtree(self.partial, ignore_errors=True)
-
-    def _write(self, encoded: Iterator[Encoded], progress: Progress | None) -> ShardInfo | None:
-        hashes: list[int] = []
-        for one in encoded:
-            (self.validation if one.validation else self.train).add(one.tokens, one.loss)
-            if one.item is not None:
-                hashes.append(int(one.item, 16))
-            if progress:
-                documents = self.train.documents + self.validation.documents
-                progress(self.label, documents, self.train.tokens + self.validation.tokens, one.done)
-        if not self.train.documents + self.validation.documents:
-            raise UsageError(f"{self.field}: {self.label} is empty; give a source that holds text")
-        if self.item_tokens is None:
-            return None
-        return write_table(self.partial / "items.arrow", {"hash": np.unique(np.array(hashes, np.uint64))})
-
-    def _manifest(self, items: ShardInfo | None) -> Manifest:
-        train, validation = self.train.close(), self.validation.close()
-        return Manifest(
-            schema_version=SCHEMA,
-            label=self.label,
-            python=self.python,
-            content=digest([self.train.content.hexdigest(), self.validation.content.hexdigest()], 16),
-            item_tokens=self.item_tokens,
-            train=train,
-            validation=validation,
-            items=items,
-        )
+def _write(
+    folder: Path, encoded: Iterator[Encoded], vocab_size: int, label: str, progress: Progress | None
+) -> Manifest:
+    """Write the shards of both splits and the hashes of the items; what was written."""
+    train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))
+    hashes: list[int] = []
+    for one in encoded:
+        (validation if one.validation else train).add(one.tokens, one.loss)
+        if one.item is not None:
+            hashes.append(int(one.item, 16))
+        if progress:
+            documents = train.documents + validation.documents
+            progress(label, documents, train.tokens + validation.tokens, one.done)
+    items = {"hash": np.unique(np.array(hashes, np.uint64))}
+    train_info, validation_info = train.close(), validation.close()
+    return Manifest(
+        schema_version=SCHEMA,
+        label=label,
+        content=digest([train.content.hexdigest(), validation.content.hexdigest()], 16),
+        train=train_info,
+        validation=validation_info,
+        items=write_table(folder / "items.arrow", items) if hashes else None,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titans_platform.config import DataConfig, digest
-from titans_platform.data.shards import AGAIN, SCHEMA, read_manifest, read_table
+from titans_platform.data.shards import REPAIR, SCHEMA, read_manifest, read_table
 from titans_platform.data.stream import Batch, RowStream, SourceRows, ValidationRows
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 
 
 class NotPrepared(UsageError):
-    """Data that nobody has prepared yet, as against data that are damaged."""
+    """The data have not been prepared yet; they are not damaged."""
 
 
-class ItemHashes(Set[str]):
-    """Hashes of the task items in training, as a set of 16 hex digits; eight bytes each."""
+class ItemHashes:
+    """Hashes of the task items in training, 16 hex digits each, as a set that takes eight bytes an item."""
 
     def __init__(self, hashes: NDArray[np.uint64]):
         self._sorted = np.unique(hashes)
 
-    @classmethod
-    def _from_iterable(cls, it: Iterable[Any]) -> Set[Any]:
-        return frozenset(it)
-
-    def __contains__(self, item: object) -> bool:
-        if not isinstance(item, str) or len(item) != 16:
-            return False
+    def __contains__(self, item: str) -> bool:
         value = np.uint64(int(item, 16))
         at = int(np.searchsorted(self._sorted, value))
         return at < len(self._sorted) and self._sorted[at] == value
@@ -83,7 +77,7 @@ class PreparedData:
         return [f"{n}#{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
 
     @cached_property
-    def item_hashes(self) -> Set[str]:
+    def item_hashes(self) -> ItemHashes:
         """Hashes of the task items that training rows are made of."""
         parts = [np.empty(0, np.uint64)]
         for source in self.sources:
@@ -124,7 +118,7 @@ def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> Prep
     except FileNotFoundError:
         raise NotPrepared(f"data: not prepared under {root}; run titans data prepare") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: cannot be read; {AGAIN}") from error
+        raise UsageError(f"{path}: cannot be read; {REPAIR}") from error
     return open_folders(data, store, kept, folders, verify)
 
 

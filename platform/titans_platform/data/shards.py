@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +18,13 @@ from numpy.typing import NDArray
 from titans_core.config import Frozen
 from titans_platform.config import digest
 from titans_platform.errors import UsageError
+from titans_platform.files import write_json
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
 HASHED_TOKENS = 2**20
 MANIFEST = "manifest.json"
-AGAIN = "delete its folder or run titans data prepare again"
+REPAIR = "delete its folder or run titans data prepare again"
 BoolArray = NDArray[np.bool_]
 
 
@@ -53,11 +53,11 @@ class Manifest(Frozen):
 
     schema_version: int
     label: str
-    python: str | None
+    python: str | None = None
     """Version of the Python whose standard library it is."""
     content: str
     """Hash of all tokens, starts and loss masks, of both splits."""
-    item_tokens: int | None
+    item_tokens: int | None = None
     """Tokens of a row where each row is one task item; None for running text."""
     train: SplitInfo
     validation: SplitInfo
@@ -159,9 +159,9 @@ def read_table(path: Path, rows: int) -> pa.RecordBatch:
     try:
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_record_batch(0)
     except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"{path}: cannot be read as an Arrow file; {AGAIN}") from error
+        raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != rows:
-        raise UsageError(f"{path}: holds {batch.num_rows} rows where the manifest says {rows}; {AGAIN}")
+        raise UsageError(f"{path}: holds {batch.num_rows} rows where the manifest says {rows}; {REPAIR}")
     return batch
 
 
@@ -204,13 +204,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_json(folder / MANIFEST, fields | {"digest": digest(fields)})
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write JSON so that no reader ever sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    os.replace(partial, path)
-
-
 def read_manifest(folder: Path, verify: bool = False) -> Manifest:
     """The manifest of a prepared source, its files checked. Raises UsageError naming the file.
 
@@ -230,20 +223,20 @@ def _parse_manifest(path: Path) -> Manifest:
             raise ValueError("digest")
         return Manifest.model_validate_json(json.dumps(fields))
     except FileNotFoundError:
-        raise UsageError(f"{path}: missing; {AGAIN}") from None
+        raise UsageError(f"{path}: missing; {REPAIR}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: is not a manifest or was changed; {AGAIN}") from error
+        raise UsageError(f"{path}: is not a manifest or was changed; {REPAIR}") from error
 
 
 def _check(path: Path, info: ShardInfo, verify: bool) -> None:
     if not path.is_file():
-        raise UsageError(f"{path}: missing shard; {AGAIN}")
+        raise UsageError(f"{path}: missing shard; {REPAIR}")
     stat = path.stat()
     if stat.st_size != info.bytes:
-        raise UsageError(f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}; {AGAIN}")
+        raise UsageError(f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}; {REPAIR}")
     touched = verify or stat.st_mtime_ns != info.mtime_ns
     if touched and _file_sha256(path) != info.sha256:
-        raise UsageError(f"{path}: corrupted shard, its hash is not the manifest's; {AGAIN}")
+        raise UsageError(f"{path}: corrupted shard, its hash is not the manifest's; {REPAIR}")
 
 
 def _file_sha256(path: Path) -> str:

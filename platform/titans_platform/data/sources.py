@@ -6,6 +6,7 @@ import glob
 import os
 import platform
 import sysconfig
+import textwrap
 import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ class Document(NamedTuple):
     """What decides whether it is kept for validation: equal keys go to the same side."""
     done: float | None
     """Share of the source read so far, where it is known."""
+    share: float = 1.0
+    """Share of what is left of ``max_tokens`` that it may take."""
 
 
 class TextSource(Protocol):
@@ -125,8 +128,12 @@ class FilesSource:
 
     def identity(self) -> Any:
         """Name, size and time of every file: an edited file is read again."""
-        stats = ((str(path), path.stat()) for path in self.files())
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        files = self.files()
+        stats = ((str(path), path.stat()) for path in files)
+        found: list[Any] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        one_document = len(files) == 1 and kind_of(files[0]) in (".txt", ".py")
+        # what was prepared when one document could not be split is prepared again
+        return [*found, "split by position"] if one_document and self.source.validation_fraction else found
 
     def documents(self) -> Iterator[Document]:
         """The documents of all files in order."""
@@ -201,7 +208,7 @@ def stream_texts(
     except UsageError:
         raise
     except Exception as error:  # decompression, Arrow, JSON, HTTP and the library's own have no common base
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
         raise UsageError(f"{field}: {name} cannot be read: {reason}") from error
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,29 +14,15 @@ from numpy.typing import NDArray
 
 from titans_platform.errors import UsageError
 
-FORMS = "`byte`, a SentencePiece .model or a tokenizer.json"
+FORMS = "`byte`, a SentencePiece .model, a tokenizer.json, or a Hub repository such as openai-community/gpt2"
 # names in use for the two special tokens, most specific first; the end-of-text token of models
 # that have no start token separates their documents
 BOS_NAMES = (
-    "<s>",
-    "<bos>",
-    "<|begin_of_text|>",
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "[CLS]",
-    "</s>",
-    "<eos>",
-)
+    "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>", "[CLS]", "</s>", "<eos>",
+)  # fmt: skip
 PAD_NAMES = (
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "</s>",
-    "<eos>",
-    "<unk>",
-)
+    "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "</s>", "<eos>", "<unk>",
+)  # fmt: skip
 
 
 class Tokenizer(ABC):
@@ -159,7 +147,9 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer ``spec`` names: ``byte``, or the path of a .model or .json file. Raises UsageError."""
+    """The tokenizer ``spec`` names: ``byte``, the path of a .model or .json file, or a Hub repository that
+    has a tokenizer.json. Raises UsageError.
+    """
     if spec == "byte":
         return ByteTokenizer()
     path = Path(spec).expanduser()
@@ -168,14 +158,34 @@ def load_tokenizer(spec: str) -> Tokenizer:
         ".json": JsonTokenizer,
     }
     if not path.is_file():
-        raise UsageError(f"data.tokenizer: no file {spec}; give {FORMS}")
+        if path.suffix in kinds or not re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
+            raise UsageError(f"data.tokenizer: no file {spec}; give {FORMS}")
+        path = _from_hub(spec)
     if path.suffix not in kinds:
         raise UsageError(f"data.tokenizer: {spec} is not a tokenizer; give {FORMS}")
     try:
         return kinds[path.suffix](path)
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, TypeError, ValueError
-        reason = " ".join(str(error).split())[:120]
-        raise UsageError(f"data.tokenizer: {spec} cannot be read ({reason}); give {FORMS}") from error
+        raise UsageError(
+            f"data.tokenizer: {spec} cannot be read ({_first_of(error)}); give {FORMS}"
+        ) from error
+
+
+def _from_hub(repository: str) -> Path:
+    """The tokenizer.json of a Hub repository, downloaded into the cache of huggingface_hub."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(repository, "tokenizer.json"))
+    except Exception as error:  # HTTP's and the library's own have no common base
+        raise UsageError(
+            f"data.tokenizer: {repository} is no file, and its tokenizer.json cannot be had from the Hub "
+            f"({_first_of(error)})"
+        ) from error
+
+
+def _first_of(error: Exception) -> str:
+    return textwrap.shorten(str(error), 120, placeholder=" ...") or type(error).__name__
 
 
 def _file_digest(path: Path) -> str:

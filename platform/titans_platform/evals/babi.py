@@ -1,4 +1,4 @@
-"""The bAbI files themselves (qaN_*.txt, in a folder, a zip or a tar), through the code of the made tasks."""
+"""Questions of the bAbI files (qaN_*.txt, in a folder, a zip or a tar), as a task that can be trained on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import random
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
+from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, count_tokens, item_of
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import register
 
 
 class BabiOptions(Frozen):
@@ -71,36 +72,32 @@ class Babi(GeneratedTask):
 @lru_cache(maxsize=8)
 def _questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
     wanted = re.compile(rf"{re.escape(kind)}_.*{re.escape(split)}.*\.txt$")
-    found = []
-    for name, text in _files(Path(path)):
-        if wanted.match(Path(name).name):
-            found += parse(text, name)
-    if not found:
-        raise UsageError(f"options.kind: no {kind}_*{split}*.txt with questions in {path}")
-    return tuple(found)
-
-
-def _files(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of the .txt files at `path`."""
     try:
-        if path.is_dir():
-            for file in sorted(path.rglob("*.txt")):
-                yield str(file), file.read_text(encoding="utf-8")
-        elif zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for name in sorted(archive.namelist()):
-                    if name.endswith(".txt"):
-                        yield name, archive.read(name).decode()
-        elif tarfile.is_tarfile(path):
-            with tarfile.open(path) as archive:
-                for member in archive:
-                    file = archive.extractfile(member) if member.name.endswith(".txt") else None
-                    if file is not None:
-                        yield member.name, file.read().decode()
-        else:
-            yield str(path), path.read_text(encoding="utf-8")
+        files = [
+            (name, read().decode()) for name, read in _files(Path(path)) if wanted.match(Path(name).name)
+        ]
     except (OSError, UnicodeDecodeError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UsageError(f"options.path: cannot read {path}: {error}") from None
+    found = tuple(item for name, text in files for item in parse(text, name))
+    if not found:
+        raise UsageError(f"options.kind: no {kind}_*{split}*.txt with questions in {path}")
+    return found
+
+
+def _files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Name and content of each file of a folder, of an archive, or the one at `path`."""
+    if path.is_dir():
+        yield from ((str(file), file.read_bytes) for file in sorted(path.rglob("*.txt")))
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            yield from ((name, partial(archive.read, name)) for name in sorted(archive.namelist()))
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if (file := archive.extractfile(member)) is not None:
+                    yield member.name, file.read
+    else:
+        yield str(path), path.read_bytes
 
 
 def parse(text: str, name: str = "text") -> list[Item]:

@@ -69,7 +69,7 @@ def encode_item(item: Item, tokenizer: Tokenizer, length: int) -> tuple[list[int
     """Token ids of `item`, `length` of them, and which of them are answer tokens.
 
     An item that falls short (subword tokenizers cannot always be filled to the token) is padded between
-    its document start and its text: what is asked about keeps its distance to the question.
+    its document start and its text, so that a fact keeps its distance to its question.
 
     Raises:
         UsageError: the item has more than `length` tokens.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from statistics import fmean
@@ -12,13 +11,12 @@ import torch
 from pydantic import Field
 
 from titans_core.config import Frozen
-from titans_platform.errors import UsageError
-from titans_platform.evals.choice import encode_pair
+from titans_platform.errors import UsageError, nearest
 from titans_platform.evals.registry import Context, Measurement, Task, register
-from titans_platform.evals.scoring import Request, Scorer
+from titans_platform.evals.scoring import Request, Scorer, encode_pair
 
-MISSING = "task: lm_eval needs lm-evaluation-harness: pip install titans-lab[lm-eval]"
-# draws for the standard errors that have no closed form; its default, 100 000, outlasts the evaluation
+MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.9'"
+# draws for standard errors that have no closed form; the harness's 100 000 take longer than the evaluation
 BOOTSTRAPS = 1000
 CHANCES = {
     "piqa": 1 / 2,
@@ -41,16 +39,18 @@ class LmEvalOptions(Frozen):
     metric: str = "acc"
     """A metric of every one of them, e.g. acc, acc_norm, perplexity, word_perplexity."""
     chance: float | None = None
-    """What guessing gets; known for the tasks of the paper's Table 1 where None."""
+    """What guessing gets; None: known for the tasks of the paper's Table 1."""
     num_fewshot: Annotated[int, Field(ge=0)] = 0
     include_path: str | None = None
     """A folder of further task files (YAML), e.g. ones that read local data."""
 
 
 class HarnessModel:
-    """The three questions the harness asks of a model, each a list of requests with `.args`.
+    """The three methods the harness calls on a model, each with a list of requests with `.args`.
 
-    Needs nothing of the harness, so that it can be read and tested without it.
+    It imports nothing of the harness, so that it can be tested without it. Its rolling windows are not the
+    harness's: there, the last window repeats the text before it as context, and no row begins with a
+    document start.
     """
 
     def __init__(self, scorer: Scorer, max_length: int) -> None:
@@ -164,8 +164,7 @@ class LmEval(Task):
         manager = TaskManager(include_path=self.options.include_path)
         for name in self.options.names:
             if name not in manager.all_tasks:
-                close = difflib.get_close_matches(name, manager.all_tasks, n=1)
-                hint = f"did you mean {close[0]}?" if close else "list them with `lm-eval ls tasks`"
+                hint = nearest(name, manager.all_tasks, otherwise="list them with `lm-eval ls tasks`")
                 raise UsageError(f"options.names: lm_eval has no task {name!r}; {hint}")
         found = lm_eval.simple_evaluate(
             model=model,

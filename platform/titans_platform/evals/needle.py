@@ -3,7 +3,7 @@
 `style="ruler"` is RULER's task with its templates: a pass-key in repeated noise (S-NIAH-1), a number in
 prose (S-NIAH-2), a uuid in prose (S-NIAH-3; Table 2 of the Titans paper calls it W). Its haystack of
 essays is made prose here, or the file at `path`.
-`style="compact"` asks the same of models of some 64 to 512 bytes of context: `K:47;` somewhere in
+`style="compact"` is the task for models of some 64 to 512 bytes of context: `K:47;` somewhere in
 lower-case filler, `?K:` at the end.
 """
 
@@ -21,8 +21,9 @@ from pydantic import Field, model_validator
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.evals.files import read_jsonl, read_text
+from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import register
 from titans_platform.evals.words import murmur, prose, random_key
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -50,7 +51,7 @@ class NeedleOptions(Frozen):
     needles: Annotated[int, Field(ge=1, le=26)] = 1
     """Needles in a row; more than one makes training rows denser in what they teach."""
     queries: Annotated[int, Field(ge=1, le=26)] = 1
-    """Needles asked for, one after the other, at the end of a row."""
+    """Needles queried, one after the other, at the end of a row."""
     path: str | None = None
     """ruler: a text or .jsonl file (`text` field) whose prose is the haystack of number and uuid."""
 
@@ -65,7 +66,7 @@ class NeedleOptions(Frozen):
 
 @register
 class Needle(GeneratedTask):
-    """Values told once at a uniformly random depth of a haystack and asked for at its end."""
+    """Values stated once, at a uniformly random depth of a haystack, and queried at its end."""
 
     name = "needle"
     Options = NeedleOptions
@@ -85,13 +86,13 @@ class Needle(GeneratedTask):
         """Needles at independent uniform depths, queries of different keys in random order at the end."""
         compact = self.options.style == "compact"
         bindings = self._compact_bindings(rng) if compact else self._ruler_bindings(rng)
-        asked = rng.sample(list(bindings), self.options.queries)
+        queried = rng.sample(list(bindings), self.options.queries)
         depths = sorted(rng.random() for _ in bindings)
         seed = rng.getrandbits(64)
         build = self._build_compact if compact else self._build_ruler
 
         def with_filler(characters: int) -> Item:
-            return build(bindings, asked, depths, characters, random.Random(seed))
+            return build(bindings, queried, depths, characters, random.Random(seed))
 
         return fill(with_filler, length, tokenizer)
 
@@ -113,7 +114,7 @@ class Needle(GeneratedTask):
     def _build_compact(
         self,
         bindings: dict[str, str],
-        asked: list[str],
+        queried: list[str],
         depths: list[float],
         characters: int,
         rng: random.Random,
@@ -124,14 +125,14 @@ class Needle(GeneratedTask):
             filler = murmur(rng, characters)
         needles = [[(f"{key}:{value};", False)] for key, value in bindings.items()]
         pieces = scatter(filler, needles, [int(depth * (characters + 1)) for depth in depths])
-        for key in asked:
+        for key in queried:
             pieces += [(f"?{key}:", False), (bindings[key], True)]
         return item_of(pieces)
 
     def _build_ruler(
         self,
         bindings: dict[str, str],
-        asked: list[str],
+        queried: list[str],
         depths: list[float],
         characters: int,
         rng: random.Random,
@@ -143,7 +144,7 @@ class Needle(GeneratedTask):
         spots = [borders[int(depth * len(borders))] for depth in depths]
         pieces = [(_introduction(noun, len(needles)), False)]
         pieces += scatter(haystack, [[(needle + gap[-1], False)] for needle in needles], spots)
-        for key in asked:
+        for key in queried:
             pieces += [(QUESTION.format(thing=noun, key=key), False), (f" {bindings[key]}", True)]
         return item_of(pieces)
 

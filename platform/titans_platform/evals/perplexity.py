@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +53,10 @@ class Perplexity(Task):
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 
         Raises:
-            UsageError: there are no validation rows, or they are shorter than asked for.
+            UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
         scorer, budget = context.scorer, context.config.perplexity_tokens
-        validation = context.prepared.validation(scorer.rows(context.length))
-        batches = _within(budget, validation, context.length)
+        batches = _within(budget, _batches(context), context.length)
         rows = [row for batch in measure_shared(batches, partial(_rows, context)) for row in batch]
         tokens = sum(row.tokens for row in rows)
         if not tokens:
@@ -76,7 +76,7 @@ class Perplexity(Task):
 
 @register
 class HeldOutLoss(Perplexity):
-    """The same in nats a token: what a search makes smaller, and what standard deviations suit."""
+    """The logarithm of perplexity, nats a token: what a search minimises."""
 
     name = "loss"
 
@@ -85,6 +85,15 @@ class HeldOutLoss(Perplexity):
         found = super().measure(context)
         chance = math.log(found.chance)
         return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
+
+
+def _batches(context: Context) -> Iterator[Any]:
+    """Validation rows in whole passes; a budget of less than one pass is read in one of its own size."""
+    rows = context.scorer.rows(context.length)
+    wanted = math.ceil(context.config.perplexity_tokens / context.length)
+    if wanted > rows:
+        return context.prepared.validation(rows)
+    return islice(context.prepared.validation(wanted), 1)
 
 
 def _within(budget: int, batches: Iterable[Any], length: int) -> Iterator[Any]:
@@ -99,7 +108,7 @@ def _within(budget: int, batches: Iterable[Any], length: int) -> Iterator[Any]:
 def _rows(context: Context, batch: Any) -> list[_Row]:
     length, have = context.length, batch.tokens.shape[1] - 1
     if have < length:
-        raise UsageError(f"lengths: validation rows have {have} tokens, perplexity is asked at {length}")
+        raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
     tokens, starts = batch.tokens[:, : length + 1], batch.starts[:, :length]
     logits = context.scorer.logits(tokens[:, :-1], starts)
     sizes = context_sizes(starts)

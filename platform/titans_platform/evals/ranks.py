@@ -56,12 +56,22 @@ def measure_alone(model: nn.Module, measure: Callable[[], Result]) -> Result:
 
 def is_sharded(model: nn.Module) -> bool:
     """The workers share the model's parameters out (FSDP2), so that each pass needs all of them."""
+    return bool(_sharded(model))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what the last pass gathered of the parameters; after a pass without a backward nothing else does."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+def _sharded(model: nn.Module) -> list[Any]:
     if not dist.is_initialized():
-        return False
+        return []
     # a second of imports that a single worker need not wait for
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _gather(found: Any, error: Exception | None) -> list[Any]:

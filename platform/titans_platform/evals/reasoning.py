@@ -1,7 +1,7 @@
 """Questions over a small world, in the manner of bAbI (Weston et al. 2015, arXiv 1502.05698), own code.
 
-`style="prose"` tells the story in sentences. `style="compact"` tells it to byte-level models of some 64
-to 512 bytes of context: people are A-M, places a-m, things n-z;
+`style="prose"` is a story in sentences. `style="compact"` is for byte-level models of some 64 to 512
+bytes of context: people are A-M, places a-m, things n-z;
 
     Ak.  A moved to k          A+x.  A got x             A-x.  A dropped x
     ?Ak  where is A? k         ?xk   where is x? k       ?x<kj  where was x before k? j
@@ -18,8 +18,9 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
+from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import register
 from titans_platform.evals.words import murmur, prose
 from titans_platform.evals.world import Fact, Names, World
 
@@ -42,7 +43,7 @@ Count = Annotated[int, Field(ge=2, le=13)]
 
 
 class ReasoningOptions(Frozen):
-    """What is asked, how it is told, and how large the world is."""
+    """The kind of question, the style of the story, and the size of the world."""
 
     kind: Kind = "one_fact"
     style: Literal["prose", "compact"] = "prose"
@@ -138,16 +139,16 @@ class Reasoning(GeneratedTask):
         return None
 
     def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> list[tuple[Fact, str]]:
-        """Facts with their sentences: so many as asked for, or as many as leave room for the questions."""
+        """Facts with their sentences: `options.facts`, or as many as leave space for the questions."""
         things = self.options.kind in ("two_facts", "three_facts", "counting")
         world = World(self.names)
-        room = length - 1 - self.options.questions * self._question_cost(tokenizer)
+        space = length - 1 - self.options.questions * self._question_cost(tokenizer)
         story: list[tuple[Fact, str]] = []
         while self.options.facts is None or len(story) < self.options.facts:
             fact = world.next_fact(rng, things=things)
             sentence = self._sentence(fact, rng)
-            room -= len(tokenizer.encode(sentence))
-            if self.options.facts is None and room < 0:
+            space -= len(tokenizer.encode(sentence))
+            if self.options.facts is None and space < 0:
                 break
             world.apply(fact)
             story.append((fact, sentence))
@@ -227,7 +228,7 @@ class Reasoning(GeneratedTask):
     def _pose(self, rng: random.Random, world: World, target: str | None, before: str) -> Question:
         """A question that holds in `world`, on another subject than `before` where there is one.
 
-        The place told of last is the answer no more often than any other: guessing it gives chance.
+        The place named last is the answer no more often than any other: guessing it gives chance.
         """
         questions = self._candidates(world, target)
         questions = [question for question in questions if question.subject != before] or questions

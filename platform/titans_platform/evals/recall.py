@@ -16,8 +16,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
+from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import register
 
 KEYS = string.ascii_uppercase
 VALUES = string.digits + string.ascii_lowercase
@@ -26,12 +27,12 @@ NOISE = ".,;:-+*/"
 
 
 class RecallOptions(Frozen):
-    """How much is bound, from what alphabets, and how it is asked."""
+    """How many keys are bound, from what alphabets, and how they are queried."""
 
     pairs: Annotated[int, Field(ge=1)] = 4
     """Keys that get a value."""
     queries: Annotated[int, Field(ge=1)] | None = None
-    """Keys asked for; as many as pairs where None. Beyond that keys are asked for again."""
+    """Keys queried; None: as many as pairs. Beyond the number of pairs, keys are queried again."""
     keys: Annotated[int, Field(ge=1, le=26**2)] = 26
     values: Annotated[int, Field(ge=2, le=36**2)] = 16
     rebind: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -57,7 +58,7 @@ def symbols(alphabet: str, size: int) -> list[str]:
 
 @register
 class Recall(GeneratedTask):
-    """The latest value of each key asked for."""
+    """The latest value of each key that is queried."""
 
     name = "recall"
     Options = RecallOptions
@@ -75,8 +76,8 @@ class Recall(GeneratedTask):
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """Pairs, then queries scattered over the filler that takes the rest of the row."""
         block, latest = self._bind(rng)
-        asked = self._ask(rng, list(latest))
-        queries = [[(key, False), (latest[key], True)] for key in asked]
+        queried = self._ask(rng, list(latest))
+        queries = [[(key, False), (latest[key], True)] for key in queried]
         depths = [rng.random() for _ in queries]
         seed = rng.getrandbits(64)
 
@@ -106,10 +107,10 @@ class Recall(GeneratedTask):
     def _ask(self, rng: random.Random, keys: list[str]) -> list[str]:
         """Keys in random order; each once before any comes again."""
         wanted = self.options.queries or len(keys)
-        asked: list[str] = []
-        while len(asked) < wanted:
-            asked += rng.sample(keys, len(keys))
-        return asked[:wanted]
+        queried: list[str] = []
+        while len(queried) < wanted:
+            queried += rng.sample(keys, len(keys))
+        return queried[:wanted]
 
     def _filler(self, characters: int, rng: random.Random) -> str:
         if self.options.filler == "blank":

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
 
 from titans_core.config import Frozen
 from titans_platform.config import EvalConfig, TaskConfig, digest
-from titans_platform.errors import UsageError
-from titans_platform.evals.items import Item, Tokenizer
-
-if TYPE_CHECKING:
-    from titans_platform.evals.scoring import Scorer
+from titans_platform.errors import UsageError, import_object, nearest
+from titans_platform.evals.scoring import Scorer
 
 
 @dataclass(frozen=True)
@@ -76,24 +71,6 @@ class Task(ABC):
         """Value at `context.length` tokens."""
 
 
-class GeneratedTask(Task):
-    """A task whose items are made, for training rows and for evaluation alike."""
-
-    @abstractmethod
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A new item of `length` tokens, document start included (`encode_item` pads what is missing).
-
-        Raises:
-            UsageError: no item of this task fits in `length` tokens.
-        """
-
-    def measure(self, context: Context) -> Measurement:
-        """Share of the answers that are right in all their tokens."""
-        from titans_platform.evals.runner import measure_items
-
-        return measure_items(self, context)
-
-
 PROTOCOL = 1
 """Version of what all tasks share: filling, encoding, scoring, drawing items. Raise it as a task's own."""
 
@@ -114,10 +91,20 @@ def register(task: T) -> T:
     return task
 
 
-def nearest(word: str, valid: list[str]) -> str:
-    """`; did you mean X?` or the list of what is valid, for an error's end."""
-    close = difflib.get_close_matches(word, valid, n=1)
-    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid) or 'none'}"
+def find_task(name: str) -> type[Task]:
+    """The task class of a name in the registry, or of an import path `package.module:Class`.
+
+    Raises:
+        UsageError: no such task, or what the path names is none.
+    """
+    if ":" in name:
+        task = import_object(name, "task")
+        if not (isinstance(task, type) and issubclass(task, Task)):
+            raise UsageError(f"task: {name} is not a class derived from titans_platform.evals.Task")
+        return task
+    if name not in TASKS:
+        raise UsageError(f"task: no task {name!r}; {nearest(name, sorted(TASKS))}")
+    return TASKS[name]
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -126,9 +113,7 @@ def build_task(config: TaskConfig) -> Task:
     Raises:
         UsageError: no such task, no such option, or an option's value is not valid.
     """
-    task = TASKS.get(config.task)
-    if task is None:
-        raise UsageError(f"task: no task {config.task!r}; {nearest(config.task, sorted(TASKS))}")
+    task = find_task(config.task)
     valid = list(task.Options.model_fields)
     for key in config.options:
         if key not in valid:
@@ -143,21 +128,8 @@ def build_task(config: TaskConfig) -> Task:
         raise UsageError(f"{where}: {message} (task {config.task})") from None
 
 
-def build_generated(config: TaskConfig) -> GeneratedTask:
-    """`build_task` for tasks that make items, which is what training rows come from.
-
-    Raises:
-        UsageError: as `build_task`, or the task only measures.
-    """
-    task = build_task(config)
-    if not isinstance(task, GeneratedTask):
-        able = sorted(name for name, kind in TASKS.items() if issubclass(kind, GeneratedTask))
-        raise UsageError(f"task: {config.task} makes no items to train on; use one of {', '.join(able)}")
-    return task
-
-
-def eval_version(config: EvalConfig | None = None) -> str:
-    """Digest of the versions of the tasks `config` uses, of all tasks where None."""
-    names = TASKS if config is None else {t.task for tasks in config.columns.values() for t in tasks}
-    versions = {name: TASKS[name].version for name in names if name in TASKS}
+def eval_version(config: EvalConfig) -> str:
+    """Digest of the versions of the tasks `config` uses. Raises UsageError as `find_task` does."""
+    names = {task.task for tasks in config.columns.values() for task in tasks}
+    versions = {name: find_task(name).version for name in names}
     return digest({"protocol": PROTOCOL, "tasks": versions}, 8)

@@ -17,10 +17,23 @@ from titans_platform.evals.ranks import measure_shared
 
 
 class Request(NamedTuple):
-    """A continuation whose likelihood after a context is asked for; token ids, no document start."""
+    """A context and a continuation to be scored after it; token ids, no document start."""
 
     context: list[int]
     continuation: list[int]
+
+
+def encode_pair(context: str, continuation: str, tokenizer: Tokenizer) -> Request:
+    """Tokens of both, cut where the context ends.
+
+    As the harness does it: spaces that end the context belong to the continuation, and both are
+    tokenised as one text.
+    """
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    before = tokenizer.encode(stripped)
+    whole = tokenizer.encode(stripped + continuation)
+    return Request(whole[: len(before)], whole[len(before) :])
 
 
 class Score(NamedTuple):
@@ -33,7 +46,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model with what is needed to ask it: tokenizer, device, tokens of one forward pass."""
+    """A model with its tokenizer and device, and how many tokens one forward pass takes."""
 
     model: nn.Module
     tokenizer: Tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from functools import partial
 from statistics import fmean, median, pvariance
 from typing import Annotated, Literal
 
@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from titans_core.config import Frozen, PositiveInt
+from titans_kernels.bench.timing import Clock
 from titans_platform.evals.ranks import is_sharded, measure_alone
 from titans_platform.evals.registry import Context, Measurement, Task, register
 
@@ -28,18 +29,18 @@ class ThroughputOptions(Frozen):
 
 @register
 class Throughput(Task):
-    """Tokens a second, forward and backward, on one worker: a time, so no two machines measure the same."""
+    """Tokens a second, forward and backward, on one worker; the value depends on the machine."""
 
     name = "throughput"
     Options = ThroughputOptions
 
     @property
     def chance(self) -> float:
-        """There is nothing to guess."""
+        """NaN: a rate cannot be guessed."""
         return math.nan
 
     def measure(self, context: Context) -> Measurement:
-        """Median over passes on random tokens of `context.length`; gradients are left as they were: none.
+        """Median over passes on random rows of `context.length` tokens; the model keeps no gradients.
 
         In a process group the first worker measures, and the others wait unless its passes need them.
         """
@@ -51,31 +52,23 @@ class Throughput(Task):
         tokens = torch.randint(scorer.tokenizer.vocab_size, (rows, context.length + 1)).to(scorer.device)
         # evaluation runs without gradients, whose graph is half of what is timed here
         with torch.inference_mode(False), torch.enable_grad():
-            seconds = [self._pass(scorer.model, tokens.clone()) for _ in range(1 + self.options.repeats)][1:]
+            clock = Clock(scorer.device, flush=False)
+            step = partial(self._step, scorer.model, tokens.clone())
+            # the first pass warms up
+            seconds = [clock.time(step)[1] for _ in range(1 + self.options.repeats)][1:]
         rates = [rows * context.length / second for second in seconds]
         stderr = math.sqrt(pvariance(rates, fmean(rates)) / len(rates))
         return Measurement(median(rates), stderr, self.chance, rows * context.length)
 
-    def _pass(self, model: nn.Module, tokens_BT: Tensor) -> float:
-        device = tokens_BT.device
-        _wait_for(device)
-        started = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+    def _step(self, model: nn.Module, tokens_BT: Tensor) -> None:
+        """Loss and gradients, which are dropped rather than added to ``.grad``."""
+        with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
             logits_BTV = model(tokens_BT[:, :-1], document_starts=None).logits
         loss = nn.functional.cross_entropy(logits_BTV.float().transpose(1, 2), tokens_BT[:, 1:])
         if is_sharded(model):
             # the graph holds gathered parameters, not those of the model
             loss.backward()
             model.zero_grad()
-        else:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            # returned, not added to .grad, and dropped
-            torch.autograd.grad(loss, trained, allow_unused=True)
-        _wait_for(device)
-        return time.perf_counter() - started
-
-
-def _wait_for(device: torch.device) -> None:
-    """Kernels of a GPU run on after their call; the clock must not."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            return
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)

@@ -28,7 +28,7 @@ class Names:
 
 @dataclass
 class World:
-    """What is known after the facts so far. A person is nowhere, and a thing unseen, until told of."""
+    """What is known after the facts so far; a person or thing no fact has named is nowhere."""
 
     names: Names
     place_of: dict[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class World:
     """Where someone went last."""
 
     def apply(self, fact: Fact) -> None:
-        """Let `fact` happen."""
+        """Update the state by `fact`."""
         if fact.action == "move":
             self.place_of[fact.person] = self.latest_place = fact.target
             for thing in self.carried(fact.person):

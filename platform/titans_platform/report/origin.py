@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titans_platform.provenance import command_line
 from titans_platform.report.series import flat
 from titans_platform.report.table import Table, TableRow
-
-COMMANDS = "commands.jsonl"
+from titans_platform.study.schedule import COMMANDS
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,6 @@ class Links:
             return self.run(listed[0])
         runs, experiments = json.dumps(listed, separators=(",", ":")), json.dumps([self.experiment])
         return f"{self.address}/#/compare-runs?runs={runs}&experiments={experiments}"
-
-
-def note_command(folder: Path) -> None:
-    """Write down the command that works on a study, for its report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"time": time.time(), "command": command_line()})
-    with (folder / COMMANDS).open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
 
 
 def commands(folder: Path) -> list[str]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
 from titans_platform.report import export, render
 from titans_platform.report.origin import Links, commands, facts
-from titans_platform.report.table import Table
+from titans_platform.report.table import Table, build_table
 from titans_platform.study.columns import shown
-from titans_platform.study.run import MANIFEST
+from titans_platform.study.opened import Opened
+from titans_platform.study.schedule import MANIFEST
 
 if TYPE_CHECKING:
     from titans_platform.report.series import Curve
@@ -174,3 +177,25 @@ def _metric_name(name: str) -> str:
     """MLflow takes letters, digits, space and a few signs in a metric's name; `+ Attn (MAC)` is Attn MAC."""
     kept = "".join(c if c.isalnum() or c in "_-. " else " " for c in name.replace("/", "-"))
     return " ".join(kept.split())
+
+
+def report_study(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
+    """Draw the views from what is there; with ``link`` put them on the MLflow run too. Raises UsageError."""
+    run = opened.run
+    if not any(cell.name for cell in opened.whole):
+        raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
+    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
+    asked = tuple(cell.name for cell in opened.cells)
+    table = replace(table, overrides=tuple(run.overrides), asked=asked)
+    paths = make_report(table, run.folder, run.root, run.label if link else None, address)
+    console.print(render.terminal(table, console.width))
+    console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)
+    others = f"{_near(run.folder)}/: table.md, table.tex, table.csv, cells.csv, figures/"
+    console.print(f"also in {others}", highlight=False, soft_wrap=True, style="dim")
+    return table
+
+
+def _near(path: Path) -> str:
+    """The path as a person here would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

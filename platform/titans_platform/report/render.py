@@ -88,7 +88,7 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
             f"All cells were made by commit {short(made)}, the code here is of {short(table.commit)}."
         )
     for row in table.rows if failures else ():
-        lines.extend(f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures)
+        lines.extend(f"{row.row.name}: failed: {reason}" for reason in row.failures)
     if table.missing:
         cells = "1 cell has" if table.missing == 1 else f"{table.missing} cells have"
         lines.append(f"{cells} no result yet: the same sweep run makes only what is missing.")

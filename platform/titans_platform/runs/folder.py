@@ -1,6 +1,6 @@
-"""The folder of a cell: what state a run is in, read from files alone.
+"""The folder of a run: its files, and what state it is in, read from them alone.
 
-A cell is a folder named by the hash of all that decides its numbers. Everything here can be read from
+A run's folder is named by the hash of all that decides its numbers. Everything here can be read from
 another shell while a study runs, or after it died.
 """
 
@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titans_platform.errors import TitansError
 from titans_platform.files import held, is_locked, read_json, write_json
 
+CONFIG = "config.json"
 RESULT = "result.json"
 STALE_RESULT = "result.stale.json"
 FAILED = "failed.json"
@@ -26,16 +28,21 @@ PROGRESS = "progress.json"
 ORIGIN = "origin.json"
 RUNGS = "rungs.json"
 STOPPED = "stopped.json"
-SECONDS = "seconds.json"
-SPAN = "span.json"
-ALIVE = 120.0
-"""Seconds after which a cell of another machine that says nothing is taken for dead."""
+TIME = "time.json"
+"""When the last attempt began and ended, where, and its seconds by phase."""
 CHECKPOINTS = "checkpoints"
+LOCK = "lock"
+ALIVE = 120.0
+"""Seconds without a sign of life after which a run on another machine counts as dead."""
+
+
+class Busy(TitansError):
+    """Another process is working on the run."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one cell under ``root/cells/<name>``."""
+    """The files of one run under ``root/cells/<name>``."""
 
     root: Path
     name: str
@@ -46,7 +53,7 @@ class RunFolder:
         return self.root / "cells" / self.name
 
     def result(self) -> dict[str, Any] | None:
-        """The finished cell's numbers, or None; a file that names another cell is not this one's."""
+        """The finished run's numbers, or None; a file that names another run is not this one's."""
         found = read_json(self.path / RESULT)
         return found if found and found.get("cell") == self.name else None
 
@@ -59,7 +66,7 @@ class RunFolder:
         return read_json(self.path / FAILED)
 
     def progress(self) -> dict[str, Any] | None:
-        """What the running cell last said of itself (step, steps, loss, ...), with its ``age`` in seconds."""
+        """The run's last progress record (step, steps, loss, ...), with its ``age`` in seconds."""
         found = read_json(self.path / PROGRESS)
         if found is None:
             return None
@@ -70,12 +77,12 @@ class RunFolder:
         return {**found, "age": max(0.0, time.time() - changed)}
 
     def is_held(self) -> bool:
-        """Whether a living process works on the cell.
+        """Whether a living process works on the run.
 
-        Locks are not seen across machines on every file system: of a cell that another machine began, a
-        sign of life in the last minutes counts too.
+        Locks are not seen across machines on every file system: for a run that another machine began, a
+        recent progress record counts too.
         """
-        if is_locked(self.path / "lock"):
+        if is_locked(self.path / LOCK):
             return True
         origin, progress = read_json(self.path / ORIGIN) or {}, self.progress()
         elsewhere = origin.get("host", platform.node()) != platform.node()
@@ -90,6 +97,22 @@ class RunFolder:
         if self.failure():
             return "failed"
         return "interrupted" if (self.path / PROGRESS).exists() else "missing"
+
+    def rungs(self) -> dict[int, float]:
+        """What a search measured on the way, by optimiser step."""
+        return {int(step): float(value) for step, value in (read_json(self.path / RUNGS) or {}).items()}
+
+    def record_rung(self, step: int, value: float) -> None:
+        """Keep what was measured after ``step`` steps."""
+        write_json(self.path / RUNGS, {str(k): v for k, v in (self.rungs() | {step: value}).items()})
+
+    def stop(self, reason: str) -> None:
+        """Mark a run that a search will not train further."""
+        write_json(self.path / STOPPED, {"reason": reason})
+
+    def was_stopped(self) -> bool:
+        """Whether a search has ended the run before its last step."""
+        return (self.path / STOPPED).exists()
 
     def record_failure(self, error: BaseException, commit: str) -> None:
         """Keep the reason for the table and for the next run."""
@@ -107,16 +130,23 @@ class RunFolder:
         """The commit that began the cell, None before any did."""
         return (read_json(self.path / ORIGIN) or {}).get("commit")
 
-    def begin(self, commit: str) -> None:
-        """Make ready for an attempt: forget the last failure, and checkpoints that other code wrote.
+    def begin(self, commit: str) -> bool:
+        """Make ready for an attempt; whether it starts over because other code had begun the run.
 
-        The numbers of a cell come from one commit: what another left half-trained starts over.
+        The numbers of a run come from one commit: what another left half-trained is deleted.
         """
-        if self.commit() not in (None, commit):
+        restarted = self.commit() not in (None, commit)
+        if restarted:
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
             (self.path / RUNGS).unlink(missing_ok=True)
         self.forget_failure()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})
+        return restarted
+
+    def record_time(self, began: float, seconds: dict[str, float]) -> None:
+        """Keep when an attempt that ends now began, and its seconds by phase."""
+        where = {"pid": os.getpid(), "host": platform.node()}
+        write_json(self.path / TIME, {"began": began, "ended": time.time(), "seconds": seconds, **where})
 
     def set_aside(self) -> None:
         """Put a finished result aside, to be made again from nothing; it is shown until replaced."""
@@ -131,14 +161,14 @@ class RunFolder:
             (self.path / STALE_RESULT).unlink(missing_ok=True)
 
     @contextmanager
-    def hold(self, timeout: float = 90.0) -> Iterator[None]:
-        """Hold the cell while it is worked on; the lock dies with the process.
+    def hold(self, wait: float = 90.0) -> Iterator[None]:
+        """Hold the run's lock, which dies with the process. Busy if another has it after ``wait`` seconds.
 
-        A driver killed a moment ago leaves workers that live a few seconds more; the next study waits
-        for them rather than write into the same folder. TimeoutError after ``timeout`` seconds.
+        A driver killed a moment ago may leave a worker for some seconds, and the next one waits for it
+        rather than write into the same folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with held(self.path / "lock", timeout) as got:
+        with held(self.path / LOCK, wait) as got:
             if not got:
-                raise TimeoutError(f"cell {self.name} is worked on by another process")
+                raise Busy(f"run {self.name}: another process works on it; wait for it, or stop it")
             yield

@@ -1,87 +1,81 @@
-"""A study from the command line's point of view: open, plan, run, report."""
+"""A study from the command line's point of view: plan it, show the plan, run what is missing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import TitansError
 from titans_platform.files import write_json
-from titans_platform.report import render
-from titans_platform.report.origin import note_command
-from titans_platform.report.publish import PAGE, make_report
-from titans_platform.report.table import Table, build_table
+from titans_platform.objectives import build_objective
+from titans_platform.runs.ray_session import available
+from titans_platform.runs.resources import Machine
 from titans_platform.study.ledger import Marks, account, ledger_line, write_ledger
-from titans_platform.study.opened import Opened, check, named, open_study, with_found
-from titans_platform.study.plan import (
-    Estimate,
-    Machine,
-    Plan,
-    estimate,
-    make_plan,
-)
+from titans_platform.study.opened import Opened, check_against_data, check_dry, named, with_found
+from titans_platform.study.plan import Estimate, Plan, estimate, make_plan
 from titans_platform.study.preview import planned, planned_search, print_plan
 from titans_platform.study.progress import look
-from titans_platform.study.run import (
+from titans_platform.study.schedule import (
     StudyRun,
-    aside,
-    execute,
+    note_command,
     only_driver,
-    ray_of,
+    output_to,
+    ray_for,
+    run_cells,
     write_manifest,
 )
 from titans_platform.study.search import (
-    FOUND,
     Searched,
-    execute_search,
     followed,
     read_search,
+    run_search,
     search_line,
     search_record,
     set_line,
-    trial_row,
 )
 from titans_platform.study.spec import Cell, resolve
+from titans_platform.study.trial import FOUND, trial_row
 
 SEARCH = "search.json"
 """The search as it ended, for the views beside it."""
 
-__all__ = ["check", "dry_run", "open_study", "plan_study", "report_study", "run_study"]
+Drawn = TypeVar("Drawn")
 
 
-def plan_study(opened: Opened, rerun_stale: bool, asked: int | None) -> Plan:
-    """What is to do; UsageError for what cannot be placed: on this machine, inside a job on its cluster."""
-    from titans_platform.runs.joined import machine
-
-    resources = opened.run.study.scales[opened.run.scale_name].resources
+def plan_study(
+    opened: Opened, rerun_stale: bool, requested: int | None, machine: Machine | None = None
+) -> Plan:
+    """What is to do on ``machine``, where None on what there is. UsageError for what cannot be placed."""
+    run = opened.run
     return make_plan(
         opened.cells,
-        opened.run.root,
-        opened.run.commit,
-        resources=resources,
-        machine=machine(resources),
-        asked=asked,
+        run.root,
+        run.commit,
+        resources=run.resources,
+        machine=machine or available(run.resources),
+        requested=requested,
         rerun_stale=rerun_stale,
     )
 
 
 def dry_run(
-    opened: Opened, rerun_stale: bool, asked: int | None, console: Console, quiet: bool = False
+    opened: Opened, rerun_stale: bool, requested: int | None, console: Console, quiet: bool = False
 ) -> tuple[dict[str, Any], TitansError | None]:
     """Show what would run; nothing is written. The same as a dict, and what a run would be refused for."""
     refusal = None
     try:
-        plan = plan_study(opened, rerun_stale, asked)
+        plan = plan_study(opened, rerun_stale, requested)
+        check_dry(opened)
     except TitansError as error:
         # the rest is worth seeing all the same
-        refusal, plan = error, _unplaced(opened, rerun_stale)
+        refusal = error
+        plan = replace(plan_study(opened, rerun_stale, 1, Machine(10**9, 10**9)), concurrency=0)
     guess = estimate(plan, opened.run.root) if plan.concurrency else Estimate(None, str(refusal))
     search = read_search(opened.run)
     record = {
@@ -113,107 +107,80 @@ def _with_search(seconds: float | None, opened: Opened, plan: Plan, search: Sear
     return seconds * (trials + cells) / len(plan.todo)
 
 
-def _unplaced(opened: Opened, rerun_stale: bool) -> Plan:
-    """The plan without a place for it."""
-    resources = opened.run.study.scales[opened.run.scale_name].resources
-    everywhere = Machine(10**9, 10**9)
-    run = opened.run
-    plan = make_plan(
-        opened.cells,
-        run.root,
-        run.commit,
-        resources=resources,
-        machine=everywhere,
-        asked=1,
-        rerun_stale=rerun_stale,
-    )
-    return replace(plan, concurrency=0)
-
-
 def run_study(
     opened: Opened,
     console: Console,
+    draw: Callable[[Opened, bool], Drawn],
     *,
     rerun_stale: bool = False,
     concurrency: int | None = None,
     began: float | None = None,
-) -> Table:
-    """Prepare data, run what is missing, draw the views. The whole table, complete or not.
+) -> Drawn:
+    """Prepare data, run what is missing, then return ``draw(opened, whether anything ran)``.
 
     ``began`` is when the command did, for the account of where its time went.
     """
     marks = Marks(began or time.time())
     marks.mark("preparation")
+    run = opened.run
     # what cannot be placed, or logged, is refused before time goes into data
     if plan_study(opened, rerun_stale, concurrency).todo:
         from titans_platform.tracking import check_store
 
-        check_store(opened.run.root)
-    with only_driver(opened.run), ExitStack() as stack:
+        check_store(run.root)
+    with only_driver(run), ExitStack() as stack:
         opened = _prepare(opened, console)
         plan = plan_study(opened, rerun_stale, concurrency)
-        if searching(opened.run):
+        search = read_search(run)
+        if search and not search.over:
             # one Ray for the search and for the cells after it
-            stack.enter_context(ray_of(plan))
+            stack.enter_context(ray_for(plan))
             with _resumable(opened, console):
-                opened = _searched(opened, plan, console)
+                opened, search = _searched(opened, search, plan, console)
             plan = plan_study(opened, rerun_stale, concurrency)
             marks = Marks()
             marks.mark("preparation")
         write_manifest(opened.run, opened.whole)
-        note_command(opened.run.folder)
-        if found := read_search(opened.run):
-            write_json(opened.run.folder / SEARCH, search_record(found))
+        note_command(run.folder)
+        if search:
+            write_json(run.folder / SEARCH, search_record(search))
         if plan.todo:
             with _resumable(opened, console):
-                execute(opened.run, plan, console, marks)
-        table = report_study(opened, console, link=bool(plan.todo))
-        if found:
-            _print_search(found, console)
+                run_cells(opened.run, plan, console, marks)
+        drawn = draw(opened, bool(plan.todo))
+        if search:
+            _print_search(search, console)
         if plan.todo:
             _close_ledger(opened.run, plan, marks, console)
-        return replace(table, asked=tuple(cell.name for cell in opened.cells))
+        return drawn
 
 
-def searching(run: StudyRun) -> bool:
-    """Whether the study has a search that is not over."""
-    found = read_search(run)
-    return found is not None and not found.over
+def _searched(opened: Opened, search: Searched, plan: Plan, console: Console) -> tuple[Opened, Searched]:
+    """Run the study's search; the study with what it found as a row more, and how the search ended."""
+    run = opened.run
+    write_manifest(run, opened.whole)
+    rungs = "/".join(map(str, search.search.milestones(search.steps)))
+    label = f"searching: {search.search.trials} trials, rungs at {rungs} steps"
+    with console.status(label) as status, output_to(run.folder / "search.log"):
 
-
-def _searched(opened: Opened, plan: Plan, console: Console) -> Opened:
-    """Run the study's search; the study with what it found as a row more."""
-    found = read_search(opened.run)
-    assert found is not None
-    write_manifest(opened.run, opened.whole)
-    tokens = f"{found.search.trials} trials, rungs at {_steps(found)} steps"
-    with console.status(f"searching: {tokens}") as status, aside(opened.run.folder / "search.log"):
-
-        def tell(line: str) -> None:
+        def report(line: str) -> None:
             status.update(line)
             if not console.is_terminal:
                 console.print(line, highlight=False, soft_wrap=True)
 
-        data = _data_fingerprint(opened)
-        with followed(opened.run, tell):
-            execute_search(opened.run, found.search, data, plan.resources, plan.concurrency)
-    return _with_found_row(opened)
-
-
-def _steps(found: Searched) -> str:
-    return "/".join(map(str, found.search.milestones(found.steps)))
+        with followed(run, report):
+            run_search(run, search.search, _data_fingerprint(opened), plan.concurrency)
+    ended = read_search(run)
+    assert ended is not None
+    return _with_found_row(opened, ended), ended
 
 
 def _data_fingerprint(opened: Opened) -> str:
-    from titans_platform.objectives import build_objective
-
     return build_objective(opened.cells[0].config).open(opened.run.root).fingerprint
 
 
-def _with_found_row(opened: Opened) -> Opened:
-    """The best trial's parameters, run with the seeds that were asked for."""
-    found = read_search(opened.run)
-    assert found is not None
+def _with_found_row(opened: Opened, found: Searched) -> Opened:
+    """The best trial's parameters, run with the seeds of the other rows."""
     if found.best is None:
         raise TitansError(f"{opened.run.label}: no trial came to its end; {search_line(found)}")
     run = with_found(opened.run, found)
@@ -236,67 +203,27 @@ def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> 
 
 
 def _prepare(opened: Opened, console: Console) -> Opened:
-    from titans_platform.objectives import build_objective
-
     with console.status("preparing data") as status:
 
-        def told(label: str, documents: int, tokens: int, done: float | None) -> None:
+        def report(label: str, documents: int, tokens: int, done: float | None) -> None:
             share = "" if done is None else f" ({done:.0%})"
             status.update(f"preparing data: {label}: {documents:,} documents, {tokens:,} tokens{share}")
 
         def once(config: RunConfig) -> Any:
-            return build_objective(config).prepare(opened.run.root, told)
+            return build_objective(config).prepare(opened.run.root, report)
 
         prepared = named(opened, once)
         status.update("checking every row against the data")
-        _check_against_data(prepared)
+        check_against_data(prepared)
         return prepared
-
-
-def _check_against_data(opened: Opened) -> None:
-    """What a cell would find out on a worker, found here: one line, and no cell is begun."""
-    from titans_platform.objectives import build_objective
-    from titans_platform.runs.execute import check as check_run
-
-    workers = opened.run.study.scales[opened.run.scale_name].resources.workers
-    for row, config in {cell.row: cell.config for cell in opened.cells}.items():
-        try:
-            check_run(config, build_objective(config).open(opened.run.root), workers)
-        except UsageError as error:
-            raise UsageError(f"row {row!r}: {error}") from None
 
 
 @contextmanager
 def _resumable(opened: Opened, console: Console) -> Iterator[None]:
-    """Say, when interrupted, what is safe and how to go on."""
+    """When interrupted, say what is kept."""
     try:
         yield
     except KeyboardInterrupt:
         done = sum(item.state == "done" for item in look(opened.cells, opened.run.root))
-        console.print(
-            f"{done} of {len(opened.cells)} cells are done and kept",
-            highlight=False,
-        )
+        console.print(f"{done} of {len(opened.cells)} cells are done and kept", highlight=False)
         raise
-
-
-def report_study(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
-    """Draw the views from what is there; with ``link`` put them on the MLflow run too."""
-    run = opened.run
-    if not any(cell.name for cell in opened.whole):
-        raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
-    asked = tuple(cell.name for cell in opened.cells)
-    table = replace(table, overrides=tuple(run.overrides), asked=asked)
-    paths = make_report(table, run.folder, run.root, run.label if link else None, address)
-    console.print(render.terminal(table, console.width))
-    console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)
-    others = f"{_near(run.folder)}/: table.md, table.tex, table.csv, cells.csv, figures/"
-    console.print(f"also in {others}", highlight=False, soft_wrap=True, style="dim")
-    return table
-
-
-def _near(path: Path) -> str:
-    """The path as a person here would type it."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

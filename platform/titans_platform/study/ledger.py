@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.files import read_json, write_json
-from titans_platform.runs.folder import SECONDS, SPAN, RunFolder
+from titans_platform.runs.folder import TIME
 from titans_platform.study.spec import Cell
 
 LEDGER = "ledger.json"
@@ -43,9 +43,9 @@ class Marks:
 def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
     """The ledger of a run of ``cells``, those that ended in it counted."""
     folders = [cell.folder(root) for cell in cells]
-    spans = [span for folder in folders if (span := read_json(folder.path / SPAN))]
+    spans = [span for folder in folders if (span := read_json(folder.path / TIME))]
     spans = [span for span in spans if span["began"] >= marks.began]
-    inside = _inside(folders, marks.began)
+    inside = _inside(spans)
     own = sum(inside.pop(name, 0.0) for name in OWN)
     parts = marks.spent(slots) | _around(marks, spans, slots) | inside
     parts["start of a cell"] = max(
@@ -64,14 +64,12 @@ def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict
     }
 
 
-def _inside(folders: Sequence[RunFolder], since: float) -> dict[str, float]:
+def _inside(spans: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Phases of the cells, summed."""
     total: dict[str, float] = {}
-    for folder in folders:
-        path = folder.path / SECONDS
-        if path.exists() and path.stat().st_mtime >= since:
-            for name, seconds in (read_json(path) or {}).items():
-                total[name] = total.get(name, 0.0) + seconds
+    for span in spans:
+        for name, seconds in span["seconds"].items():
+            total[name] = total.get(name, 0.0) + seconds
     return total
 
 

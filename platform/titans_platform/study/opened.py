@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from titans_platform.config import EvalConfig, OptimConfig, RunConfig
+from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
-from titans_platform.loading import nearest
+from titans_platform.objectives import Data, build_objective
+from titans_platform.runs.check import (
+    check_batch,
+    check_config,
+    check_data,
+    check_resources,
+    check_sources,
+    parameters,
+    run_name,
+)
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.run import MANIFEST, StudyRun, naming
-from titans_platform.study.search import FOUND, Searched, check_space, read_search, trial_row
+from titans_platform.study.schedule import MANIFEST, StudyRun
+from titans_platform.study.search import Searched, check_space, read_search
 from titans_platform.study.space import Search
 from titans_platform.study.spec import Cell, expand, load_study
+from titans_platform.study.trial import FOUND, trial_row
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def open_study(
 
 def _check_search(run: StudyRun, search: Search) -> None:
     for config in check_space(run, search):
-        _check_model(config)
+        parameters(config)
 
 
 def with_found(run: StudyRun, searched: Searched) -> StudyRun:
@@ -95,52 +103,56 @@ def _begun(run: StudyRun, whole: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def check(cells: Sequence[Cell]) -> None:
-    """Find a wrong variant, task or option before anything runs."""
-    from titans_platform.objectives import build_objective
+def check(cells: Iterable[Cell]) -> None:
+    """Find a wrong variant, task or option before anything runs. Raises UsageError."""
+    _each_row(cells, check_config)
 
+
+def check_dry(opened: Opened) -> None:
+    """What a run would find out later, as far as it can be seen without data. Raises UsageError."""
+    _each_row([cell for cell in opened.cells if not cell.name], check_sources)
+    _each_row(opened.cells, lambda config: check_resources(config, opened.run.resources))
+
+
+def check_against_data(opened: Opened) -> None:
+    """What a cell would find out on a worker, found before any is begun. Raises UsageError."""
+
+    def whole(config: RunConfig) -> None:
+        check_batch(config, opened.run.resources)
+        check_data(config, build_objective(config).open(opened.run.root))
+
+    _each_row(opened.cells, whole)
+
+
+def _each_row(cells: Iterable[Cell], look: Callable[[RunConfig], None]) -> None:
     for row, config in {cell.row: cell.config for cell in cells}.items():
         try:
-            _check_model(config)
-            build_objective(config).check()
+            look(config)
         except UsageError as error:
             raise UsageError(f"row {row!r}: {error}") from None
 
 
-def _check_model(config: RunConfig) -> None:
-    """Build the model, without memory for its weights: what its parts refuse is refused here."""
-    from titans_core import BLOCKS
-
-    variant = config.model.variant
-    if variant not in BLOCKS:
-        raise UsageError(f"model.variant: no {variant!r}; {nearest(variant, BLOCKS)}")
-    parameters(config)
+Prepare = Callable[[RunConfig], Data]
 
 
-def parameters(config: RunConfig) -> int:
-    """Parameters of the run's model, built without memory for them. Raises UsageError."""
-    # of the config only what a model can be a function of: a grid has few models and many cells
-    of = config.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
-    return _parameters(of.model_dump_json())
+def named(opened: Opened, prepare: Prepare | None = None) -> Opened:
+    """Names for the cells asked for, by ``prepare``, and for all whose data are there."""
+    at_hand = _naming(opened.run, lambda config: build_objective(config).open(opened.run.root))
+    chosen = _naming(opened.run, prepare) if prepare else at_hand
+    return replace(opened, cells=_with_names(opened.cells, chosen), whole=_with_names(opened.whole, at_hand))
 
 
-@cache
-def _parameters(config: str) -> int:
-    import torch
+def _naming(run: StudyRun, prepare: Prepare) -> Callable[[RunConfig], str]:
+    """Names of cells, the data of equal configs prepared (or opened) once."""
+    known: dict[str, Data] = {}
 
-    from titans_platform.objectives import build_objective
+    def name(config: RunConfig) -> str:
+        key = digest([config.data.model_dump(mode="json"), config.objective.model_dump(mode="json")])
+        if key not in known:
+            known[key] = prepare(config)
+        return run_name(config, known[key].fingerprint, run.resources)
 
-    with torch.device("meta"):
-        return build_objective(RunConfig.model_validate_json(config)).build_model().num_parameters()
-
-
-def named(opened: Opened, prepared: Any = None) -> Opened:
-    """Names for the cells asked for, by ``prepared``, and for all whose data are there."""
-    from titans_platform.objectives import build_objective
-
-    at_hand = naming(lambda config: build_objective(config).open(opened.run.root))
-    asked = naming(prepared) if prepared else at_hand
-    return replace(opened, cells=_with_names(opened.cells, asked), whole=_with_names(opened.whole, at_hand))
+    return name
 
 
 def _with_names(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> tuple[Cell, ...]:

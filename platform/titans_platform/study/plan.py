@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import ClusterError, UsageError
-from titans_platform.study.spec import Cell, Resources
+from titans_platform.runs.resources import Machine, Resources, concurrency
+from titans_platform.study.spec import Cell
 
 CALIBRATION_LIMIT = 50e6
 """Parameters above which steps are not timed on the spot."""
@@ -22,95 +21,6 @@ TIMED = 5
 
 STARTUP, CELL_OVERHEAD = 15.0, 2.0
 """Seconds before the first step, and of each cell beside training and evaluation (measured on two cores)."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """CPUs and GPUs that are together: a worker needs all of its own on one node."""
-
-    cpus: float
-    gpus: float = 0
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What cells can be placed on: this machine, or the nodes of a cluster."""
-
-    cpus: float
-    gpus: float = 0
-    nodes: tuple[Node, ...] = ()
-    """Empty: one node, this machine."""
-
-    def workers(self, resources: Resources) -> int:
-        """How many workers of a cell fit at once."""
-        nodes = self.nodes or (Node(self.cpus, self.gpus),)
-        return sum(_on_node(node, resources) for node in nodes)
-
-
-def _on_node(node: Node, resources: Resources) -> int:
-    fit = int(node.cpus // resources.cpus_per_worker)
-    if resources.gpus_per_worker:
-        # ten thousandths, as Ray counts them: 1 // 0.1 is 9
-        fit = min(fit, round(node.gpus * 10_000) // round(resources.gpus_per_worker * 10_000))
-    return fit
-
-
-def cluster_machine() -> Machine:
-    """The nodes of the Ray cluster this process is connected to."""
-    import ray
-
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    nodes = tuple(Node(float(found.get("CPU", 0)), float(found.get("GPU", 0))) for found in alive)
-    return Machine(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes), nodes)
-
-
-def this_machine(resources: Resources) -> Machine:
-    """The CPUs this process may use and, where a cell asks for them, the GPUs torch sees."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not resources.gpus_per_worker:
-        return Machine(cpus)
-    import torch
-
-    return Machine(cpus, torch.cuda.device_count())
-
-
-DRIVER_CPU = 0.01
-"""What a trial that drives other workers takes of a CPU beside theirs; Tune refuses to give it none."""
-
-
-def concurrency(resources: Resources, machine: Machine, asked: int | None = None) -> int:
-    """How many cells fit at once. Raises UsageError, of a cluster ClusterError, where not one does or fewer
-    than asked."""
-    fit = machine.workers(resources) // resources.workers
-    if machine.nodes and resources.workers > 1:
-        cpus = resources.workers * resources.cpus_per_worker
-        fit = min(fit, int(machine.cpus / (cpus + DRIVER_CPU)))
-    if fit < 1:
-        where = "cluster" if machine.nodes else "machine"
-        refused = ClusterError if machine.nodes else UsageError
-        raise refused(f"{_lack(resources, machine)}; choose a smaller scale or a larger {where}")
-    if asked is not None and not 1 <= asked <= fit:
-        raise UsageError(f"--concurrency {asked}: {_lack(resources, machine)}; give 1 to {fit}")
-    return asked or fit
-
-
-def _lack(resources: Resources, machine: Machine) -> str:
-    """What a cell takes, what there is, and what of it is missing."""
-    cpus, gpus = resources.workers * resources.cpus_per_worker, resources.workers * resources.gpus_per_worker
-    spread = f" on {resources.workers} workers" if resources.workers > 1 else ""
-    need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
-    lack = _amount(max(0, cpus - machine.cpus), max(0, gpus - machine.gpus))
-    said = f"resources: a cell takes {need}{spread}, there are {have}"
-    if lack:
-        return f"{said}: {lack} missing"
-    if machine.workers(resources) < resources.workers:
-        each = _amount(resources.cpus_per_worker, resources.gpus_per_worker)
-        return f"{said}, but only {machine.workers(resources)} workers of {each} fit on its nodes"
-    return said
-
-
-def _amount(cpus: float, gpus: float) -> str:
-    return " and ".join([f"{cpus:g} CPU"] * bool(cpus) + [f"{gpus:g} GPU"] * bool(gpus))
 
 
 @dataclass(frozen=True)
@@ -132,14 +42,14 @@ def make_plan(
     *,
     resources: Resources,
     machine: Machine,
-    asked: int | None = None,
+    requested: int | None = None,
     rerun_stale: bool = False,
 ) -> Plan:
     """Sort cells into done and to do; with ``rerun_stale`` what another commit made is to do again."""
     results = [(cell, cell.folder(root).result() if cell.name else None) for cell in cells]
     stale = tuple(cell for cell, result in results if result and result.get("commit") != commit)
     todo = [cell for cell, result in results if result is None or (rerun_stale and cell in stale)]
-    return Plan(tuple(cells), tuple(todo), stale, concurrency(resources, machine, asked), resources)
+    return Plan(tuple(cells), tuple(todo), stale, concurrency(resources, machine, requested), resources)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from titans_platform.report import render
-from titans_platform.study.opened import Opened, parameters
+from titans_platform.runs.check import parameters
+from titans_platform.study.opened import Opened
 from titans_platform.study.plan import Plan, train_tokens
 from titans_platform.study.progress import clock
 from titans_platform.study.search import Searched

@@ -183,7 +183,7 @@ class View:
     def _ended(self, item: Seen) -> str:
         who = f"{item.cell.row}, seed {item.cell.seed}"
         if item.state == "failed":
-            return f"failed  {who}: {item.reason[:160]}"
+            return f"failed  {who}: {item.reason}"
         result = item.cell.folder(self.root).result() or {}
         values = ", ".join(
             f"{column} {value:.2f}" if isinstance(value, float) else f"{column} {value}"

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import TitansError, UsageError
-from titans_platform.files import read_json, write_json
-from titans_platform.runs.folder import RUNGS, STOPPED, RunFolder
-from titans_platform.study.columns import params as columns
-from titans_platform.study.run import StudyRun, run_trials
+from titans_platform.errors import UsageError
+from titans_platform.files import read_json
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.schedule import StudyRun, open_tracker, run_trials
 from titans_platform.study.space import Parameter, Search
-from titans_platform.study.spec import Cell, Resources, Row, overlay, resolve
-from titans_platform.study.trial import fit_cell
-
-if TYPE_CHECKING:
-    from titans_platform.tracking import Store
-
-FOUND = "found"
-TRIALS = "trials"
+from titans_platform.study.spec import resolve
+from titans_platform.study.trial import TRIALS, Climb, run_trial, trial_config
 
 
 @dataclass(frozen=True)
@@ -81,18 +73,6 @@ class Searched:
         return self.tokens_per_step * self.steps * max(len(self.trials), self.search.trials)
 
 
-def trial_row(run: StudyRun, params: dict[str, Any], name: str = FOUND) -> Row:
-    """The study's first row with a trial's parameters laid over it."""
-    first = run.study.rows_at(run.scale_name)[0]
-    return Row(name=name, set=overlay(first.set, params))
-
-
-def trial_config(run: StudyRun, search: Search, params: dict[str, Any]) -> RunConfig:
-    """The config of a trial. Raises UsageError."""
-    config = resolve(run.study, run.scale_name, trial_row(run, params), run.overrides)
-    return config.model_copy(update={"seed": search.seed})
-
-
 def check_space(run: StudyRun, search: Search) -> list[RunConfig]:
     """Configs at the corners of the space, every one valid. Raises UsageError that names the corner."""
     corners = []
@@ -125,18 +105,17 @@ def read_search(run: StudyRun) -> Searched | None:
 
 def _read_trial(root: Path, entry: dict[str, Any], metric: str) -> Trial:
     folder = RunFolder(root, entry["cell"])
-    rungs = {int(step): value for step, value in (read_json(folder.path / RUNGS) or {}).items()}
-    result, stopped = folder.result(), read_json(folder.path / STOPPED)
+    rungs, result = folder.rungs(), folder.result()
     if result:
         rungs[result["config"]["optim"]["steps"]] = result["columns"][metric]
     last = max(rungs, default=0)
     steps = last or int((folder.progress() or {}).get("step", 0))
-    state = "done" if result else "stopped" if stopped else folder.state()
+    state = "done" if result else "stopped" if folder.was_stopped() else folder.state()
     return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
 
 
-def execute_search(run: StudyRun, search: Search, data: str, resources: Resources, slots: int) -> None:
-    """Run what the search has not tried yet; Ray must be there. ``data`` is the data's fingerprint."""
+def run_search(run: StudyRun, search: Search, data: str, slots: int) -> None:
+    """Run what the search has not tried yet, on data of this fingerprint; a Ray session must be open."""
     from ray.tune.schedulers import ASHAScheduler
 
     known = read_search(run)
@@ -151,36 +130,23 @@ def execute_search(run: StudyRun, search: Search, data: str, resources: Resource
         max_t=steps[-1],
         reduction_factor=search.reduction,
     )
-    task = _task(run, search, data, resources, steps)
+    tracker = open_tracker(run)
+    climb = Climb(tracker, search, tuple(steps), data)
     try:
         run_trials(
             run,
-            _trial,
-            {"task": task},
-            resources,
+            run_trial,
+            {"climb": climb},
             slots,
             search_alg=_sampler(search, mode, [trial.params for trial in known.trials]),
             scheduler=asha,
             num_samples=search.trials,
         )
     except BaseException:
-        _end_runs(run, task, "KILLED")
+        tracker.end("KILLED")
         raise
-    _end_runs(run, task, None)
-
-
-def _end_runs(run: StudyRun, task: dict[str, Any], parent: str | None) -> None:
-    """End the MLflow runs of trials that did not end them, and with ``parent`` the study's own so."""
-    from titans_platform.tracking import CELL_TAG, open_store
-
-    store = open_store(task["store"])
-    ends = {"stopped": "FINISHED", "failed": "FAILED"}
-    found = read_search(run)
-    for trial in found.trials if found else ():
-        if trial.state != "done" and (run_id := store.find(CELL_TAG, trial.cell)):
-            store.run(run_id).close(ends.get(trial.state, "KILLED"))
-    if parent:
-        store.run(task["parent"]).close(parent)
+    finally:
+        tracker.settle()
 
 
 @contextmanager
@@ -268,125 +234,3 @@ def _distribution(parameter: Parameter) -> Any:
     assert parameter.low is not None
     assert parameter.high is not None
     return FloatDistribution(parameter.low, parameter.high, log=parameter.log)
-
-
-def _task(
-    run: StudyRun, search: Search, data: str, resources: Resources, milestones: list[int]
-) -> dict[str, Any]:
-    """What every trial is told beside its parameters."""
-    from titans_platform.tracking import open_store
-
-    store = open_store(run.root)
-    return {
-        "run": run,
-        "search": search,
-        "data": data,
-        "resources": resources.model_dump(),
-        "milestones": milestones,
-        "store": store.uri,
-        "parent": store.study_run(run.label, {"titans.scale": run.scale_name, "titans.commit": run.commit}),
-    }
-
-
-def _trial(space: dict[str, Any]) -> None:
-    """One trial on a worker: from rung to rung, until the end or until ASHA stops it."""
-    from ray import tune
-
-    task = space["task"]
-    run, search = task["run"], task["search"]
-    params = {key: value for key, value in space.items() if key != "task"}
-    config = trial_config(run, search, params)
-    folder = RunFolder(run.root, _cell_name(config, task["data"]))
-    number = _enrol(run, folder.name, params)
-    try:
-        with folder.hold():
-            for step in task["milestones"]:
-                value = _climb(task, config, folder, number, step)
-                if value is None:
-                    return
-                tune.report({"steps": step, "value": value})
-    except SystemExit:
-        # how Tune ends a trial, inside of report
-        if not folder.result():
-            write_json(folder.path / STOPPED, {"reason": "ASHA", "commit": run.commit})
-        raise
-
-
-def _cell_name(config: RunConfig, data: str) -> str:
-    from titans_platform.objectives import build_objective
-
-    return build_objective(config).run_name(data)
-
-
-def _enrol(run: StudyRun, cell: str, params: dict[str, Any]) -> int:
-    """Put the trial on the study's list; its number there."""
-    path = run.folder / TRIALS / f"{cell}.json"
-    if (known := read_json(path)) is not None:
-        return int(known["number"])
-    number = len(list(path.parent.glob("*.json")))
-    write_json(path, {"cell": cell, "number": number, "began": time.time(), "params": params})
-    return number
-
-
-def _climb(
-    task: dict[str, Any], config: RunConfig, folder: RunFolder, number: int, step: int
-) -> float | None:
-    """The metric at a rung, from the files or by training up to it; None where the trial ended before."""
-    metric = task["search"].metric
-    if (result := folder.result()) and step == config.optim.steps:
-        return float(result["columns"][metric])
-    if (known := (read_json(folder.path / RUNGS) or {}).get(str(step))) is not None:
-        return float(known)
-    if read_json(folder.path / STOPPED):
-        return None
-    try:
-        return float(_fit(task, config, folder, number, step)[metric])
-    except TitansError as error:
-        # a learning rate that diverges would diverge again
-        folder.record_failure(error, task["run"].commit)
-        write_json(folder.path / STOPPED, {"reason": str(error), "commit": task["run"].commit})
-        return None
-    except Exception as error:
-        folder.record_failure(error, task["run"].commit)
-        return None
-
-
-def _fit(
-    task: dict[str, Any], config: RunConfig, folder: RunFolder, number: int, step: int
-) -> dict[str, Any]:
-    """Train on to ``step``; the columns measured there."""
-    from titans_platform.runs.execute import Rung, Tracked
-    from titans_platform.tracking import open_store
-
-    run, last = task["run"], step == config.optim.steps
-    folder.begin(run.commit)
-    tracked = Tracked(
-        task["store"], _mlflow_run(open_store(task["store"]), task, folder.name, config, number)
-    )
-    found = fit_cell(
-        config,
-        run.root,
-        folder.name,
-        task["resources"],
-        extra={"study": run.study.name, "row": f"trial {number}"},
-        tracked=tracked,
-        rung=None if last else Rung(step, task["search"].metric),
-    )
-    return found["columns"] if last else found
-
-
-def _mlflow_run(store: Store, task: dict[str, Any], cell: str, config: RunConfig, number: int) -> str:
-    tags = {
-        "titans.row": f"trial {number}",
-        "titans.seed": str(config.seed),
-        "titans.scale": task["run"].scale_name,
-    }
-    searched = trial_row(task["run"], next(iter(task["search"].corners())))
-    return store.cell_run(
-        cell,
-        f"trial {number}",
-        parent=task["parent"],
-        params=columns(Cell(f"trial {number}", config.seed, config), [searched]),
-        config=config.model_dump(mode="json"),
-        tags=tags,
-    )

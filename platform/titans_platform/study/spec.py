@@ -8,10 +8,9 @@ and have a fingerprint.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -22,20 +21,13 @@ from pydantic import Field, JsonValue, model_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.loading import apply_override, nearest, read_yaml, validate
+from titans_platform.loading import apply_override, complete, nearest, overlay, read_yaml, validate
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.resources import Resources
 from titans_platform.study.space import Search
 
 Fragment = dict[str, JsonValue]
 UNNAMED = ".unnamed"
-
-
-class Resources(Frozen):
-    """What one cell asks of the machine; no number it gives depends on them, so no name does."""
-
-    workers: PositiveInt = 1
-    cpus_per_worker: PositiveInt = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
 
 
 class Axis(Frozen):
@@ -86,6 +78,7 @@ class Scale(Frozen):
     data: Fragment = Field(default_factory=dict)
     optim: Fragment = Field(default_factory=dict)
     eval: Fragment = Field(default_factory=dict)
+    checkpoint: Fragment = Field(default_factory=dict)
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
     axes: dict[str, Axis] = Field(default_factory=dict)
@@ -95,7 +88,7 @@ class Scale(Frozen):
 
     def fragment(self) -> dict[str, Any]:
         """The part of a RunConfig this scale lays over the base."""
-        names = ("model", "data", "optim", "eval", "objective")
+        names = ("model", "data", "optim", "eval", "objective", "checkpoint")
         parts = {name: getattr(self, name) for name in names}
         return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
 
@@ -296,7 +289,7 @@ def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = 
             fragment = _lay(fragment, layer)
         for override in overrides:
             apply_override(fragment, override)
-        config = validate(RunConfig, _write_out_preset(fragment))
+        config = validate(RunConfig, complete(fragment))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     missing = [column for column in study.columns if column not in config.eval.columns]
@@ -312,41 +305,3 @@ def _lay(below: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, dict) and "preset" in model:
         below = {key: value for key, value in below.items() if key != "model"}
     return overlay(below, layer)
-
-
-def _write_out_preset(fragment: dict[str, Any]) -> dict[str, Any]:
-    """``model.preset`` as the fields it stands for, those given beside it laid over them."""
-    model = dict(fragment.get("model") or {})
-    if "preset" not in model:
-        return fragment
-    from titans_core.presets import SIZES, preset
-
-    name = str(model.pop("preset"))
-    if name not in SIZES:
-        raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
-    # a size is as large with attention as without: its widths depend on the variant
-    chosen = {key: model[key] for key in ("variant", "vocab_size") if key in model}
-    try:
-        fields = preset(name, **chosen).model_dump(mode="json")
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
-    return {**fragment, "model": overlay(fields, model)}
-
-
-def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``: mappings key by key, everything else replaced; keys may be dotted."""
-    merged = copy.deepcopy(dict(below))
-    for dotted, value in above.items():
-        key, _, rest = dotted.partition(".")
-        value = {rest: value} if rest else value
-        under = merged.get(key)
-        if isinstance(value, Mapping):
-            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value)
-        else:
-            merged[key] = copy.deepcopy(value)
-    return merged
-
-
-def name_cells(cells: Iterable[Cell], name: Callable[[RunConfig], str]) -> list[Cell]:
-    """The same cells with their names."""
-    return [replace(cell, name=name(cell.config)) for cell in cells]

@@ -15,7 +15,7 @@ from titans_platform.files import is_locked, read_json
 from titans_platform.loading import validate
 from titans_platform.study.ledger import ledger_line, read_ledger
 from titans_platform.study.progress import clock, counts, look, running_line
-from titans_platform.study.run import MANIFEST, STUDY, StudyRun
+from titans_platform.study.schedule import MANIFEST, STUDY, StudyRun
 from titans_platform.study.search import Searched, read_search, search_record
 from titans_platform.study.spec import Cell, Study, load_study
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": True}
-"""What every kernel is compiled with: a product and a sum in one rounding, said because defaults change."""
+"""Options of every kernel: fused multiply-add, set here because the default may change."""
 
 
 class Launch(NamedTuple):
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class _Here(threading.local):
-    """Of one thread: another's kernels start as ever."""
+    """The lists of one thread; kernels of other threads start as usual."""
 
     def __init__(self) -> None:
         self.lists: list[list[Launch]] = []
@@ -37,7 +37,7 @@ _here = _Here()
 
 @contextmanager
 def written_down() -> Iterator[list[Launch]]:
-    """Within, kernels do not start; what would have started is in the list."""
+    """A context in which kernels do not start: the list holds what would have started."""
     launches: list[Launch] = []
     _here.lists.append(launches)
     try:

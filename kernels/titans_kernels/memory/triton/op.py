@@ -13,8 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.layout import borders
+from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.rules import Rule
 from titans_kernels.memory.triton import phases
 from titans_kernels.memory.triton.launch import written_down
 from titans_kernels.memory.triton.phases import Kept, Tokens
@@ -22,6 +23,8 @@ from titans_kernels.memory.triton.pieces import INTERPRETED
 from titans_kernels.memory.triton.shapes import Shape, flatten, layers_of, unflatten
 from titans_kernels.memory.triton.tables import chunk_count, of_the_moment, tables
 
+TAKES = (Rule,)
+"""The rules the kernels compute: the paper's."""
 KEEP_BYTES = 512 * 2**20
 """What the forward found is kept for the backward up to this size; else the backward finds it again."""
 
@@ -54,7 +57,7 @@ def refusal(
 def forget_and_learn(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, dtype: torch.dtype
 ) -> Result:
-    """The same function as `reference.forget_and_learn`, with operands of ``dtype``."""
+    """Write and read every token, as `reference.forget_and_learn` does, with operands of ``dtype``."""
     tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:]))
     widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
     y, after = _in_parts(tokens, flatten(weights, momentum), options, widths)
@@ -102,7 +105,7 @@ def _shape(
 def _check_borders(q: Tensor, cu_seqlens: Tensor | None) -> None:
     """Borders that a compiler let pass unseen are looked at here, once for each tensor."""
     if cu_seqlens is not None and not of_the_moment():
-        borders(cu_seqlens, q.shape[1])
+        document_borders(cu_seqlens, q.shape[1])
 
 
 def _flat(*xs: Tensor) -> list[Tensor]:

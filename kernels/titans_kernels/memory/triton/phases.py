@@ -48,8 +48,8 @@ class Kept(NamedTuple):
         return self.dh[layer.number] if layer.number < len(self.dh) else self.dt
 
     @staticmethod
-    def room(shape: Shape, like: Tensor, keep: bool) -> Kept:
-        """Yet to be filled; without ``keep`` for the coefficients alone."""
+    def empty(shape: Shape, like: Tensor, keep: bool) -> Kept:
+        """Uninitialised; without ``keep`` empty but for the coefficients."""
         tokens, H, L = shape.tokens, shape.H, shape.depth
         hidden = (L - 1, tokens, H, shape.layers[0].F)
         single = torch.float32
@@ -94,18 +94,18 @@ def forward(shape: Shape, x: Tokens, start: Tensor, *, keep: bool) -> tuple[Tens
     """y [tokens, H, V], the state after the last token [N, H, size] and what to keep."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     along = reads_ride_along(shape, processors(x.q.device))
-    kept = Kept.room(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
+    kept = Kept.empty(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
     y, after = torch.empty_like(x.v), torch.empty_like(start)
     _write(shape, x, start, gates, kept, y, after, read=along, keep=keep or not along)
     if not along:
         _read(shape, shape.layers, x, gates, kept, y)
-    return y, after, kept if keep else Kept.room(shape, x.q, False)
+    return y, after, kept if keep else Kept.empty(shape, x.q, False)
 
 
 def recall(shape: Shape, x: Tokens, start: Tensor) -> Kept:
     """What a forward that kept nothing would have kept."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
-    kept = Kept.room(shape, x.q, True)._replace(C=gates.C, gates=gates.tokens)
+    kept = Kept.empty(shape, x.q, True)._replace(C=gates.C, gates=gates.tokens)
     nothing = x.q.new_empty(0)
     _write(shape, x, start, gates, kept, nothing, torch.empty_like(start), read=False, keep=True)
     _read(shape, shape.layers[:-1], x, gates, kept, nothing)
@@ -156,7 +156,7 @@ class _Grads(NamedTuple):
     dstates: Tensor  # of the state that each chunk leaves behind
 
     @staticmethod
-    def room(shape: Shape, kept: Kept, parts: int) -> _Grads:
+    def empty(shape: Shape, kept: Kept, parts: int) -> _Grads:
         hidden = [torch.empty_like(kept.z) for _ in range(4)]
         single = {"dtype": torch.float32, "device": kept.dt.device}
         return _Grads(
@@ -170,7 +170,7 @@ def backward(shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor) ->
     """Gradients of q, k, v, alpha, eta, theta and of the starting state."""
     gates = Gates(kept.C, kept.gates)
     BV = columns.columns_per_program(shape, processors(dy.device)) if path(shape) == "columns" else 0
-    grads = _Grads.room(shape, kept, shape.layers[0].F // BV if BV else 1)
+    grads = _Grads.empty(shape, kept, shape.layers[0].F // BV if BV else 1)
     dq, dk, dv, dkeys = (
         torch.empty_like(x.q),
         torch.empty_like(x.k),

@@ -56,7 +56,7 @@ def slope(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def bend(z, ACTIVATION: tl.constexpr):
+def second_derivative(z, ACTIVATION: tl.constexpr):
     """f''(z), z float32."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(z)

@@ -17,11 +17,11 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
-    bend,
     dot,
     keep_bounded,
     load_rows,
     load_tokens,
+    second_derivative,
     slope,
     store_rows,
     store_tokens,
@@ -177,7 +177,7 @@ def _backward(
         W2 = tl.load(states + (m * H + h) * SIZE + cell2)
         error2 = load_rows(d2, t, row, valid, h, H, V, column)
         z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
-        bent = (dot(error2, tl.trans(W2), TYPE, PRECISION) * bend(z_tile, ACTIVATION)).to(TYPE)
+        bent = (dot(error2, tl.trans(W2), TYPE, PRECISION) * second_derivative(z_tile, ACTIVATION)).to(TYPE)
         steep = slope(z_tile, ACTIVATION).to(TYPE)
         X = value(z_tile, ACTIVATION).to(TYPE)
         k_tile = load_rows(k, t, row, valid, h, H, D, key)

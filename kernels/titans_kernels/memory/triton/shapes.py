@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     H: int
     tokens: int
     M: int
-    """room for chunks"""
+    """number of chunks, or an upper bound of it"""
     b: int
     layers: tuple[Layer, ...]
     size: int

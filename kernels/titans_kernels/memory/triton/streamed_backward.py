@@ -16,10 +16,10 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
-    bend,
     dot,
     load_rows,
     load_tokens,
+    second_derivative,
     slope,
     store_rows,
     store_tokens,
@@ -92,7 +92,7 @@ def _errors_up(
         dd_tile = _load_unbounded(d, dd, along, over, t, row, valid, h, H, F, f, BOUND)
         z_tile = load_rows(z, t, row, valid, h, H, F, f).to(tl.float32)
         store_rows(dE, dd_tile * slope(z_tile, ACT), t, row, valid, h, H, F, f)
-        store_rows(dz, dd_tile * E * bend(z_tile, ACT), t, row, valid, h, H, F, f)
+        store_rows(dz, dd_tile * E * second_derivative(z_tile, ACT), t, row, valid, h, H, F, f)
     tl.debug_barrier()
     along_above = tl.zeros((b,), tl.float32)
     for i in range(0, OUT, BO):

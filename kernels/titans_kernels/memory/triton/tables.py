@@ -24,7 +24,7 @@ class Tables(NamedTuple):
 
 
 def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> int:
-    """Room for chunks: exact for equal rows, an upper bound for packed documents of unknown lengths."""
+    """Number of chunks: exact for equal rows, an upper bound for packed documents of unknown lengths."""
     if packed:
         return tokens // chunk_size + documents
     return documents * -(-(tokens // documents) // chunk_size)
@@ -34,15 +34,15 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
     """Tables of a batch of equal rows, or of documents packed into one row."""
     if cu_seqlens is None:
         return (_equal_fresh if of_the_moment() else _equal)(batch, length, b, device)
-    room = chunk_count(length, cu_seqlens.shape[0] - 1, b, True)
+    most = chunk_count(length, cu_seqlens.shape[0] - 1, b, True)
     if of_the_moment() or cu_seqlens.is_inference():  # which has no version to know a change by
-        return _make(cu_seqlens.to(device), b, room)
+        return _make(cu_seqlens.to(device), b, most)
     version, kept = _packed.get(cu_seqlens) or (-1, {})
     if version != cu_seqlens._version:
         version, kept = cu_seqlens._version, {}
         _packed[cu_seqlens] = version, kept
     if (b, device) not in kept:
-        kept[b, device] = _make(cu_seqlens.to(device), b, room)
+        kept[b, device] = _make(cu_seqlens.to(device), b, most)
     return kept[b, device]
 
 
@@ -52,7 +52,7 @@ def of_the_moment() -> bool:
 
 
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Each layer of a model is given the same borders, and asks for the same tables."""
+"""Tables by cu_seqlens: every layer of a model needs those of the same tensor."""
 
 
 def _equal_fresh(batch: int, length: int, b: int, device: torch.device) -> Tables:
@@ -63,10 +63,10 @@ def _equal_fresh(batch: int, length: int, b: int, device: torch.device) -> Table
 _equal = lru_cache(maxsize=64)(_equal_fresh)
 
 
-def _make(bounds: Tensor, b: int, room: int) -> Tables:
+def _make(bounds: Tensor, b: int, most: int) -> Tables:
     first, end = bounds[:-1].long(), bounds[1:].long()
     stop = torch.cumsum((end - first + b - 1) // b, 0)
-    chunk = torch.arange(room, device=bounds.device)
+    chunk = torch.arange(most, device=bounds.device)
     document = torch.searchsorted(stop, chunk, right=True).clamp_(max=len(first) - 1)
     before = torch.cat([stop.new_zeros(1), stop[:-1]])
     token = first[document] + (chunk - before[document]) * b

@@ -1,8 +1,8 @@
-"""The project as a wheel: of this checkout, or of what is installed where there is none.
+"""What a job takes along: its files, and the project as a wheel of this checkout or of what is installed.
 
 Ray gives a wheel of `py_modules` to `pip install --target`, which would fetch torch again for every node
-and job: what the wheel requires is left out of it (the nodes have it, or get it locked). And Ray keeps
-wheels by file name, so that a change under the same version would not arrive: the name holds a hash.
+and job, so the wheel names no requirements: the nodes have them, or get them locked. And Ray caches wheels
+by file name, so that a change under the same version would not arrive: the name holds a hash.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from titans_platform.errors import UsageError
@@ -39,6 +40,15 @@ def requirements() -> list[str]:
     """What the project requires, without its extras."""
     found = importlib.metadata.requires(DISTRIBUTION) or []
     return [line for line in found if "extra ==" not in line]
+
+
+def lay_out(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write ``files`` under ``folder`` by their relative names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def project_wheel(folder: Path) -> Path:

@@ -1,0 +1,54 @@
+"""From the name of a part to its class: one of ours, or any class by its import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import TypeVar
+
+Kind = TypeVar("Kind")
+
+
+def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
+    """The class of a name in ``known``, or at an import path ``package.module:Class``.
+
+    Modules of the current directory are found too: an installed command does not put it on the path.
+
+    Raises:
+        ValueError: there is no such subclass of ``base``; one line that begins with ``field``.
+    """
+    if ":" not in name:
+        if name in known:
+            return known[name]
+        hint = _near(name, known) or "or name a class of your own by its import path, my_lab.parts:MyPart"
+        raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}; {hint}")
+    found = _imported(field, name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{field}: {name} is not a subclass of {base.__module__}.{base.__name__}")
+    return found
+
+
+def _imported(field: str, path: str) -> object:
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        # last, so that nothing installed is hidden by a file that happens to lie here
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{field}: {path}: {module_name!r} cannot be imported: {reason}") from error
+    if not hasattr(module, name):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise ValueError(
+            f"{field}: {path}: {module_name} has no {name!r}; {_near(name, classes)}".rstrip("; ")
+        )
+    return getattr(module, name)
+
+
+def _near(word: str, known: Mapping[str, object] | list[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else ""

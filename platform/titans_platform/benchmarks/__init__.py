@@ -1,1 +1,0 @@
-"""Measurements of speed and space, each beside what it is to be judged by."""

@@ -1,0 +1,236 @@
+"""`titans init`: a run file to begin with and the reference of all fields, made from the config models."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from titans_platform.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+WIDTH = 100
+
+
+@click.command()
+@click.argument("path", default="run.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--data", metavar="FILE", help="Text to train on: a file, folder or glob  [Python's own library]"
+)
+@click.option("--preset", default="laptop", show_default=True, help="Size of the model.")
+@click.option("--force", is_flag=True, help="Replace PATH where it is there.")
+@click.option("--reference", is_flag=True, help="Print the reference of all fields and tasks instead.")
+def init(path: Path, data: str | None, preset: str, force: bool, reference: bool) -> None:
+    """Write a run file with every field, its default and what it means: a first run, ready to train.
+
+    \b
+    Example:
+      titans init run.yaml --data book.txt
+      titans train run.yaml
+    """
+    if reference:
+        click.echo(reference_page(), nl=False)
+        return
+    if path.exists() and not force:
+        raise UsageError(f"{path} is there already; --force replaces it")
+    text = run_file(data, preset)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+    click.echo(f"{path}: train it with `titans train {path}`")
+
+
+def run_file(data: str | None, preset: str) -> str:
+    """The YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such preset."""
+    from titans_platform.config import RunConfig
+    from titans_platform.data.sources import open_source
+    from titans_platform.loading import complete, validate
+
+    source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "stdlib"}
+    given = {
+        "model": {"preset": preset, "variant": "mac"},
+        "data": {"sources": [source | {"validation_fraction": 0.1}], "sequence_length": 256},
+        "optim": {"steps": 200, "global_batch_size": 8, "lr": 0.004},
+        "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
+    }
+    config = validate(RunConfig, complete(given))
+    open_source(config.data.sources[0], "--data", Path()).identity()
+    lines = [
+        "# A run of `titans train`. Lines that are switched off show what a field is without them:",
+        "# take the `#` away to change one. Tasks and their options: `titans init --reference`.",
+        *_section(config, given),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """The fields of a model as YAML: those ``given`` switched on, the others as comments."""
+    extra = {key: value for key, value in given.items() if key not in type(config).model_fields}
+    for key, value in extra.items():
+        yield f"{indent}{key}: {_yaml(value)}"
+    for field in fields_of(type(config)):
+        value = getattr(config, field.name)
+        if field.about:
+            yield ""
+            yield from (f"{indent}# {line}" for line in textwrap.wrap(field.about, WIDTH - len(indent)))
+        if field.model and field.many and field.name in given:
+            entries = given[field.name]
+            named = isinstance(entries, Mapping)
+            shown = [f"{key}: {_yaml(entries[key])}" if named else f"- {_yaml(key)}" for key in entries]
+            yield f"{indent}{field.name}:"
+            yield from (f"{indent}  {line}" for line in shown)
+            yield from _switched_off(field.model, f"{indent}    ")
+        elif field.model and not field.many:
+            yield f"{indent}{field.name}:"
+            yield from _section(value, given.get(field.name, {}), indent + "  ")
+        else:
+            mark = "" if field.name in given else "# "
+            yield f"{indent}{mark}{field.name}: {_yaml(given.get(field.name, _plain(value)))}"
+
+
+def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:
+    yield f"{indent}# an entry may also have:"
+    for field in fields_of(model):
+        if field.default is not None:
+            yield f"{indent}#   {field.name}: {field.default}"
+            yield from (f"{indent}#       {line}" for line in textwrap.wrap(field.about, WIDTH - 14))
+
+
+def reference_page() -> str:
+    """The Markdown page of every field of a run file, and every task with its options."""
+    from titans_platform.config import RunConfig, TaskConfig
+    from titans_platform.evals import TASKS
+
+    lines = [
+        "# Fields of a run file",
+        "",
+        "Written by `titans init --reference` from the code; `titans init` writes a run file to begin with.",
+        "A field is set in the file or by `--set`, for example `--set model.memory.depth=3`.",
+        "",
+        "`model.preset` (smoke, laptop, 170M, 340M, 400M, 760M) stands for the fields of a size; those given",
+        "beside it are laid over them. With `data.tokenizer: byte`, `model.vocab_size` follows by itself.",
+    ]
+    for path, model in _sections(RunConfig, ""):
+        lines += ["", f"## {path or 'The run'}", "", (model.__doc__ or "").partition("\n\n")[0].strip(), ""]
+        lines += _table(model)
+    lines += ["", "# Tasks", "", (TaskConfig.__doc__ or "").strip(), ""]
+    lines += _table(TaskConfig)
+    for name in sorted(TASKS):
+        about = " ".join((TASKS[name].__doc__ or "").partition("\n\n")[0].split())
+        lines += ["", f"## task: {name}", "", about]
+        if TASKS[name].Options.model_fields:
+            lines += ["", *_table(TASKS[name].Options)]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every model below ``model``, with its dotted path; tasks have a part of their own."""
+    from titans_platform.config import TaskConfig
+
+    yield path, model
+    for field in fields_of(model):
+        if field.model not in (None, TaskConfig):
+            assert field.model is not None
+            below = f"{path}.{field.name}".lstrip(".") + (".0" if field.many else "")
+            yield from _sections(field.model, below)
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    lines = ["| field | values | default | |", "|---|---|---|---|"]
+    for field in fields_of(model):
+        default = "" if field.default is None or (field.model and not field.many) else f"`{field.default}`"
+        values = field.values.replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {values} | {default} | {field.about} |")
+    return lines
+
+
+class ConfigField(NamedTuple):
+    """One field of a config model."""
+
+    name: str
+    values: str
+    """What it may hold, in words."""
+    default: str | None
+    """As YAML; None where it has to be given."""
+    about: str
+    model: type[BaseModel] | None
+    """The model it holds, or holds a list of."""
+    many: bool
+
+
+def fields_of(model: type[BaseModel]) -> list[ConfigField]:
+    """The fields of a model, in order."""
+    found = []
+    for name, info in model.model_fields.items():
+        below, many = _model_in(info.annotation)
+        default = None if info.is_required() else _yaml(_plain(info.get_default(call_default_factory=True)))
+        about = " ".join((info.description or "").split())
+        if below and not about:
+            about = " ".join((below.__doc__ or "").partition("\n\n")[0].split())
+        found.append(ConfigField(name, _values(info.annotation, info.metadata), default, about, below, many))
+    return found
+
+
+def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for inner in typing.get_args(annotation):
+        if (found := _model_in(inner)[0]) is not None:
+            return found, True
+    return None, False
+
+
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+WORDS = {"int": "integer", "float": "number", "str": "text", "bool": "true, false", "NoneType": "null"}
+
+
+def _values(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
+    """What an annotation takes, in words: `integer >= 1`."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _values(inner[0], [*inner[1:], *metadata])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_values(part, metadata if i == 0 else ()) for i, part in enumerate(inner))
+    if origin is tuple:
+        return f"list of {_values(inner[0])}"
+    if origin is dict:
+        return f"mapping of names to {_values(inner[1])}"
+    name = getattr(annotation, "__name__", str(annotation))
+    if _model_in(annotation)[0]:
+        return "a section"
+    bounds = [f"{sign} {bound:g}" for one in _flat(metadata) for key, sign in SIGNS.items()
+              if (bound := getattr(one, key, None)) is not None]  # fmt: skip
+    return " ".join([WORDS.get(name, "any value"), ", ".join(bounds)]).strip()
+
+
+def _flat(metadata: typing.Sequence[Any]) -> Iterator[Any]:
+    for one in metadata:
+        # an Annotated inside another keeps its bounds in a FieldInfo
+        yield from getattr(one, "metadata", None) or [one]
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config as JSON holds it."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Any).dump_python(value, mode="json")
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...").strip()

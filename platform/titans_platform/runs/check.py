@@ -1,0 +1,126 @@
+"""Every check that is made before a run: what would be found after hours is found in a second.
+
+Three floors, each usable alone: the config by itself, the config on its resources and machine, the config
+with its data.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titans_core import Model
+from titans_platform.config import EvalConfig, OptimConfig, RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
+from titans_platform.provenance import commit
+from titans_platform.runs.ray_session import available
+from titans_platform.runs.resources import Resources, concurrency
+from titans_platform.runs.spec import RunSpec
+
+BYTES_A_PARAMETER = 16
+"""A weight, its gradient and AdamW's two moments, in float32."""
+
+
+def run_name(cfg: RunConfig, data_fingerprint: str, resources: Resources = Resources()) -> str:
+    """The run's name: the hash of all that its numbers are a function of."""
+    return build_objective(cfg).run_name(data_fingerprint)
+
+
+def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
+    """The run of a config whose data are prepared under ``root``; ``fields`` are those of `RunSpec`.
+
+    Raises UsageError where the data are not prepared.
+    """
+    data = build_objective(cfg).open(root)
+    name = run_name(cfg, data.fingerprint, resources)
+    return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
+
+
+def parameters(cfg: RunConfig) -> int:
+    """Parameters of the run's model, built without memory for them. Raises UsageError."""
+    # of the config only what a model can be a function of: a grid has few models and many cells
+    of = cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
+    return _parameters(of.model_dump_json())
+
+
+@cache
+def _parameters(cfg: str) -> int:
+    return model_on_meta(RunConfig.model_validate_json(cfg)).num_parameters()
+
+
+def model_on_meta(cfg: RunConfig) -> Model:
+    """The run's model without memory for its weights, to ask for its sizes. Raises UsageError."""
+    with torch.device("meta"):
+        return build_objective(cfg).build_model()
+
+
+def check_config(cfg: RunConfig) -> None:
+    """What the config gets wrong by itself: a variant, a task, an option. Raises UsageError."""
+    build_objective(cfg).check()
+
+
+def check_sources(cfg: RunConfig) -> None:
+    """Whether the files that the config names are on this machine. Raises UsageError."""
+    build_objective(cfg).check_sources()
+
+
+def check_data(cfg: RunConfig, data: Any) -> None:
+    """What only the prepared data can show: the vocabulary, the room for items. Raises UsageError."""
+    build_objective(cfg).check(data)
+
+
+def check_resources(cfg: RunConfig, resources: Resources) -> None:
+    """Whether the batch can be shared by the workers, and the run placed where it would run.
+
+    Raises UsageError, for a cluster ClusterError.
+    """
+    check_batch(cfg, resources)
+    machine = available(resources)
+    concurrency(resources, machine)
+    if not machine.nodes:
+        _check_memory(cfg, resources)
+
+
+def check_batch(cfg: RunConfig, resources: Resources) -> None:
+    """Whether the rows of a step divide among workers and micro-batches. Raises UsageError."""
+    rows, workers, micro = cfg.optim.global_batch_size, resources.workers, cfg.optim.micro_batch_size
+    if rows < workers:
+        raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
+    if rows % workers:
+        raise UsageError(f"optim.global_batch_size: {rows} rows do not divide among {workers} workers")
+    if micro and (rows // workers) % micro:
+        raise UsageError(
+            f"optim.micro_batch_size: {micro} does not divide the {rows // workers} rows of a worker"
+        )
+
+
+def _check_memory(cfg: RunConfig, resources: Resources) -> None:
+    """Refuse what this machine cannot hold at the very least."""
+    count = parameters(cfg)
+    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // resources.workers
+    tokens = rows * cfg.data.sequence_length
+    # what the backward pass needs at least: the residual stream of each block, the logits
+    activations = 4 * tokens * (cfg.model.d_model * cfg.model.n_layers + cfg.model.vocab_size)
+    have = _memory(resources)
+    for field, need in (
+        ("model", BYTES_A_PARAMETER * count),
+        ("data.sequence_length", BYTES_A_PARAMETER * count + activations),
+    ):
+        if need > have:
+            what = f"{count:,} parameters" + (f" and {tokens:,} tokens at once" if field != "model" else "")
+            raise UsageError(
+                f"{field}: {what} take at least {need / 2**30:,.0f} GiB to train, a worker here has "
+                f"{have / 2**30:,.0f} GiB; make it smaller, or train on a cluster"
+            )
+
+
+def _memory(resources: Resources) -> int:
+    """Bytes a worker on this machine may take at most."""
+    if resources.gpus_per_worker and torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

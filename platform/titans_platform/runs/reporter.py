@@ -1,0 +1,157 @@
+"""What a run reports while it goes on: progress.json once a second, and its MLflow run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from titans_platform.files import write_json
+from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT
+from titans_platform.runs.spec import Rung, RunSpec, Tracking
+
+if TYPE_CHECKING:
+    from titans_platform.tracking import RunLog
+
+log = logging.getLogger(__name__)
+
+_LOGGED = 200
+"""Steps of a run that go to MLflow."""
+_MEMORY = 0.9
+"""What the running averages of speed keep at each step: a half-life of seven steps."""
+
+
+class Reporter:
+    """Writes the files of a run and its MLflow run; on rank 0 only."""
+
+    def __init__(self, spec: RunSpec):
+        self.folder, self.steps = spec.folder, spec.config.optim.steps
+        self._log = _open_log(spec.name, spec.tracking, spec.config.model_dump(mode="json"))
+        self._written = 0.0
+        self._rate = self._seconds_a_step = 0.0
+        self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
+        self._last = time.monotonic()
+        write_json(self.folder.path / CONFIG, spec.config.model_dump(mode="json"))
+        self._write()
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run; None for a run that is not tracked."""
+        return self._log.run_id if self._log else None
+
+    def start(self, step: int) -> None:
+        """Training goes on after ``step`` steps."""
+        self._last = time.monotonic()
+        self._state["step"] = step
+        self._write()
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of a step; not all of them are written."""
+        now = time.monotonic()
+        taken, self._last = now - self._last, now
+        self._rate = _average(self._rate, metrics["tokens_per_second"])
+        self._seconds_a_step = _average(self._seconds_a_step, taken)
+        self._state |= {
+            "step": step,
+            "loss": metrics["loss"],
+            "tokens_per_second": self._rate,
+            "eta_seconds": self._seconds_a_step * (self.steps - step),
+        }
+        if now - self._written > 1.0:
+            self._write()
+        every = max(1, self.steps // _LOGGED)
+        if self._log and (step % every == 0 or step == self.steps or "surprise" in metrics):
+            self._log.metrics(step, metrics)
+
+    def flush(self) -> None:
+        """Send what is gathered to MLflow. A checkpoint counts only after this: no step before it is lost."""
+        if self._log:
+            self._log.flush()
+
+    def phase(self, name: str) -> None:
+        """What the run does now: train, evaluate, done."""
+        self._state["phase"] = name
+        self._write()
+
+    def reached(self, rung: Rung, columns: dict[str, float]) -> dict[str, float]:
+        """Keep what a rung measured, in the folder and in MLflow; the same columns."""
+        self.folder.record_rung(rung.step, columns[rung.column])
+        if self._log:
+            self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
+            self._log.flush()
+        return columns
+
+    def close(self, result: dict[str, Any]) -> None:
+        """End the MLflow run with the final numbers."""
+        if self._log:
+            try:
+                finish(self._log, result)
+            except Exception as error:  # the numbers are in result.json whatever became of the store
+                log.warning("run %s: its MLflow run is not complete: %s", self.folder.name, error)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the result, last: whoever sees it finds everything else of the run complete."""
+        self.phase("done")
+        write_json(self.folder.path / RESULT, result)
+
+    def fail(self, error: BaseException) -> None:
+        """End the MLflow run: KILLED where it was interrupted, else FAILED."""
+        if self._log:
+            killed = isinstance(error, KeyboardInterrupt | SystemExit)
+            with suppress(Exception):
+                self._log.close("KILLED" if killed else "FAILED")
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        write_json(self.folder.path / PROGRESS, self._state)
+
+
+def finish(run: RunLog, result: dict[str, Any]) -> None:
+    """Put a result's numbers and tags on its MLflow run, and end it."""
+    run.summary(_summary(result))
+    run.tags(_tags(result))
+    run.close()
+
+
+def _open_log(name: str, tracking: Tracking | None, config: dict[str, Any]) -> RunLog | None:
+    if tracking is None:
+        return None
+    # a second of imports that a run which is not tracked need not wait for
+    from titans_platform.tracking import open_store
+
+    store = open_store(tracking.uri)
+    run_id = store.cell_run(
+        name,
+        tracking.title,
+        parent=tracking.parent,
+        params=tracking.params,
+        config=config,
+        tags=tracking.tags,
+    )
+    return store.run(run_id)
+
+
+def _average(before: float, now: float) -> float:
+    return _MEMORY * before + (1 - _MEMORY) * now if before else now
+
+
+def _summary(result: dict[str, Any]) -> dict[str, float]:
+    """The final numbers as flat metrics: columns and, below each, the tasks in it; size, time."""
+    flat = dict(result["columns"])
+    # @ is not allowed in a metric's name
+    flat |= {name.replace("@", "/"): task["value"] for name, task in result["tasks"].items()}
+    names = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
+    return flat | {name: result[name] for name in names}
+
+
+def _tags(result: dict[str, Any]) -> dict[str, str]:
+    """The code, the data and the versions the numbers come from."""
+    made = {f"titans.{name}": value for name, value in result["environment"].items()}
+    return made | {
+        "titans.commit": result["commit"],
+        "mlflow.source.git.commit": result["commit"],
+        "titans.data": result["data_fingerprint"],
+        "titans.eval_version": result["eval_version"],
+    }

@@ -1,0 +1,103 @@
+"""`titans init`: its run file is valid, explains every field, and the reference page is up to date."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titans_core.config import MemoryConfig
+from titans_platform.cli import run
+from titans_platform.cli.init import _values, fields_of, reference_page, run_file
+from titans_platform.config import EvalConfig, OptimConfig, SourceConfig
+from titans_platform.evals import TASKS
+from titans_platform.loading import load_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("a line of a book, not a long one\n" * 2000)
+    return path
+
+
+def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    assert run(["init", str(path), "--data", str(book), "--preset", "smoke"]) == 0
+    capsys.readouterr()
+    cfg = load_config(path)
+    assert cfg.data.sources[0].path == str(book)
+    assert (cfg.model.variant, cfg.model.vocab_size, cfg.model.d_model) == ("mac", 260, 32)
+    assert run(["data", "prepare", str(path), "--root", str(tmp_path / "root"), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["sources"].values()
+    assert source["validation_rows"] > 0
+    assert run(["train", str(path), "--root", str(tmp_path / "root"), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] < 100_000
+
+
+def test_every_field_stands_in_it_with_its_default(book, tmp_path):
+    lines = [line.strip() for line in run_file(str(book), "laptop").splitlines()]
+    for model in (MemoryConfig, SourceConfig, OptimConfig, EvalConfig):
+        for field in fields_of(model):
+            assert any(line.lstrip("#- {").startswith(f"{field.name}:") for line in lines), field.name
+    path = tmp_path / "run.yaml"
+    path.write_text(run_file(str(book), "laptop"))
+    before = load_config(path)
+    # with all fields of the memory switched on it is the same run
+    text = path.read_text()
+    start, end = text.index("  memory:"), text.index("  attention:")
+    on = "".join(
+        line.replace("# ", "", 1) if line.strip()[2:].partition(":")[0] in MemoryConfig.model_fields else line
+        for line in text[start:end].splitlines(keepends=True)
+    )
+    path.write_text(text[:start] + on + text[end:])
+    assert len(yaml.safe_load(path.read_text())["model"]["memory"]) == len(MemoryConfig.model_fields)
+    assert load_config(path) == before
+
+
+def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
+    path = tmp_path / "run.yaml"
+    assert run(["init", str(path)]) == 0
+    assert load_config(path).data.sources[0].kind == "stdlib"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{there}"], "is there already; --force replaces it"),
+        (["new.yaml", "--data", "nowhere.txt"], "--data.path: no file, folder or match for"),
+        (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
+        (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line(arguments, says, book, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["init", *(argument.format(there=book) for argument in arguments)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_the_reference_page_is_up_to_date():
+    assert PAGE.read_text() == reference_page(), "run: titans init --reference > docs/config.md"
+
+
+def test_the_reference_names_every_section_and_task():
+    page = reference_page()
+    for section in ("model.memory", "model.attention", "data.sources.0", "optim", "eval"):
+        assert f"## {section}\n" in page
+    for name, task in TASKS.items():
+        assert f"## task: {name}\n" in page
+        assert all(f"| `{option}` |" in page for option in task.Options.model_fields)
+
+
+def test_values_are_in_words():
+    values = {field.name: field.values for field in fields_of(OptimConfig)}
+    assert values["steps"] == "integer >= 1"
+    assert values["grad_clip"] == "number > 0 or null"
+    assert values["precision"] == "`fp32`, `bf16`"
+    assert _values(tuple[int, ...]) == "list of integer"

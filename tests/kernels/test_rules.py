@@ -1,0 +1,364 @@
+"""Rules of the memory: each against the recurrence and against its published equations, in every form."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_core import LanguageModel, MemoryConfig, ModelConfig
+from titans_kernels import (
+    RULES,
+    DecodeState,
+    MemoryState,
+    Rule,
+    decode_step,
+    extend_memory,
+    find_rule,
+    neural_memory,
+)
+from titans_kernels.memory import reference
+from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.rules import GatedDelta, Huber, Yaad
+
+
+@dataclass(frozen=True)
+class Normalised(Rule):
+    """A rule whose update is not linear in the gradient: each layer moves by its momentum's direction."""
+
+    step: float = 0.1
+
+    def update(self, weights, momentum, gradient, alpha, eta, theta):
+        momentum = eta * momentum - theta * gradient
+        size = momentum.square().sum((-1, -2), keepdim=True).add(1e-3).sqrt()
+        return (1 - alpha) * weights + self.step * momentum / size, momentum
+
+
+EVERY_RULE = {
+    "paper": Rule(),
+    "gated_delta": GatedDelta(),
+    "huber": Huber(delta=0.3),
+    "yaad": Yaad(delta=1.3),
+    "normalised": Normalised(),
+}
+each_rule = pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
+
+
+class Case:
+    """Random float64 inputs of two heads, whose gates are 0 and 1 at some tokens, and a state of each row."""
+
+    def __init__(self, T: int, depth: int = 2, *, batch: int = 1, documents: int | None = None,
+                 widths: list[int] | None = None):  # fmt: skip
+        generator = torch.Generator().manual_seed(100 * T + depth)
+        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+        widths = widths or [3, *[4] * (depth - 1), 3]
+        tokens = [F.normalize(rand(batch, T, 2, n) - 0.5, dim=-1) for n in (widths[0], widths[0], widths[-1])]
+        alpha, eta, theta = 0.05 * rand(batch, T, 2), 0.9 * rand(batch, T, 2), 0.1 * rand(batch, T, 2)
+        chance = rand(batch, T, 2)
+        alpha[chance < 0.1], eta[chance > 0.9] = 0, 0
+        alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
+        rows = documents or batch
+        shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
+        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
+        self.state = MemoryState(
+            tuple(((rand(*s) - 0.5) * 2 / s[-2] ** 0.5).requires_grad_() for s in shapes),
+            tuple((0.1 * rand(*s)).requires_grad_() for s in shapes),
+        )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*self.tokens, *self.state.weights, *self.state.momentum]
+
+    def whole(self, **options) -> list[Tensor]:
+        """y and the state after the last token."""
+        y, after = neural_memory(*self.tokens, *self.state, **options)
+        return [y, *after.weights, *after.momentum]
+
+    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
+        """The results of `whole`, by calls on pieces of the sequence."""
+        state, outputs = DecodeState.of(self.state), []
+        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
+            y, state = form(*part, state, **options)
+            outputs.append(y)
+        after = state.memory()
+        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+
+def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
+    """Equal results, and equal gradients of all leaves from a random functional of them."""
+    assert all(torch.isfinite(x).all() for x in expected)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
+    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
+    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-9)
+
+
+# T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
+CALLS = [(2, 16, None), (19, 1, 0.5), (37, 16, None), (28, 7, 0.5), (9, 64, 0.5)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@each_rule
+def test_every_form_is_the_recurrence(rule, depth):
+    for T, chunk_size, bound in CALLS:
+        case = Case(T, depth)
+        options = {"chunk_size": chunk_size, "surprise_bound": bound, "rule": rule}
+        expected = case.whole(backend="reference", **options)
+        for backend in ("autograd", "chunked") if rule == Rule() else ("autograd", "auto"):
+            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+
+
+@each_rule
+def test_activations_widths_and_rows(rule):
+    case = Case(21, widths=[3, 6, 2, 5], batch=3)
+    for activation in ("gelu", "identity"):
+        options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
+        expected = case.whole(backend="reference", **options)
+        assert_same(expected, case.whole(backend="autograd", **options), case.leaves)
+
+
+@pytest.mark.parametrize("backend", ["reference", "autograd"])
+@each_rule
+def test_packed_documents_are_separate_calls(rule, backend):
+    borders = [0, 5, 18, 19, 33]
+    case = Case(borders[-1], 2, documents=len(borders) - 1)
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "rule": rule}
+    packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
+    apart = []
+    for i, (start, end) in enumerate(pairwise(borders)):
+        own = (tuple(x[i : i + 1] for x in part) for part in case.state)
+        y, after = neural_memory(*(x[:, start:end] for x in case.tokens), *own, **options)
+        apart.append([y, *after.weights, *after.momentum])
+    joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
+    assert_same(joined, packed, case.leaves)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 16])
+@each_rule
+def test_token_by_token_is_the_recurrence(rule, chunk_size):
+    case = Case(23, 2, batch=2)
+    options = {"chunk_size": chunk_size, "surprise_bound": 0.3, "rule": rule}
+    expected = case.whole(backend="reference", **options)
+    assert_same(expected, case.pieces([1] * 23, decode_step, **options), case.leaves)
+
+
+@each_rule
+def test_any_cut_is_the_recurrence(rule):
+    case = Case(33, 3)
+    options = {"chunk_size": 8, "surprise_bound": 0.3, "rule": rule}
+    expected = case.whole(backend="reference", **options)
+    for sizes in ([33], [11, 22], [8, 16, 9], [5, 1, 1, 1, 17, 1, 7], [31, 1, 1]):
+        assert_same(expected, case.pieces(sizes, **options), case.leaves)
+
+
+@each_rule
+def test_the_gradient_of_the_reference_is_that_of_the_inner_loss(rule):
+    case, f = Case(2, 3), ACTIVATIONS["silu"]
+    k, v = (x[:, 0].detach() for x in case.tokens[1:3])
+    weights = case.state.weights
+    prediction = reference.apply_memory(weights, k[:, :, None], f)
+    expected = torch.autograd.grad(rule.loss(prediction, v[:, :, None]).sum(), weights)
+    found = reference.inner_gradient(weights, k, v, f, None, rule)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def linear_case() -> tuple[Case, list[Tensor], Tensor]:
+    """A linear memory without momentum: q, k, v [T, D] and alpha, theta [T] of one head, and W [D, D]."""
+    case = Case(30, 1)
+    with torch.no_grad():
+        case.tokens[4].zero_()
+        case.state.momentum[0].zero_()
+    q, k, v, alpha, _, theta = (x[0, :, 0].detach() for x in case.tokens)
+    return case, [q, k, v, alpha, theta], case.state.weights[0][0, 0].detach()
+
+
+def assert_head_reads(case: Case, expected: list[Tensor], **options) -> None:
+    for backend in ("reference", "autograd"):
+        y, _ = neural_memory(*case.tokens, *case.state, backend=backend, **options)
+        torch.testing.assert_close(y[0, :, 0], torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_at_the_decayed_state_is_gated_deltanet():
+    case, (q, k, v, alpha, theta), W = linear_case()
+    S, reads = W.mT, []  # the published recurrence has column vectors, S [D_v, D_k]
+    for t in range(len(q)):
+        keep, beta = 1 - alpha[t], 2 * theta[t]
+        erase = torch.eye(3, dtype=S.dtype) - beta * torch.outer(k[t], k[t])
+        S = S @ (keep * erase) + beta * torch.outer(v[t], k[t])
+        reads.append(S @ q[t])
+    assert_head_reads(case, reads, chunk_size=1, rule="gated_delta")
+
+
+def test_the_decayed_state_of_a_chunk_is_its_start_without_what_it_writes():
+    case, (q, k, v, alpha, theta), W = linear_case()
+    start, decay, reads = W, torch.ones(()), []
+    for t in range(len(q)):
+        if t % 8 == 0:
+            start, decay = W, torch.ones(())
+        decay = decay * (1 - alpha[t])
+        W = (1 - alpha[t]) * W - theta[t] * 2 * torch.outer(k[t], k[t] @ (decay * start) - v[t])
+        reads.append(q[t] @ W)
+    assert_head_reads(case, reads, chunk_size=8, rule="gated_delta")
+
+
+@pytest.mark.parametrize("rule", [Huber(delta=0.3), Yaad(delta=0.8)], ids=["huber", "yaad"])
+def test_a_huber_loss_is_the_update_of_miras(rule):
+    case, (q, k, v, alpha, theta), W = linear_case()
+    reads, sides = [], []
+    for t in range(len(q)):
+        e = k[t] @ W - v[t]
+        if isinstance(rule, Yaad):
+            near = e.norm() <= rule.delta
+        else:
+            near = e.abs() <= rule.delta
+        force = torch.where(near, e, rule.delta * e.sign())
+        W = (1 - alpha[t]) * W - theta[t] * 2 * torch.outer(k[t], force)
+        reads.append(q[t] @ W)
+        sides.append(near.flatten())
+    assert torch.cat(sides).any(), "no error is within the threshold"
+    assert not torch.cat(sides).all(), "no error is beyond the threshold"
+    assert_head_reads(case, reads, chunk_size=1, rule=rule)
+
+
+@pytest.mark.parametrize("name", ["huber", "yaad"])
+def test_a_large_threshold_is_the_paper_s_rule(name):
+    case, options = Case(20, 2), {"chunk_size": 8, "backend": "autograd"}
+    found = case.whole(rule=find_rule(name, delta=100.0), **options)
+    assert_same(case.whole(rule="paper", **options), found, case.leaves)
+
+
+def test_inference_and_autocast_give_the_same_and_leave_the_state_in_float32():
+    case, options = Case(20, 2), {"chunk_size": 8, "rule": "huber"}
+    tokens = [x.detach().float() for x in case.tokens]
+    state = MemoryState(*(tuple(x.detach().float() for x in part) for part in case.state))
+    expected, _ = neural_memory(*tokens, *state, **options)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        y, after = neural_memory(*(x.clone() for x in tokens), *state, **options)
+        _, cut = extend_memory(*(x[:, :13] for x in tokens), DecodeState.of(state), **options)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    assert {x.dtype for x in (*after.weights, *after.momentum, *cut)[:-1] if isinstance(x, Tensor)} == {
+        torch.float32
+    }
+    low, _ = neural_memory(*(x.bfloat16() for x in tokens), *state, **options)
+    assert low.dtype == torch.bfloat16
+
+
+def test_a_compiled_rule_is_the_eager_one():
+    case, options = Case(9, 2), {"chunk_size": 4, "surprise_bound": 0.5, "rule": Huber(delta=0.3)}
+    compiled = torch.compile(case.whole, fullgraph=True, backend="aot_eager")
+    assert_same(case.whole(**options), compiled(**options), case.leaves)
+
+
+def test_what_needs_no_gradient_gets_none():
+    case, options = Case(9, 2), {"chunk_size": 4, "rule": "huber"}
+    tokens = [x.detach() for x in case.tokens]
+    state = MemoryState(*(tuple(x.detach() for x in part) for part in case.state))
+    y, after = neural_memory(*tokens, *state, **options)
+    assert not any(x.requires_grad for x in (y, *after.weights, *after.momentum))
+    expected = torch.autograd.grad(case.whole(**options)[0].sum(), case.tokens[1])
+    tokens[1] = case.tokens[1]
+    found = torch.autograd.grad(neural_memory(*tokens, *state, **options)[0].sum(), tokens[1])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_form_that_does_not_take_a_rule_says_so():
+    case = Case(4)
+    for backend in ("chunked", "triton"):
+        with pytest.raises(ValueError, match=f"^backend: '{backend}' does not take the rule Huber"):
+            case.whole(backend=backend, rule="huber")
+    _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8)
+    with pytest.raises(ValueError, match=r"^state: left inside a chunk by the paper's rule"):
+        extend_memory(*case.tokens, opened, chunk_size=8, rule="huber")
+    _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8, rule="huber")
+    with pytest.raises(ValueError, match=r"^state: left inside a chunk by another rule"):
+        extend_memory(*case.tokens, opened, chunk_size=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("hubr", {}, "rule: 'hubr' is not one of paper, gated_delta, huber, yaad; did you mean huber?"),
+        (
+            "muon",
+            {},
+            "rule: 'muon' is not one of paper, gated_delta, huber, yaad; or name a class of your own",
+        ),
+        ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
+        ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
+        ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),
+        (
+            "no_such_module:Rule",
+            {},
+            "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot",
+        ),
+        (
+            "titans_kernels:Rul",
+            {},
+            "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?",
+        ),
+        ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.Rule"),
+    ],
+)
+def test_a_rule_that_does_not_exist_is_named(name, parameters, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}[^\n]*$"):
+        find_rule(name, **parameters)
+    with pytest.raises(ValueError, match=f"^memory.{re.escape(message)}[^\n]*$"):
+        LanguageModel(ModelConfig(memory=MemoryConfig(rule=name, rule_options=parameters)))
+
+
+# the walk of CONTRIBUTING: one file, and a line where it shall have a name
+LP = """
+    from dataclasses import dataclass
+
+    from titans_kernels import Rule
+
+
+    @dataclass(frozen=True)
+    class Lp(Rule):
+        '''The l_p inner loss of MIRAS's Moneta.'''
+
+        p: float = 3.0
+
+        def loss(self, prediction, v):
+            return (prediction - v).abs().pow(self.p).sum(-1)
+"""
+
+
+@pytest.fixture
+def lp_rule(tmp_path, monkeypatch) -> str:
+    (tmp_path / "my_rules.py").write_text(textwrap.dedent(LP))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_rules:Lp"
+
+
+def test_a_rule_from_outside_goes_by_its_import_path(lp_rule):
+    case, options = Case(20, 2), {"chunk_size": 8, "surprise_bound": 0.5}
+    rule = find_rule(lp_rule, p=2.5)
+    expected = case.whole(backend="reference", rule=rule, **options)
+    assert_same(expected, case.whole(rule=rule, **options), case.leaves)
+    assert_same(expected, case.pieces([3, 6, 11], rule=rule, **options), case.leaves)
+
+
+def test_a_rule_from_outside_trains_a_model_and_may_be_registered(lp_rule, monkeypatch):
+    losses = {}
+    monkeypatch.setitem(RULES, "lp", type(find_rule(lp_rule)))
+    for name in (lp_rule, "lp", "paper"):
+        torch.manual_seed(0)
+        memory = MemoryConfig(
+            heads=2, chunk_size=8, rule=name, rule_options={} if name == "paper" else {"p": 4.0}
+        )
+        m = LanguageModel(ModelConfig(vocab_size=20, d_model=16, n_layers=1, memory=memory))
+        x = torch.randint(0, 20, (2, 21), generator=torch.Generator().manual_seed(1))
+        loss = F.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in m.parameters())
+        losses[name] = loss.item()
+    assert losses["lp"] == losses[lp_rule] != losses["paper"]
