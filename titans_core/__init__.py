@@ -2,7 +2,7 @@
 
 from titans_core import presets
 from titans_core.backbone import Backbone, Model, ModelState
-from titans_core.blocks import BLOCKS
+from titans_core.blocks import BLOCKS, Block, count_parameters
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
 from titans_core.memory import MemoryCache, NeuralMemory
@@ -14,6 +14,7 @@ __all__ = [
     "BLOCKS",
     "AttentionConfig",
     "Backbone",
+    "Block",
     "Documents",
     "LanguageModel",
     "MemoryCache",
@@ -25,6 +26,7 @@ __all__ = [
     "NeuralMemory",
     "SeriesModel",
     "SeriesOutput",
+    "count_parameters",
     "presets",
     "record",
 ]

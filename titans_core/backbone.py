@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from titans_core.blocks import BLOCKS, Block
-from titans_core.blocks.base import Place
+from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
@@ -23,7 +22,7 @@ class ModelState(NamedTuple):
     blocks: tuple[Any, ...]
 
     def detach(self) -> ModelState:
-        """The same state, cut from the graph."""
+        """This state without the graph that made it."""
         cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
         return ModelState(self.position, tree_map(cut, self.blocks))
 
@@ -59,16 +58,15 @@ class Backbone(Model):
     A subclass gives both, calls `encode` between them in its ``forward``, and inherits the rest.
 
     Raises:
-        ValueError: the config's variant is not in the block registry.
+        ValueError: the config's variant is unknown, or refuses the config.
     """
 
     def __init__(self, config: ModelConfig, embedding: nn.Module, head: nn.Module):
         super().__init__()
-        if config.variant not in BLOCKS:
-            raise ValueError(f"variant: {config.variant!r} is not one of {', '.join(BLOCKS)}")
+        block = resolve(config)
         self.config = config
         self.embedding = embedding
-        self.blocks = nn.ModuleList(BLOCKS[config.variant](config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model)
         self.head = head
         initialize(self, config.n_layers)
@@ -88,13 +86,13 @@ class Backbone(Model):
         """
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
-        place, start = _place(x_BTD, state, document_starts)
+        positions, start = _positions(x_BTD, state, document_starts)
         before = [None] * len(self.blocks) if state is None else state.blocks
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):
-            x_BTD, block_state = block(x_BTD, block_state, place)
+            x_BTD, block_state = block(x_BTD, block_state, positions)
             after.append(block_state)
-        end = None if place.documents else ModelState(start + x_BTD.shape[1], tuple(after))
+        end = None if positions.documents else ModelState(start + x_BTD.shape[1], tuple(after))
         return self.norm(x_BTD), end
 
     def state_bytes(self, length: int) -> int:
@@ -102,9 +100,11 @@ class Backbone(Model):
         return sum(cast(Block, block).state_bytes(length) for block in self.blocks)
 
 
-def _place(x_BTD: Tensor, state: ModelState | None, starts: Tensor | Documents | None) -> tuple[Place, int]:
+def _positions(
+    x_BTD: Tensor, state: ModelState | None, starts: Tensor | Documents | None
+) -> tuple[Positions, int]:
     if starts is not None:
         documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
-        return Place(documents.position_BT, documents), 0
+        return Positions(documents.position_BT, documents), 0
     start = 0 if state is None else state.position
-    return Place(torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]), start
+    return Positions(torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]), start

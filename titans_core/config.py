@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+"""Features or layers: far beyond what any machine holds, and still small enough to be counted."""
 
 
 class Frozen(BaseModel):
-    """Base of all configs: immutable, no unknown keys, no silent coercion of strings."""
+    """Base of all configs: immutable, no unknown keys, no silent coercion of strings, finite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class MemoryConfig(Frozen):
@@ -22,12 +26,12 @@ class MemoryConfig(Frozen):
     layers are ``expansion * head_dim`` wide; its weights are the recurrent state.
     """
 
-    depth: PositiveInt = 2
+    depth: Annotated[int, Field(ge=1, le=1000)] = 2
     """L_M, the number of layers of the memory; 1 is a linear memory."""
-    heads: PositiveInt = 4
-    head_dim: PositiveInt | None = None
+    heads: Annotated[int, Field(ge=1, le=4096)] = 4
+    head_dim: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Width of a head; ``d_model // heads`` where None."""
-    expansion: PositiveInt = 1
+    expansion: Annotated[int, Field(ge=1, le=64)] = 1
     """Hidden width of the memory over its head width."""
     chunk_size: PositiveInt = 64
     """The paper's b (eq. 16): gradients of a chunk are taken at the weights it starts from."""
@@ -39,7 +43,7 @@ class MemoryConfig(Frozen):
     """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
     conv: bool = True
     """Causal depthwise convolution after each of the q, k, v projections."""
-    conv_kernel: PositiveInt = 4
+    conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
     qk_norm: bool = True
     """L2-normalise queries and keys."""
     value_norm: bool = True
@@ -82,13 +86,15 @@ class ModelConfig(Frozen):
     """A language model: ``n_layers`` blocks of one variant between an embedding and a head."""
 
     variant: str = "lmm"
-    """A name in the block registry: lmm, mac, mag, mal, transformer."""
+    """lmm, mac, mag, mal, transformer, or the import path of a block class, ``my_lab.blocks:MyBlock``."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """What a variant takes beyond the fields here: the fields of its block's ``Options``."""
     vocab_size: PositiveInt = 32_000
-    d_model: PositiveInt = 256
-    n_layers: PositiveInt = 4
-    persistent_tokens: Annotated[int, Field(ge=0)] = 4
+    d_model: Width = 256
+    n_layers: Width = 4
+    persistent_tokens: Annotated[int, Field(ge=0, le=2**20)] = 4
     """N_p of eq. 19, in every block; 0 switches persistent memory off."""
-    mlp_expansion: Annotated[float, Field(ge=0)] = 8 / 3
+    mlp_expansion: Annotated[float, Field(ge=0, le=1024)] = 8 / 3
     """Hidden width of the SwiGLU layer of a block over d_model; 0 leaves the layer out."""
     tie_embeddings: bool = True
     memory: MemoryConfig = MemoryConfig()
@@ -104,23 +110,4 @@ class ModelConfig(Frozen):
             )
         if (self.d_model // self.attention.heads) % 2:
             raise ValueError("attention.heads: rotary positions need an even head width")
-        if self.variant == "mac":
-            segment = self.attention.segment_size
-            if segment is None:
-                raise ValueError("attention.segment_size: variant mac needs one")
-            if segment % self.memory.chunk_size:
-                raise ValueError(
-                    f"attention.segment_size: {segment} is not a multiple of memory.chunk_size "
-                    f"{self.memory.chunk_size}"
-                )
-            if self.attention.window is not None and self.attention.window < segment:
-                raise ValueError(
-                    f"attention.window: variant mac attends to whole segments; leave out "
-                    f"{self.attention.window}, or set attention.segment_size"
-                )
         return self
-
-    @property
-    def memory_head_dim(self) -> int:
-        """Width of one memory head, in features."""
-        return self.memory.head_dim or self.d_model // self.memory.heads

@@ -22,7 +22,7 @@ class LanguageModel(Backbone):
     """Next-token logits from tokens.
 
     Raises:
-        ValueError: the config's variant is not in the block registry.
+        ValueError: the config's variant is unknown, or refuses the config.
     """
 
     def __init__(self, config: ModelConfig):

@@ -1,14 +1,18 @@
 """Model sizes by name: the paper's four (Section 5.1), and small ones for two cores.
 
-Depth and width are one for all variants of a size; what attention adds in parameters (4 d_model^2 a
-layer) comes off the feed-forward layer, so that a size compares variants at equal counts. Widths are
+Depth and width are one for all variants of a size; what a mixer has in parameters comes off the
+feed-forward layer (`Block.preset_expansion`), so that a size compares variants at equal counts. Widths are
 ours: the paper prints only the counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
+from titans_core.blocks import Transformer, block_parameters, find
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 
 
@@ -35,32 +39,51 @@ SIZES = {
     "400M": Size(1024, 24, tie_embeddings=False),
     "760M": Size(1536, 23),
 }
-# SwiGLU hidden width over d_model: the projections of attention and of memory are 4 and 5 d_model^2,
-# a unit of expansion is 3
-MLP_EXPANSION = {"lmm": 8 / 3, "mac": 4 / 3, "mag": 4 / 3, "mal": 4 / 3, "transformer": 3.0}
 
 
-def preset(name: str, variant: str = "lmm", vocab_size: int | None = None) -> ModelConfig:
+def preset(
+    name: str,
+    variant: str = "lmm",
+    vocab_size: int | None = None,
+    options: Mapping[str, JsonValue] | None = None,
+) -> ModelConfig:
     """The config of a size and variant; ``vocab_size`` None takes the size's own.
 
     Raises:
-        ValueError: there is no such size or variant.
+        ValueError: there is no such size or variant, or the variant refuses its options or the size.
     """
-    for value, known, what in ((name, SIZES, "preset"), (variant, MLP_EXPANSION, "variant")):
-        if value not in known:
-            raise ValueError(f"{what}: {value!r} is not one of {', '.join(known)}")
-    size = SIZES[name]
+    if name not in SIZES:
+        raise ValueError(f"preset: {name!r} is not one of {', '.join(SIZES)}")
+    size, block = SIZES[name], find(variant)
     heads = size.d_model // size.head_dim
-    # full attention is the baseline's; the window belongs to the hybrids
-    window = None if variant == "transformer" else size.window
-    return ModelConfig(
+    config = ModelConfig(
         variant=variant,
+        options=dict(options or {}),
         vocab_size=vocab_size or size.vocab_size,
         d_model=size.d_model,
         n_layers=size.n_layers,
         tie_embeddings=size.tie_embeddings,
         persistent_tokens=size.persistent_tokens,
-        mlp_expansion=MLP_EXPANSION[variant],
+        mlp_expansion=block.preset_expansion or 0.0,
         memory=MemoryConfig(depth=2, heads=heads, chunk_size=size.chunk_size, max_theta=size.max_theta),
-        attention=AttentionConfig(heads=heads, window=window, segment_size=size.window),
+        attention=AttentionConfig(
+            heads=heads, window=size.window if block.preset_window else None, segment_size=size.window
+        ),
     )
+    if block.preset_expansion is None:
+        config = config.model_copy(update={"mlp_expansion": _remaining_expansion(config, name)})
+    return config
+
+
+def _remaining_expansion(config: ModelConfig, name: str) -> float:
+    """The feed-forward width over d_model that brings a block to the parameters of the Transformer's."""
+    baseline = {"variant": "transformer", "options": {}, "mlp_expansion": Transformer.preset_expansion}
+    target = block_parameters(config.model_copy(update=baseline))
+    mixer = block_parameters(config)
+    expansion = (target - mixer - config.d_model) / (3 * config.d_model**2)
+    if expansion <= 0:
+        raise ValueError(
+            f"preset: {config.variant} has {mixer:,} parameters a block before its feed-forward layer, and a "
+            f"block of size {name} {target:,}; write the model's fields out, or set its preset_expansion"
+        )
+    return expansion

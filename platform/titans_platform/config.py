@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from titans_core.blocks import count_parameters, source_digest
 from titans_core.config import Frozen, ModelConfig, PositiveInt
+from titans_platform.errors import UsageError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-YOUNGER = {"memory": {"alpha_bias": -6.0, "eta_bias": 0.0, "theta_bias": -1.0}}
-"""Fields of the model that came after cells had names, with what they were before they were fields: a run
-that leaves them there keeps its name."""
+DEFAULTS_VERSION = 1
+"""Raise it when the default of a field changes: names leave out what is at its default, and a run that left
+the field out gives other numbers from then on. `tests/runs/test_names.py` pins the defaults."""
 
 
 BYTE_VOCABULARY = 260
@@ -145,17 +149,56 @@ class RunConfig(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
 
-    def fingerprint(self, data_fingerprint: str, eval_version: str) -> str:
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimiser step, over all workers."""
+        return self.optim.global_batch_size * self.data.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the run trains on."""
+        return self.optim.steps * self.tokens_per_step
+
+    def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int = 1) -> str:
         """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
 
-        The data enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the
-        paths it was read from.
+        Only fields that differ from their defaults enter, so that a new field renames nothing. The data
+        enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the paths it was
+        read from; a variant named by import path also by its source; ``workers`` where there are several,
+        since they take sums in another order. Raises UsageError for a variant that cannot be imported.
         """
-        run = self.model_dump(mode="json", exclude={"data", "checkpoint"})
-        for part, fields in YOUNGER.items():
-            below = run["model"][part]
-            run["model"][part] = {k: v for k, v in below.items() if k not in fields or fields[k] != v}
-        return digest({"run": run, "data": data_fingerprint, "eval": eval_version})
+        parts: dict[str, Any] = {
+            "defaults": DEFAULTS_VERSION,
+            "run": self.model_dump(mode="json", exclude={"data", "checkpoint"}, exclude_defaults=True),
+            "data": data_fingerprint,
+            "eval": eval_version,
+        }
+        with _model_field():
+            source = source_digest(self.model.variant)
+        if source:
+            parts["variant"] = source
+        if workers > 1:
+            parts["workers"] = workers
+        return digest(parts)
+
+
+def check_model(config: ModelConfig) -> int:
+    """The parameters of a model that can be built; none is allocated.
+
+    Raises:
+        UsageError: for an unknown variant or what it refuses, naming the field.
+    """
+    with _model_field():
+        return count_parameters(config)
+
+
+@contextmanager
+def _model_field() -> Iterator[None]:
+    """What titans_core refuses, as a UsageError with the place of its field in a `RunConfig`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"model.{error}") from error
 
 
 def digest(value: Any, length: int = 12) -> str:

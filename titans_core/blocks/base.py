@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import json
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from titans_core.config import ModelConfig
+from titans_core.config import Frozen, ModelConfig
 from titans_core.documents import Documents
 from titans_core.layers import RMSNorm, SwiGLU
 
 
-class Place(NamedTuple):
-    """Where the tokens of a call stand: positions [B, T] or [1, T], and borders of packed documents."""
+class Positions(NamedTuple):
+    """Positions of the tokens of a call, [B, T] or [1, T], and the borders of packed documents."""
 
     position_BT: Tensor
     documents: Documents | None = None
 
 
-class Block(nn.Module):
-    """x + mix(norm(x)), then x + mlp(norm(x)); a variant defines `mix`.
+class NoOptions(Frozen):
+    """The options of a block that has none."""
 
-    ``state`` is whatever `mix` returned for the tokens before, None at the start of a sequence.
+
+class Block(nn.Module, ABC):
+    """x + mix(norm(x)), then x + mlp(norm(x)); a variant defines `mix` and `state_bytes`.
+
+    ``state`` is whatever `mix` returned for the tokens before, None at the start of a sequence. A block of
+    your own is a subclass in a file of yours, named in a config by its import path
+    (``variant: my_lab.blocks:MyBlock``); `check` and the class attributes below may be overridden. Linear
+    layers, norms, convolutions and memories get their initial values from `titans_core.init`; parameters
+    that you make of `nn.Parameter` keep the values your constructor gives them.
     """
 
-    uses_persistent = True
+    Options: ClassVar[type[Frozen]] = NoOptions
+    """What `ModelConfig.options` may hold; a block finds the values in ``self.options``."""
+    uses_persistent: ClassVar[bool] = True
+    """Whether it learns persistent tokens, in ``self.persistent_PD``."""
+    preset_window: ClassVar[bool] = True
+    """Whether a preset gives its attention the window of the size; else it attends to everything before."""
+    preset_expansion: ClassVar[float | None] = None
+    """The feed-forward width of its presets over d_model. None: whatever gives a block as many parameters
+    as the Transformer's. A subclass of a variant that adds weights to it should set None."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.options: Any = self.read_options(config)
         self.norm = RMSNorm(config.d_model)
         self.persistent_PD: nn.Parameter | None = None
         if self.uses_persistent and config.persistent_tokens:
@@ -38,18 +57,41 @@ class Block(nn.Module):
             self.mlp_norm = RMSNorm(config.d_model)
             self.mlp = SwiGLU(config.d_model, config.mlp_expansion)
 
-    def forward(self, x_BTD: Tensor, state: Any, place: Place) -> tuple[Tensor, Any]:
+    @classmethod
+    def read_options(cls, config: ModelConfig) -> Any:
+        """The config's options as an object of ``Options``. Raises pydantic's ValidationError."""
+        # as JSON, where a list is taken for a tuple, like every other part of a config
+        return cls.Options.model_validate_json(json.dumps(config.options))
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Refuse what the variant cannot be built of, before it is built.
+
+        Raises:
+            ValueError: one line that begins with the field of `ModelConfig` that is wrong.
+        """
+
+    def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
-        mixed, state = self.mix(self.norm(x_BTD), state, place)
+        mixed, state = self.mix(self.norm(x_BTD), state, positions)
         x_BTD = x_BTD + mixed
         if self.mlp is not None:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return x_BTD, state
 
-    def mix(self, x_BTD: Tensor, state: Any, place: Place) -> tuple[Tensor, Any]:
-        """The sequence mixer of the variant, on normalised input."""
-        raise NotImplementedError
+    @abstractmethod
+    def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
+        """The causal sequence mixer of the variant, on normalised input.
 
+        Args:
+            x_BTD: [B, T, D].
+            state: what the call for the tokens before returned; None at the start of a sequence.
+            positions: of the tokens. With ``positions.documents`` no token may see another document.
+
+        Returns:
+            [B, T, D] and the state after the last token, None when packed.
+        """
+
+    @abstractmethod
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens."""
-        raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from titans_core.blocks.base import Block, Place
+from titans_core.blocks.base import Block, Positions
 from titans_core.config import ModelConfig
 from titans_core.memory import MemoryCache, NeuralMemory
 
@@ -12,15 +12,17 @@ from titans_core.memory import MemoryCache, NeuralMemory
 class LMM(Block):
     """y = M([p] || x), the prefix's outputs dropped (eq. 19)."""
 
+    preset_expansion = 8 / 3
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
 
     def mix(
-        self, x_BTD: Tensor, state: MemoryCache | None, place: Place
+        self, x_BTD: Tensor, state: MemoryCache | None, positions: Positions
     ) -> tuple[Tensor, MemoryCache | None]:
         state = state or self.memory.start(x_BTD.shape[0], self.persistent_PD)
-        return self.memory(x_BTD, state, place.documents)
+        return self.memory(x_BTD, state, positions.documents)
 
     def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes(length)

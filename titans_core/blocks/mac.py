@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from titans_core.attention import Attention, KeyCache
-from titans_core.blocks.base import Block, Place
+from titans_core.blocks.base import Block, Positions
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.layers import Gate
@@ -36,24 +36,44 @@ class MAC(Block):
     Only y at Z's positions is written, and each y_i is read at the weights that hold y_1 .. y_i.
     """
 
+    preset_expansion = 4 / 3
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        assert config.attention.segment_size is not None  # ModelConfig has seen to it
+        assert config.attention.segment_size is not None  # `check` has seen to it
         self.segment_size = config.attention.segment_size
         self.attention = Attention(config.d_model, config.attention)
         self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
         self.gate = Gate(config.d_model)
 
-    def mix(self, x_BTD: Tensor, state: MACState | None, place: Place) -> tuple[Tensor, MACState | None]:
-        if place.documents is not None:
-            return self._packed(x_BTD, place.documents), None
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        segment, window = config.attention.segment_size, config.attention.window
+        if segment is None:
+            raise ValueError("attention.segment_size: variant mac needs one")
+        if segment % config.memory.chunk_size:
+            raise ValueError(
+                f"attention.segment_size: {segment} is not a multiple of memory.chunk_size "
+                f"{config.memory.chunk_size}"
+            )
+        if window is not None and window < segment:
+            raise ValueError(
+                f"attention.window: variant mac attends to whole segments; leave out {window}, "
+                f"or set attention.segment_size"
+            )
+
+    def mix(
+        self, x_BTD: Tensor, state: MACState | None, positions: Positions
+    ) -> tuple[Tensor, MACState | None]:
+        if positions.documents is not None:
+            return self._packed(x_BTD, positions.documents), None
         state = state or self._start(x_BTD.shape[0])
         first = self.segment_size - state.seen
         sizes, rest = [min(first, x_BTD.shape[1])], x_BTD.shape[1] - first
         while rest > 0:
             sizes.append(min(self.segment_size, rest))
             rest -= self.segment_size
-        position = place.position_BT.expand(x_BTD.shape[0], -1)
+        position = positions.position_BT.expand(x_BTD.shape[0], -1)
         outputs = []
         for part, at in zip(x_BTD.split(sizes, 1), position.split(sizes, 1), strict=True):
             o, state = self._segment(part, state, at)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -13,7 +15,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from titans_core import Model
+from titans_core import Backbone, Model
+from titans_core.blocks import block_parameters
 from titans_core.config import Frozen
 from titans_platform.config import ObjectiveConfig, RunConfig
 from titans_platform.errors import UsageError, within
@@ -84,6 +87,16 @@ class Objective(ABC, Generic[D]):
         """``rows`` rows of random content, to time a step before there are data; None: it cannot be timed."""
         return None
 
+    def count_parameters(self) -> int:
+        """Trained numbers of the model, none allocated; quick however deep it is. Raises UsageError."""
+        model = self.cfg.model
+        one_block = self.cfg.model_copy(update={"model": model.model_copy(update={"n_layers": 1})})
+        with torch.device("meta"):
+            built = type(self)(one_block, self.options).build_model()
+            if not isinstance(built, Backbone):
+                return self.build_model().num_parameters()
+        return built.num_parameters() + (model.n_layers - 1) * block_parameters(model)
+
     def check_sources(self) -> None:
         """Look whether the sources of data that are not prepared yet are there. Raises UsageError."""
 
@@ -92,8 +105,7 @@ class Objective(ABC, Generic[D]):
 
         Raises UsageError, which names the field.
         """
-        with torch.device("meta"):
-            self.build_model()
+        self.count_parameters()
         for column, tasks in self.cfg.eval.columns.items():
             for i, config in enumerate(tasks):
                 with within(f"eval.columns.{column}.{i}"):
@@ -123,15 +135,18 @@ class Objective(ABC, Generic[D]):
             config = config.model_copy(update={"columns": {name: config.columns[name] for name in columns}})
         return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
 
-    def run_name(self, data_fingerprint: str) -> str:
+    def run_name(self, data_fingerprint: str, workers: int = 1) -> str:
         """The run's name: a hash of all that its numbers are a function of.
 
-        Options at their defaults do not enter it, so that a new one renames nothing.
+        Options at their defaults do not enter it, so that a new one renames nothing; of an objective in a
+        file of one's own the file does, since it may change between two runs.
         """
-        options = self.options.model_dump(mode="json", exclude_defaults=True)
-        objective = ObjectiveConfig(kind=self.cfg.objective.kind, options=options)
-        named = self.cfg.model_copy(update={"objective": objective})
-        return named.fingerprint(data_fingerprint, self.eval_version())
+        options, kind = self.options.model_dump(mode="json", exclude_defaults=True), self.cfg.objective.kind
+        if ":" in kind:
+            source = Path(inspect.getfile(type(self))).read_bytes()
+            kind += "@" + hashlib.sha256(source).hexdigest()[:12]
+        named = self.cfg.model_copy(update={"objective": ObjectiveConfig(kind=kind, options=options)})
+        return named.fingerprint(data_fingerprint, self.eval_version(), workers)
 
     def eval_version(self) -> str:
         """Digest of the versions of the tasks it is measured by."""

@@ -28,7 +28,7 @@ BYTES_A_PARAMETER = 16
 
 def run_name(cfg: RunConfig, data_fingerprint: str, resources: Resources = Resources()) -> str:
     """The run's name: the hash of all that its numbers are a function of."""
-    return build_objective(cfg).run_name(data_fingerprint)
+    return build_objective(cfg).run_name(data_fingerprint, resources.workers)
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
@@ -50,7 +50,7 @@ def parameters(cfg: RunConfig) -> int:
 
 @cache
 def _parameters(cfg: str) -> int:
-    return model_on_meta(RunConfig.model_validate_json(cfg)).num_parameters()
+    return build_objective(RunConfig.model_validate_json(cfg)).count_parameters()
 
 
 def model_on_meta(cfg: RunConfig) -> Model:

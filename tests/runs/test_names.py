@@ -1,0 +1,165 @@
+"""Names of cells: what decides a run's numbers, pinned so that no change renames finished cells unseen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titans_core.presets import preset
+from titans_platform.config import DEFAULTS_VERSION, RunConfig, check_model
+from titans_platform.errors import UsageError
+
+DEFAULTS = {
+    "model": {
+        "variant": "lmm",
+        "options": {},
+        "vocab_size": 32_000,
+        "d_model": 256,
+        "n_layers": 4,
+        "persistent_tokens": 4,
+        "mlp_expansion": 8 / 3,
+        "tie_embeddings": True,
+        "memory": {
+            "rule": "paper",
+            "rule_options": {},
+            "depth": 2,
+            "heads": 4,
+            "head_dim": None,
+            "expansion": 1,
+            "chunk_size": 64,
+            "activation": "silu",
+            "momentum": True,
+            "decay": True,
+            "conv": True,
+            "conv_kernel": 4,
+            "qk_norm": True,
+            "value_norm": True,
+            "output_norm": True,
+            "output_gate": True,
+            "gates_per": "token",
+            "max_theta": 0.1,
+            "alpha_bias": -6.0,
+            "eta_bias": 0.0,
+            "theta_bias": -1.0,
+            "surprise_bound": 1.0,
+            "backend": "auto",
+        },
+        "attention": {"heads": 4, "window": None, "segment_size": None, "rope_base": 10_000.0},
+    },
+    "optim": {
+        "steps": 1000,
+        "global_batch_size": 32,
+        "micro_batch_size": None,
+        "lr": 4e-4,
+        "schedule": "cosine",
+        "min_lr_ratio": 0.1,
+        "warmup_fraction": 0.05,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "grad_clip": 1.0,
+        "precision": "fp32",
+        "parallel": "ddp",
+    },
+    "eval": {
+        "columns": {
+            "lm_ppl": [{"task": "perplexity", "options": {}, "lengths": [1.0], "weight": 1.0}],
+        },
+        "items": 200,
+        "perplexity_tokens": 65_536,
+        "batch_tokens": 16_384,
+        "seed": 0,
+    },
+    "seed": 0,
+    "threads": 1,
+    "objective": {"kind": "next_token", "options": {}},
+}
+NAMES = {
+    "{}": "391b86c60cf1",
+    '{"seed": 3, "threads": 2}': "7ea7ca7bcf6b",
+    '{"model": {"variant": "mac", "attention": {"window": 64}}, "optim": {"lr": 0.001}}': "6958c2817beb",
+    '{"eval": {"columns": {"recall": [{"task": "recall", "options": {"pairs": 4}}]}}}': "36b71362d357",
+}
+
+
+def run(text: str = "{}") -> RunConfig:
+    return RunConfig.model_validate_json(text)
+
+
+def name(config: RunConfig, **options) -> str:
+    return config.fingerprint("data", "eval", **options)
+
+
+def test_defaults_are_those_of_their_version():
+    """A new field is added to DEFAULTS. A default that changes raises DEFAULTS_VERSION, and NAMES change."""
+    assert run().model_dump(mode="json", exclude={"data", "checkpoint"}) == DEFAULTS
+    assert DEFAULTS_VERSION == 1
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_a_config_keeps_its_name(text):
+    assert name(run(text)) == NAMES[text]
+
+
+def test_a_preset_keeps_its_name():
+    assert name(RunConfig(model=preset("340M", "mag"))) == "69119d3818f0"
+
+
+def test_a_default_written_out_is_a_default_left_out():
+    assert name(run(json.dumps(DEFAULTS))) == name(run())
+
+
+def test_each_field_that_differs_gives_another_name():
+    fields = {"alpha_bias": -5.0, "depth": 3, "conv": False, "surprise_bound": None}
+    configs = [run(json.dumps({"model": {"memory": {key: value}}})) for key, value in fields.items()]
+    assert len({name(config) for config in [run(), *configs]}) == len(fields) + 1
+    assert len({run().fingerprint(d, e) for d, e in (("a", "b"), ("a", "c"), ("b", "b"))}) == 3
+
+
+def test_several_workers_are_part_of_the_name():
+    # they take sums in another order, so that the last digits differ; one worker gives what no worker gives
+    assert name(run(), workers=0) == name(run(), workers=1) == name(run())
+    assert len({name(run(), workers=n) for n in (1, 2, 4)}) == 3
+
+
+def test_a_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "named_blocks.py"
+    text = "from titans_core.blocks import LMM\n\nclass Mine(LMM):\n    pass\n"
+    source.write_text(text)
+    config = run('{"model": {"variant": "named_blocks:Mine"}}')
+    before = name(config)
+    assert name(config) == before
+    source.write_text(text + "    uses_persistent = False\n")
+    assert name(config) != before
+
+
+def test_tokens_of_a_run():
+    config = run('{"optim": {"steps": 7, "global_batch_size": 3}, "data": {"sequence_length": 5}}')
+    assert (config.tokens_per_step, config.tokens) == (15, 105)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (
+            {"variant": "mak"},
+            "model.variant: 'mak' is not one of lmm, mac, mag, mal, transformer; did you mean",
+        ),
+        ({"variant": "mac"}, "model.attention.segment_size: variant mac needs one"),
+        ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),
+        ({"options": {"width": 2}}, "model.options.width: unknown option; LMM takes none"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line(model, line):
+    with pytest.raises(UsageError) as error:
+        check_model(run(json.dumps({"model": model})).model)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_a_number_that_is_none_is_refused_by_its_field(number):
+    with pytest.raises(ValueError, match=r"optim\.lr\n  Input should be a finite number"):
+        run(f'{{"optim": {{"lr": {number}}}}}')

@@ -1,0 +1,203 @@
+"""A variant in a researcher's own file goes all the way: preset, training, resume, evaluation, table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from titans_core import LanguageModel
+from titans_core.blocks import BLOCKS, block_parameters, find
+from titans_core.presets import preset
+from titans_platform import cli
+
+BLOCK = '''
+import torch
+from torch import nn
+
+from titans_core import Block
+from titans_core.config import Frozen, PositiveInt
+
+
+class MovingAverage(Block):
+    """The mean of the last ``width`` tokens of a document, projected."""
+
+    class Options(Frozen):
+        width: PositiveInt = 4
+
+    uses_persistent = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.w_o = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def mix(self, x_BTD, state, positions):
+        (B, T, D), width = x_BTD.shape, self.options.width
+        before = x_BTD.new_zeros(B, width - 1, D) if state is None else state
+        past = torch.cat([before, x_BTD], 1)
+        total = torch.zeros_like(x_BTD)
+        for j in range(width):
+            reached = (positions.position_BT >= j)[..., None]
+            total = total + reached * past[:, width - 1 - j : width - 1 - j + T]
+        mean = total / (positions.position_BT[..., None] + 1).clamp(max=width)
+        return self.w_o(mean), None if positions.documents else past[:, T:].clone()
+
+    def state_bytes(self, length):
+        return (self.options.width - 1) * self.w_o.weight[0].nbytes
+'''
+VARIANT = "my_lab.blocks:MovingAverage"
+TASK = {"task": "recall", "options": {"pairs": 2}}
+RUN = {
+    "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
+    "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
+    "eval": {"items": 8, "columns": {"reasoning": [TASK]}},
+}
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A folder with ``my_lab/blocks.py`` in it, as the current one."""
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "blocks.py").write_text(BLOCK)
+    monkeypatch.chdir(tmp_path)
+    # what a look-up adds to the path and to the modules goes again
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my_lab", "my_lab.blocks"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("my_lab", "my_lab.blocks"):
+        sys.modules.pop(name, None)
+
+
+def train(*arguments: str) -> int:
+    return cli.run(["train", "run.yaml", "--root", "runs", *arguments])
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_preset_gives_it_the_parameters_of_the_size():
+    config = preset("laptop", VARIANT, options={"width": 9})
+    baseline = block_parameters(preset("laptop", "transformer"))
+    assert block_parameters(config) == pytest.approx(baseline, rel=0.02)
+    assert config.mlp_expansion > preset("laptop", "transformer").mlp_expansion
+    assert config.options == {"width": 9}
+
+
+@pytest.mark.usefixtures("lab")
+def test_it_is_a_language_model_cut_anywhere():
+    torch.manual_seed(0)
+    model = LanguageModel(preset("smoke", VARIANT)).double()
+    tokens = torch.randint(260, (2, 20))
+    first = model(tokens[:, :7])
+    second = model(tokens[:, 7:], first.state)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), model(tokens).logits)
+    assert model.state_bytes(20) == 3 * 32 * 8
+
+
+def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch):
+    model = preset("smoke", VARIANT, vocab_size=260, options={"width": 3}).model_dump(mode="json")
+    (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
+    assert train("--json") == 0
+    straight = json.loads(capsys.readouterr().out)
+    assert straight["config"]["model"]["variant"] == VARIANT
+    shutil.rmtree(lab / "runs" / "cells")
+
+    block, steps = find(VARIANT), []
+    mix = block.mix
+
+    def counted(self, *arguments):
+        steps.extend([1] * self.training)
+        if len(steps) == 15:
+            raise KeyboardInterrupt
+        return mix(self, *arguments)
+
+    monkeypatch.setattr(block, "mix", counted)
+    assert train() == 130
+    capsys.readouterr()
+    assert train("--json") == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert 20 <= len(steps) < 35, "it went on from a checkpoint"
+    for key in ("cell", "columns", "final_train_loss", "parameters", "state_bytes"):
+        assert resumed[key] == straight[key]
+    assert cli.run(["eval", resumed["cell"], "--root", "runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["columns"] == straight["columns"]
+
+
+@pytest.mark.cluster
+def test_it_has_its_row_in_the_table_of_a_study(lab):
+    study = {
+        "name": "mine",
+        "columns": {"reasoning": {"title": "Reasoning"}},
+        "base": {"model": {"preset": "smoke"}, **RUN},
+        "scales": {"small": {"seeds": [0]}},
+        "rows": [{"name": "Mine", "set": {"model": {"variant": VARIANT, "options": {"width": 3}}}}],
+    }
+    (lab / "mine.yaml").write_text(json.dumps(study))
+    # as the installed command does it: without the current folder on the path
+    command = [sys.executable, "-P", "-c", "from titans_platform.cli import main; main()"]
+    arguments = ["sweep", "run", "mine.yaml", "--scale", "small", "--root", "runs", "--concurrency", "1"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (lab / "runs" / "studies" / "mine-small" / "table.csv").open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {"Mine"}
+    assert 0 <= float(rows["Mine"]["reasoning"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (BLOCK.replace("def state_bytes", "def bytes"), "does not define state_bytes, which a block must"),
+        (BLOCK.replace("def mix", "def mixed"), "does not define mix, which a block must"),
+        (BLOCK.replace("(Block)", "(nn.Module)"), "is not a subclass of titans_core.blocks.Block"),
+        (BLOCK.replace("MovingAverage", "MovingMean"), "has no 'MovingAverage'; did you mean MovingMean?"),
+        (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("x = 1 +", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_a_class_that_is_no_block_is_refused_before_anything_is_made(lab, capsys, source, line):
+    (lab / "my_lab" / "blocks.py").write_text(source)
+    (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
+    for arguments in ([], ["--dry-run"]):
+        assert train(*arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: model.variant: my_lab.blocks:MovingAverage")
+        assert line in error
+        assert error.count("\n") == 1
+    assert not (lab / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
+        ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
+    ],
+)
+def test_its_options_are_checked(lab, capsys, options, line):
+    model = {"variant": VARIANT, "vocab_size": 260, "options": options}
+    (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
+    assert train() == 2
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_name_of_the_registry_does_as_well(monkeypatch):
+    monkeypatch.setitem(BLOCKS, "average", find(VARIANT))
+    assert find("average") is find(VARIANT)
+    assert preset("smoke", "average").mlp_expansion == preset("smoke", VARIANT).mlp_expansion
+
+
+def test_a_mixer_larger_than_the_size_is_refused(lab):
+    source = BLOCK.replace(
+        "nn.Linear(config.d_model, config.d_model", "nn.Linear(config.d_model, 64 * config.d_model"
+    )
+    (lab / "my_lab" / "blocks.py").write_text(source)
+    with pytest.raises(
+        ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward layer"
+    ):
+        preset("smoke", VARIANT)
