@@ -25,7 +25,7 @@ class SeriesModel(Backbone):
     ``tie_embeddings`` of the config are not used.
 
     Raises:
-        ValueError: the config's variant is not in the block registry.
+        ValueError: the config's variant is unknown, or refuses the config.
     """
 
     def __init__(self, config: ModelConfig, channels: int, horizon: int, patch: int = 1):

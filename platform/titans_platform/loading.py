@@ -89,7 +89,7 @@ def _write_out_preset(name: str, model: dict[str, Any]) -> dict[str, Any]:
     if name not in SIZES:
         raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
     # a size is as large with attention as without: its widths depend on the variant
-    chosen = {key: model[key] for key in ("variant", "vocab_size") if key in model}
+    chosen = {key: model[key] for key in ("variant", "vocab_size", "options") if key in model}
     try:
         fields = preset(name, **chosen).model_dump(mode="json")
     except ValueError as error:

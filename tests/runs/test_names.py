@@ -7,8 +7,9 @@ import json
 import pytest
 
 from titans_core.presets import preset
-from titans_platform.config import DEFAULTS_VERSION, RunConfig, check_model
+from titans_platform.config import DEFAULTS_VERSION, RunConfig
 from titans_platform.errors import UsageError
+from titans_platform.runs.check import check_config
 
 DEFAULTS = {
     "model": {
@@ -21,6 +22,8 @@ DEFAULTS = {
         "mlp_expansion": 8 / 3,
         "tie_embeddings": True,
         "memory": {
+            "rule": "paper",
+            "rule_options": {},
             "depth": 2,
             "heads": 4,
             "head_dim": None,
@@ -50,6 +53,7 @@ DEFAULTS = {
         "global_batch_size": 32,
         "micro_batch_size": None,
         "lr": 4e-4,
+        "schedule": "cosine",
         "min_lr_ratio": 0.1,
         "warmup_fraction": 0.05,
         "weight_decay": 0.1,
@@ -57,6 +61,7 @@ DEFAULTS = {
         "beta2": 0.95,
         "grad_clip": 1.0,
         "precision": "fp32",
+        "parallel": "ddp",
     },
     "eval": {
         "columns": {
@@ -69,6 +74,7 @@ DEFAULTS = {
     },
     "seed": 0,
     "threads": 1,
+    "objective": {"kind": "next_token", "options": {}},
 }
 NAMES = {
     "{}": "391b86c60cf1",
@@ -88,7 +94,7 @@ def name(config: RunConfig, **options) -> str:
 
 def test_defaults_are_those_of_their_version():
     """A new field is added to DEFAULTS. A default that changes raises DEFAULTS_VERSION, and NAMES change."""
-    assert run().model_dump(mode="json", exclude={"data"}) == DEFAULTS
+    assert run().model_dump(mode="json", exclude={"data", "checkpoint"}) == DEFAULTS
     assert DEFAULTS_VERSION == 1
 
 
@@ -149,7 +155,7 @@ def test_tokens_of_a_run():
 )
 def test_a_model_that_cannot_be_built_is_one_line(model, line):
     with pytest.raises(UsageError) as error:
-        check_model(run(json.dumps({"model": model})).model)
+        check_config(run(json.dumps({"model": model})))
     assert str(error.value).startswith(line)
     assert "\n" not in str(error.value)
 

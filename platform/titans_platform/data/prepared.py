@@ -54,7 +54,7 @@ class PreparedData:
                     f"{config.sequence_length} + 1; lower data.sequence_length or give it more text"
                 )
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Names all that decides what is read, none of it a path: content, tokenizer, shares, row length.
 

@@ -52,7 +52,7 @@ def evaluate(
     """
     tasks = {column: _labelled(configs) for column, configs in config.columns.items()}
     # data other than tokens have no tokenizer, and their tasks ask for none
-    tokenizer = getattr(prepared, "tokenizer", None)
+    tokenizer: Any = getattr(prepared, "tokenizer", None)
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
     with evaluating(model):

@@ -128,7 +128,8 @@ class Objective(ABC, Generic[D]):
     def run_name(self, data_fingerprint: str, workers: int = 1) -> str:
         """The run's name: a hash of all that its numbers are a function of.
 
-        Options at their defaults do not enter it, so that a new one renames nothing.
+        Options at their defaults do not enter it, so that a new one renames nothing; of an objective in a
+        file of one's own the file does, since it may change between two runs.
         """
         options = self.options.model_dump(mode="json", exclude_defaults=True)
         objective = ObjectiveConfig(kind=self.cfg.objective.kind, options=options)
