@@ -240,7 +240,7 @@ def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd
 @pytest.mark.parametrize(
     ("cut", "put", "why"),
     [
-        ("my_lab:Gateway", "my_lab:Gatewy", "gate.yaml.kind: my_lab:Gatewy cannot be imported"),
+        ("my_lab:Gateway", "my_lab:Gatewy", "gate.yaml.kind: my_lab:Gatewy: my_lab has no 'Gatewy'; did you mean Gateway?"),
         ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway cannot be imported"),
         ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note should be a subclass"),
         ("my_lab:Gateway", "my_lab:Unfinished", "lacks down_steps, jobs, up_steps, where"),
