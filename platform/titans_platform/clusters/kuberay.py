@@ -11,18 +11,19 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.clusters.access import LOOPBACK, clean_environment, free_ports, write_token
+from titans_platform.clusters import steps
 from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
-from titans_platform.clusters.manifests import as_yaml
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import Call, Note, Run, Step
 from titans_platform.errors import ClusterError, UsageError
@@ -119,11 +120,6 @@ class KubeRay(Cluster):
         return self
 
     @property
-    def for_each_job(self) -> bool:
-        """Whether clusters are made for jobs."""
-        return self.lifetime == "job"
-
-    @property
     def grows(self) -> bool:
         """Whether Ray may request more pods than it begins with."""
         return any(pool.most > pool.replicas for pool in self.pools)
@@ -141,45 +137,50 @@ class KubeRay(Cluster):
 
     def up_steps(self) -> list[Step]:
         """Apply the claim and the RayCluster, wait for its pods."""
-        kept, kubectl = self._kept(), self.kubectl
-        apply = [Run(kubectl("apply", "-f", "-"), stdin=as_yaml(kept))] if kept else []
-        if self.for_each_job:
+        kept = self._kept()
+        apply = [Run(self.kubectl("apply", "-f", "-"), stdin=as_yaml(kept))] if kept else []
+        if self.lifetime == "job":
             note = Note("no cluster to keep: each submit makes its own (lifetime: job)")
-            return [*apply, note, self.state.remember()]
+            return [*apply, note, self.remember()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
-        return [*apply, self.state.remember(), Run(kubectl(*ready))]
+        return [*apply, self.remember(), Run(self.kubectl(*ready))]
 
     def _kept(self) -> list[dict[str, Any]]:
-        """What lives from `up` to `down`, and the claim, which outlives both."""
-        cluster = [] if self.for_each_job else [ray_cluster(self)]
-        return [*claim(self), *cluster]
+        """The RayCluster, which lives from `up` to `down`, and the claim, which outlives both."""
+        api = "ray.io/v1"
+        cluster = (
+            []
+            if self.lifetime == "job"
+            else [_object(self, api, "RayCluster", self.name, cluster_body(self))]
+        )
+        return [*_claim(self), *cluster]
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is applied, a sample job among it."""
-        return self._kept() + (ray_job("sample", self, _SAMPLE) if self.for_each_job else [])
+        return self._kept() + (ray_job("sample", self, _SAMPLE) if self.lifetime == "job" else [])
 
     def down_steps(self) -> list[Step]:
         """Delete the RayCluster. The claim stays: it holds the results."""
         delete = Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait"))
         kept = f"the claim {self.volume.claim} stays, with all results; kubectl delete pvc removes it"
-        return [*([] if self.for_each_job else [delete]), Note(kept)]
+        return [*([] if self.lifetime == "job" else [delete]), Note(kept)]
 
     def where(self) -> str:
-        what = "RayJobs" if self.for_each_job else f"RayCluster {self.name}"
+        what = "RayJobs" if self.lifetime == "job" else f"RayCluster {self.name}"
         return f"{what} in namespace {self.namespace}"
 
     def jobs(self) -> Jobs:
         """KubeRay's jobs, or Ray's through a forwarded port."""
-        if self.for_each_job:
+        if self.lifetime == "job":
             return KubeJobs(self.name, self)
-        (port,) = free_ports(1)
+        (port,) = steps.free_ports(1)
         forward = self.kubectl("port-forward", f"service/{self.name}-head-svc", f"{port}:8265")
         fetch = () if self.token else (self._fetch_token(),)
-        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token_used, forward, fetch)
+        return RayJobs(self.name, f"http://{steps.LOOPBACK}:{port}", self.token_used, forward, fetch)
 
     def _fetch_token(self) -> Step:
         """Copy the token of the cluster's Secret into a file that only this user can read."""
-        secret, path = self.secret or self.name, self.state.token
+        secret, path = self.secret or self.name, self.token_used.path
         get = Run(self.kubectl("get", "secret", secret, "-o", "jsonpath={.data.auth_token}"))
 
         def fetch() -> None:
@@ -189,7 +190,7 @@ class KubeRay(Cluster):
                 value = ""
             if not value:
                 raise ClusterError(f"cluster {self.name}: its Secret holds no auth_token")
-            write_token(path, value)
+            steps.write_token(path, value)
 
         return Call(f"(umask 077; {get.shown()} | base64 --decode > {shlex.quote(str(path))})", fetch)
 
@@ -208,21 +209,19 @@ class KubeJobs(Jobs):
         return object_name(super().new_id(job))
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        objects = ray_job(job_id, self.spec, job)
-        return [Run(self.spec.kubectl("apply", "-f", "-"), stdin=as_yaml(objects))]
+        return [Run(self.spec.kubectl("apply", "-f", "-"), stdin=as_yaml(ray_job(job_id, self.spec, job)))]
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         """What the pod prints that submits the entrypoint and follows it."""
         argv = self.spec.kubectl("logs", *["--follow"] * follow, f"job/{job_id}")
-        take = log.from_start()
+        env = steps.clean_environment()
         # Ctrl-C detaches; it must not reach kubectl first
         with subprocess.Popen(
-            argv, env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+            argv, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
-            assert process.stdout is not None
             try:
-                for line in process.stdout:
-                    take(line)
+                for line in process.stdout or ():
+                    log.add(line)
             finally:
                 process.terminate()
 
@@ -252,35 +251,32 @@ def object_name(job_id: str) -> str:
 
 
 def _job_info(item: dict[str, Any]) -> JobInfo:
-    status = item.get("status") or {}
+    name, status = item["metadata"]["name"], item.get("status") or {}
     state = _STATES.get(status.get("jobStatus") or "", "pending")
     if status.get("jobDeploymentStatus") == "Failed":
         state = "failed"
     code = re.search(r"exit code (\d+)", status.get("message") or "")
     started = status.get("startTime")
     return JobInfo(
-        id=item["metadata"]["name"],
-        name=item["metadata"]["name"].rpartition("-")[0],
+        id=name,
+        name=name.rpartition("-")[0],
         state=state,
         started=datetime.fromisoformat(started).timestamp() if started else None,
         code=int(code[1]) if code else None,
     )
 
 
-def claim(spec: KubeRay) -> list[dict[str, Any]]:
+def _claim(spec: KubeRay) -> list[dict[str, Any]]:
     """The PersistentVolumeClaim, where the file says to make it."""
     volume = spec.volume
     if volume.size is None:
         return []
-    body = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": volume.size}}}
-    if volume.storage_class:
-        body["storageClassName"] = volume.storage_class
-    return [_object("v1", "PersistentVolumeClaim", volume.claim, spec, spec=body)]
-
-
-def ray_cluster(spec: KubeRay) -> dict[str, Any]:
-    """The RayCluster of ``up``."""
-    return _object("ray.io/v1", "RayCluster", spec.name, spec, spec=cluster_body(spec))
+    body = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": volume.size}},
+        **({"storageClassName": volume.storage_class} if volume.storage_class else {}),
+    }
+    return [_object(spec, "v1", "PersistentVolumeClaim", volume.claim, body)]
 
 
 def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
@@ -296,24 +292,32 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
         # a study goes on where it was, so one retry is safe after a lost head
         "backoffLimit": 1,
         "rayClusterSpec": cluster_body(spec, job_id, job.files),
+        **({"activeDeadlineSeconds": spec.deadline_seconds} if spec.deadline_seconds else {}),
     }
-    if spec.deadline_seconds:
-        body["activeDeadlineSeconds"] = spec.deadline_seconds
-    files = [_config_map(job_id, spec, job.files)] if job.files else []
-    return [*files, _object("ray.io/v1", "RayJob", job_id, spec, spec=body)]
+    if sum(map(len, job.files.values())) > _CONFIG_MAP_BYTES:
+        raise UsageError(
+            f"lifetime: job: {', '.join(job.files)} are more than a ConfigMap holds; put the tokenizer into "
+            f"{spec.storage} and give its absolute path"
+        )
+    binary = {_key(path): base64.b64encode(content).decode() for path, content in sorted(job.files.items())}
+    files = [_object(spec, "v1", "ConfigMap", job_id, binary, "binaryData")] if binary else []
+    return [*files, _object(spec, "ray.io/v1", "RayJob", job_id, body)]
 
 
 def cluster_body(
     spec: KubeRay, config_map: str = "", files: Mapping[str, bytes] | None = None
 ) -> dict[str, Any]:
     """The spec of a RayCluster; ``files`` are mounted in the head from ``config_map``."""
-    head = _pod(spec, "ray-head", _resources(spec.head), spec.head.node_selector)
-    ports = {"gcs": 6379, "dashboard": 8265}
-    head["containers"][0]["ports"] = [{"name": name, "containerPort": n} for name, n in ports.items()]
+    head = _pod(spec, "ray-head", spec.head)
+    (container,) = head["containers"]
+    container["ports"] = [
+        {"name": "gcs", "containerPort": 6379},
+        {"name": "dashboard", "containerPort": 8265},
+    ]
     if files:
         items = [{"key": _key(path), "path": path} for path in sorted(files)]
         head["volumes"].append({"name": "files", "configMap": {"name": config_map, "items": items}})
-        head["containers"][0]["volumeMounts"].append({"name": "files", "mountPath": FILES, "readOnly": True})
+        container["volumeMounts"].append({"name": "files", "mountPath": FILES, "readOnly": True})
     return {
         "rayVersion": spec.ray_version,
         "authOptions": {"mode": "token", **({"secretName": spec.secret} if spec.secret else {})},
@@ -328,8 +332,7 @@ def cluster_body(
 
 
 def _group(spec: KubeRay, pool: Pool) -> dict[str, Any]:
-    gpus = {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {}
-    pod = _pod(spec, "ray-worker", _resources(pool, gpus), pool.node_selector)
+    pod = _pod(spec, "ray-worker", pool, {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {})
     if pool.tolerations:
         pod["tolerations"] = [dict(one) for one in pool.tolerations]
     return {
@@ -347,47 +350,88 @@ def _template(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod(
-    spec: KubeRay, name: str, resources: dict[str, Any], node_selector: Mapping[str, str]
+    spec: KubeRay, name: str, machine: Head | Pool, gpus: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
+    # the same request and limit: a pod above its request may be evicted, and its cells with it
+    amounts = {"cpu": str(machine.cpus), "memory": machine.memory, **(gpus or {})}
     container = {
         "name": name,
         "image": spec.image,
-        "resources": resources,
+        "resources": {"requests": amounts, "limits": amounts},
         "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
         "volumeMounts": [{"name": "storage", "mountPath": spec.storage}],
         "securityContext": {"allowPrivilegeEscalation": False},
     }
-    volume = {"name": "storage", "persistentVolumeClaim": {"claimName": spec.volume.claim}}
     return {
         **({"serviceAccountName": spec.service_account} if spec.service_account else {}),
         # the user of clusters/Dockerfile, and its group on the volume
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
-        **({"nodeSelector": dict(node_selector)} if node_selector else {}),
+        **({"nodeSelector": dict(machine.node_selector)} if machine.node_selector else {}),
         "containers": [container],
-        "volumes": [volume],
+        "volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": spec.volume.claim}}],
     }
-
-
-def _resources(machine: Head | Pool, gpus: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The same request and limit: a pod above its request may be evicted, and its cells with it."""
-    amounts = {"cpu": str(machine.cpus), "memory": machine.memory, **(gpus or {})}
-    return {"requests": amounts, "limits": amounts}
-
-
-def _config_map(name: str, spec: KubeRay, files: Mapping[str, bytes]) -> dict[str, Any]:
-    if sum(map(len, files.values())) > _CONFIG_MAP_BYTES:
-        raise UsageError(
-            f"lifetime: job: {', '.join(files)} are more than a ConfigMap holds; put the tokenizer into "
-            f"{spec.storage} and give its absolute path"
-        )
-    binary = {_key(path): base64.b64encode(content).decode() for path, content in sorted(files.items())}
-    return _object("v1", "ConfigMap", name, spec, binaryData=binary)
 
 
 def _key(path: str) -> str:
     return re.sub(r"[^-._a-zA-Z0-9]", "_", path)
 
 
-def _object(api: str, kind: str, name: str, where: KubeRay, **body: Any) -> dict[str, Any]:
+def _object(
+    where: KubeRay, api: str, kind: str, name: str, body: Mapping[str, Any], key: str = "spec"
+) -> dict[str, Any]:
     metadata = {"name": name, "namespace": where.namespace, "labels": LABEL}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **body}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, key: body}
+
+
+def as_yaml(objects: Sequence[dict[str, Any]]) -> str:
+    """The manifests as one YAML stream."""
+    # through JSON no part is shared: it would be an anchor, which people and `kubectl diff` read badly
+    return yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)
+
+
+def check_manifests(objects: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
+    """Check each object against the schema of its kind, as a server would; a line for each.
+
+    Raises UsageError for a mistake. Unknown fields are mistakes too: the server drops them silently.
+    """
+    schemas = {key: schema for file in files for key, schema in _schemas(file)}
+    lines = []
+    for item in objects:
+        schema = schemas.get((item["apiVersion"], item["kind"]))
+        where = f"{item['kind']} {item['metadata']['name']}"
+        if schema and (mistake := _mistake(item, schema)):
+            raise UsageError(f"{where}: {mistake}")
+        lines.append(f"{where}: valid" if schema else f"{where}: no schema given")
+    return lines
+
+
+def _schemas(file: Path) -> Iterator[tuple[tuple[str, str], Any]]:
+    """The schemas of a CustomResourceDefinition, by apiVersion and kind."""
+    try:
+        found = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        spec = found["spec"]
+        for version in spec["versions"]:
+            name = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
+            yield name, version["schema"]["openAPIV3Schema"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--schema {file}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    except (KeyError, TypeError):
+        raise UsageError(f"--schema {file}: is no CustomResourceDefinition") from None
+
+
+def _mistake(item: dict[str, Any], schema: Any) -> str | None:
+    """The first mistake in a manifest, unknown fields refused wherever the schema names the known ones."""
+    from jsonschema import Draft202012Validator, validators
+
+    rules = Draft202012Validator.VALIDATORS
+
+    def properties(validator: Any, known: Any, found: Any, schema: Any) -> Iterator[Any]:
+        yield from rules["properties"](validator, known, found, schema)
+        # the outermost fields and metadata are Kubernetes' own; what has no type only adds conditions
+        typed = schema.get("type") == "object" and found is not item and found is not item["metadata"]
+        if typed and not {"additionalProperties", "x-kubernetes-preserve-unknown-fields"} & schema.keys():
+            yield from rules["additionalProperties"](validator, False, found, schema)
+
+    strict = validators.extend(Draft202012Validator, {"properties": properties})
+    errors = sorted(strict(schema).iter_errors(item), key=lambda error: error.json_path)
+    return f"{errors[0].json_path}: {errors[0].message[:200]}" if errors else None

@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import Field, JsonValue
 
-from titans_platform.clusters.access import LOOPBACK
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
-from titans_platform.clusters.steps import Run, Step, Write, new_token
+from titans_platform.clusters.steps import LOOPBACK, Run, Step, Write, new_token
 from titans_platform.errors import UsageError
 
 REMOTE_TOKEN = "~/.ray/auth_token"
@@ -40,7 +39,7 @@ class RayUp(Cluster):
     @property
     def file(self) -> Path:
         """The YAML that Ray gets; kept until `down`, which needs it."""
-        return self.state.folder / "cluster.yaml"
+        return self.state_folder / "cluster.yaml"
 
     def config(self) -> dict[str, Any]:
         """The launcher's YAML, complete. Raises UsageError for what Ray would refuse."""
@@ -79,8 +78,8 @@ class RayUp(Cluster):
 
     def up_steps(self) -> list[Step]:
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)
-        token = [new_token(self.state.token)] if self.token is None else []
-        return [*token, Write(self.file, text), self.state.remember(), self._ray("up", "--yes")]
+        token = [new_token(self.token_used.path)] if self.token is None else []
+        return [*token, Write(self.file, text), self.remember(), self._ray("up", "--yes")]
 
     def down_steps(self) -> list[Step]:
         return [self._ray("down", "--yes")]

@@ -10,16 +10,15 @@ import shlex
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
-from titans_platform.clusters.access import token_variables
 from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Call, Note, Run, Step, Write, new_token, perform
+from titans_platform.clusters.steps import Call, Note, Run, Step, Write, new_token, perform, token_variables
 from titans_platform.errors import UsageError
 
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
@@ -97,23 +96,19 @@ class SlurmJobs(Jobs):
         if given and given.env:
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
         token = given.path if given else at / "token"
-        script = at / "job.sbatch"
         return [
             _unpack(at / "code"),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if given else [new_token(token)]),
             Write(at / "run.sh", run_script(job, at)),
-            Write(script, batch_script(self.spec, job, job_id, at, token)),
-            Run(("sbatch", "--parsable", str(script)), into=at / "slurm_id"),
+            Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),
+            Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
         ]
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         path = self.folder / job_id / "log.txt"
         if path.exists():
-            with path.open("rb") as file:
-                file.seek(log.offset)
-                fresh = file.read()
-            log.add(fresh.decode(errors="replace"), size=len(fresh))
+            log.add(path.read_text(encoding="utf-8", errors="replace"))
 
     def log_steps(self, job_id: str) -> list[Step]:
         return [Run(("tail", "--follow", "--lines=+1", str(self.folder / job_id / "log.txt")))]
@@ -159,10 +154,10 @@ def _number(folder: Path) -> str:
     return _read(folder / "slurm_id").split(";")[0]
 
 
-def batch_script(spec: Slurm, job: Job, job_id: str, at: Path, token: Path) -> str:
+def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
     """The script for sbatch. It names the token's file, on the shared storage, not the token."""
-    wanted: dict[str, Any] = {
-        "job-name": job_id,
+    wanted = {
+        "job-name": at.name,
         "nodes": spec.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": spec.cpus_per_node,
@@ -171,38 +166,39 @@ def batch_script(spec: Slurm, job: Job, job_id: str, at: Path, token: Path) -> s
         "partition": spec.partition,
         "account": spec.account,
         "output": at / "log.txt",
-        # a study would go on where it was, but whether it should is for the user to decide
-        "no-requeue": "",
     }
-    options = [f"--{k}={v}" if v != "" else f"--{k}" for k, v in wanted.items() if v is not None]
-    options += ["--exclusive"] * spec.exclusive + list(spec.options)
+    options = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
+    # a study would go on where it was, but whether it should is for the user to decide
+    options += ["--no-requeue", *["--exclusive"] * spec.exclusive, *spec.options]
     exports = {
         **job.env,
         **token_variables(token),
         "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
         "PYTHONPATH": str(at / "code"),
     }
-    files = shlex.quote(str(at / "files"))
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options),
+        "set -e",
+        "unset RAY_ADDRESS RAY_AUTH_TOKEN",
+        *spec.setup,
+        *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
+    ]
+    files, run = shlex.quote(str(at / "files")), shlex.quote(str(at / "run.sh"))
     gpus = f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in options),
-            "set -e",
-            "unset RAY_ADDRESS RAY_AUTH_TOKEN",
-            *spec.setup,
-            *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
-            f"mkdir -p {files} && cd {files}",
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "# a port of this job's own, should two share a node",
-            "port=$((20000 + SLURM_JOB_ID % 20000))",
-            'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\',
-            '  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\',
-            '  ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \\',
-            f"  --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\",
-            f"  -- bash {shlex.quote(str(at / 'run.sh'))}",
-            "",
-        ]
+    return (
+        "\n".join(lines)
+        + f"""
+mkdir -p {files} && cd {files}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# a port of this job's own, should two share a node
+port=$((20000 + SLURM_JOB_ID % 20000))
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
+  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+  ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \\
+  --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\
+  -- bash {run}
+"""
     )
 
 
