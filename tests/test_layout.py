@@ -36,7 +36,7 @@ def test_the_operators_import_without_the_models():
 
 
 def test_imports_go_down_and_in_no_circle():
-    """The contracts of import-linter in pyproject.toml: a floor each, and no two modules that need each other."""
+    """The contracts of import-linter in pyproject.toml: floors, and no modules that need each other."""
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
