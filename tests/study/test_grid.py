@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.study.drive import check
+from titans_platform.study.opened import check
 from titans_platform.study.plan import train_tokens
 from titans_platform.study.schedule import StudyRun
 from titans_platform.study.search import check_space
