@@ -115,9 +115,9 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
     assert cli.run(["sweep", "run", *study]) == 0
     assert "Squared error" in capsys.readouterr().out
     with Path("runs/studies/waves-small/table.csv").open() as file:
-        rows = {row["row"]: row for row in csv.DictReader(file)}
-    assert float(rows["next step"]["mse"]) < float(rows["three steps"]["mse"])
-    assert float(rows["three steps"]["mae"]) > 0
+        found = {(line["row"], line["column"]): float(line["mean"]) for line in csv.DictReader(file)}
+    assert found["next step", "mse"] < found["three steps", "mse"]
+    assert found["three steps", "mae"] > 0
 
 
 @pytest.mark.parametrize(
