@@ -18,7 +18,7 @@ from titans_platform.clusters.kuberay import as_yaml, check_manifests, ray_job
 from titans_platform.clusters.packaging import environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
-from titans_platform.runs import ray_session
+from titans_platform.runs.ray_session import ADDRESS, NODES, available
 from titans_platform.runs.resources import Resources, concurrency
 
 SECRET = "0123456789abcdef" * 4
@@ -259,12 +259,12 @@ def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
     whole = Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1)
     for name, cells in (("kuberay", 4), ("aws", 2), ("gcp", 2)):
         env = environment(load_cluster(name))
-        monkeypatch.setenv(ray_session.ADDRESS, env[ray_session.ADDRESS])
-        monkeypatch.setenv(ray_session.NODES, env[ray_session.NODES])
-        assert concurrency(whole, ray_session.available(whole)) == cells
-    assert ray_session.NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
+        monkeypatch.setenv(ADDRESS, env[ADDRESS])
+        monkeypatch.setenv(NODES, env[NODES])
+        assert concurrency(whole, available(whole)) == cells
+    assert NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
     # a worker is not split over two nodes
     wide = Resources(workers=1, cpus_per_worker=100)
-    monkeypatch.setenv(ray_session.NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
+    monkeypatch.setenv(NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
     with pytest.raises(ClusterError, match="100 CPU"):
-        concurrency(wide, ray_session.available(wide))
+        concurrency(wide, available(wide))

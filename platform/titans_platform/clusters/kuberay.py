@@ -129,6 +129,10 @@ class KubeRay(Cluster):
         context = ("--context", self.context) if self.context else ()
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
+    def apply(self, objects: Sequence[dict[str, Any]]) -> Step:
+        """Make the objects, or change them to this."""
+        return Run(self.kubectl("apply", "-f", "-"), stdin=as_yaml(objects))
+
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every pool at its largest; a job's own cluster does not exist yet when the job is planned."""
         if not self.grows:
@@ -137,8 +141,7 @@ class KubeRay(Cluster):
 
     def up_steps(self) -> list[Step]:
         """Apply the claim and the RayCluster, wait for its pods."""
-        kept = self._kept()
-        apply = [Run(self.kubectl("apply", "-f", "-"), stdin=as_yaml(kept))] if kept else []
+        apply = [self.apply(self._kept())] if self._kept() else []
         if self.lifetime == "job":
             note = Note("no cluster to keep: each submit makes its own (lifetime: job)")
             return [*apply, note, self.remember()]
@@ -151,7 +154,7 @@ class KubeRay(Cluster):
         cluster = (
             []
             if self.lifetime == "job"
-            else [_object(self, api, "RayCluster", self.name, cluster_body(self))]
+            else [_object(self, api, "RayCluster", self.name, _cluster_body(self))]
         )
         return [*_claim(self), *cluster]
 
@@ -209,7 +212,7 @@ class KubeJobs(Jobs):
         return object_name(super().new_id(job))
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        return [Run(self.spec.kubectl("apply", "-f", "-"), stdin=as_yaml(ray_job(job_id, self.spec, job)))]
+        return [self.spec.apply(ray_job(job_id, self.spec, job))]
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         """What the pod prints that submits the entrypoint and follows it."""
@@ -271,16 +274,20 @@ def _claim(spec: KubeRay) -> list[dict[str, Any]]:
     volume = spec.volume
     if volume.size is None:
         return []
-    body = {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": volume.size}},
-        **({"storageClassName": volume.storage_class} if volume.storage_class else {}),
-    }
+    size = {"requests": {"storage": volume.size}}
+    body = _given(accessModes=["ReadWriteMany"], resources=size, storageClassName=volume.storage_class)
     return [_object(spec, "v1", "PersistentVolumeClaim", volume.claim, body)]
 
 
 def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
     """A ConfigMap of the job's files and the RayJob that makes a cluster, runs the command, removes both."""
+    if sum(map(len, job.files.values())) > _CONFIG_MAP_BYTES:
+        raise UsageError(
+            f"lifetime: job: {', '.join(job.files)} are more than a ConfigMap holds; put the tokenizer into "
+            f"{spec.storage} and give its absolute path"
+        )
+    binary = {_key(path): base64.b64encode(content).decode() for path, content in sorted(job.files.items())}
+    files = [_object(spec, "v1", "ConfigMap", job_id, binary, "binaryData")] if binary else []
     body = {
         # the driver's own files are there; workers need none of them
         "entrypoint": f"cd {FILES} && {shlex.join(job.command)}",
@@ -291,57 +298,42 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
         "ttlSecondsAfterFinished": spec.ttl_seconds,
         # a study goes on where it was, so one retry is safe after a lost head
         "backoffLimit": 1,
-        "rayClusterSpec": cluster_body(spec, job_id, job.files),
-        **({"activeDeadlineSeconds": spec.deadline_seconds} if spec.deadline_seconds else {}),
+        "rayClusterSpec": _cluster_body(spec, job_id, sorted(job.files)),
+        **_given(activeDeadlineSeconds=spec.deadline_seconds),
     }
-    if sum(map(len, job.files.values())) > _CONFIG_MAP_BYTES:
-        raise UsageError(
-            f"lifetime: job: {', '.join(job.files)} are more than a ConfigMap holds; put the tokenizer into "
-            f"{spec.storage} and give its absolute path"
-        )
-    binary = {_key(path): base64.b64encode(content).decode() for path, content in sorted(job.files.items())}
-    files = [_object(spec, "v1", "ConfigMap", job_id, binary, "binaryData")] if binary else []
     return [*files, _object(spec, "ray.io/v1", "RayJob", job_id, body)]
 
 
-def cluster_body(
-    spec: KubeRay, config_map: str = "", files: Mapping[str, bytes] | None = None
-) -> dict[str, Any]:
+def _cluster_body(spec: KubeRay, config_map: str = "", files: Sequence[str] = ()) -> dict[str, Any]:
     """The spec of a RayCluster; ``files`` are mounted in the head from ``config_map``."""
     head = _pod(spec, "ray-head", spec.head)
     (container,) = head["containers"]
-    container["ports"] = [
-        {"name": "gcs", "containerPort": 6379},
-        {"name": "dashboard", "containerPort": 8265},
-    ]
+    ports = {"gcs": 6379, "dashboard": 8265}
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     if files:
-        items = [{"key": _key(path), "path": path} for path in sorted(files)]
+        items = [{"key": _key(path), "path": path} for path in files]
         head["volumes"].append({"name": "files", "configMap": {"name": config_map, "items": items}})
         container["volumeMounts"].append({"name": "files", "mountPath": FILES, "readOnly": True})
-    return {
-        "rayVersion": spec.ray_version,
-        "authOptions": {"mode": "token", **({"secretName": spec.secret} if spec.secret else {})},
-        **({"enableInTreeAutoscaling": True} if spec.grows else {}),
-        "headGroupSpec": {
-            # cells run on the pools; the head has the driver and Ray's own processes
-            "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-            "template": _template(head),
-        },
-        "workerGroupSpecs": [_group(spec, pool) for pool in spec.pools],
-    }
+    # cells run on the pools; the head has the driver and Ray's own processes
+    start = {"num-cpus": "0", "dashboard-host": "0.0.0.0"}
+    return _given(
+        rayVersion=spec.ray_version,
+        authOptions=_given(mode="token", secretName=spec.secret),
+        enableInTreeAutoscaling=spec.grows,
+        headGroupSpec={"rayStartParams": start, "template": _template(head)},
+        workerGroupSpecs=[_group(spec, pool) for pool in spec.pools],
+    )
 
 
 def _group(spec: KubeRay, pool: Pool) -> dict[str, Any]:
-    pod = _pod(spec, "ray-worker", pool, {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {})
-    if pool.tolerations:
-        pod["tolerations"] = [dict(one) for one in pool.tolerations]
+    pod = _pod(spec, "ray-worker", pool, _given(**{pool.gpu_resource: pool.gpus and str(pool.gpus)}))
     return {
         "groupName": pool.name,
         "replicas": pool.replicas,
         "minReplicas": pool.replicas,
         "maxReplicas": pool.most,
         "rayStartParams": {},
-        "template": _template(pod),
+        "template": _template(pod | _given(tolerations=[dict(one) for one in pool.tolerations])),
     }
 
 
@@ -362,14 +354,19 @@ def _pod(
         "volumeMounts": [{"name": "storage", "mountPath": spec.storage}],
         "securityContext": {"allowPrivilegeEscalation": False},
     }
-    return {
-        **({"serviceAccountName": spec.service_account} if spec.service_account else {}),
+    return _given(
+        serviceAccountName=spec.service_account,
         # the user of clusters/Dockerfile, and its group on the volume
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
-        **({"nodeSelector": dict(machine.node_selector)} if machine.node_selector else {}),
-        "containers": [container],
-        "volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": spec.volume.claim}}],
-    }
+        securityContext={"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        nodeSelector=machine.node_selector,
+        containers=[container],
+        volumes=[{"name": "storage", "persistentVolumeClaim": {"claimName": spec.volume.claim}}],
+    )
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that have a value."""
+    return {key: value for key, value in fields.items() if value}
 
 
 def _key(path: str) -> str:
