@@ -47,19 +47,17 @@ def list_clusters(as_json: bool) -> None:
         echo_json(rows)
         return
     for row in rows:
-        click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}")
-        click.echo(f"  {row['description']}")
+        click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}\n  {row['description']}")
 
 
 def _listed(name: str, path: Path) -> dict[str, Any]:
     """A cluster for the list; one whose file has a mistake is listed with it."""
     try:
         found = load_cluster(str(path))
+        kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
     except UsageError as error:
-        return {"name": name, "kind": "?", "state": "wrong", "path": path, "description": str(error)}
-    state = "up" if found.is_up else "-"
-    about = " ".join(found.description.split())
-    return {"name": name, "kind": found.kind, "state": state, "path": path, "description": about}
+        kind, state, about = "?", "wrong", str(error)
+    return {"name": name, "kind": kind, "state": state, "path": path, "description": about}
 
 
 @cluster.command(short_help="Bring a cluster up.")
@@ -283,23 +281,19 @@ def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
 
 def _write(stream: TextIO) -> Callable[[str], None]:
     def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
+        print(text, end="", file=stream, flush=True)
 
     return write
 
 
-def _show(steps: Sequence[Step], as_json: bool = False) -> None:
+def _show(steps: Sequence[Step], as_json: bool = False) -> int:
     """Print the steps as a shell script, or as a JSON list."""
-    if as_json:
-        echo_json([step.shown() for step in steps])
-        return
-    for step in steps:
-        click.echo(step.shown())
+    lines = [step.shown for step in steps]
+    echo_json(lines) if as_json else click.echo("\n".join(lines))
+    return 0
 
 
 def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
     """Print what leads to a cluster's jobs, and ``steps`` there; contacts nothing."""
     jobs = found.jobs()
-    _show([*jobs.way(), *steps(jobs)], as_json)
-    return 0
+    return _show([*jobs.way(), *steps(jobs)], as_json)

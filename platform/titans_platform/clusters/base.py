@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from titans_core.config import Frozen
 from titans_platform.clusters.jobs import Jobs
-from titans_platform.clusters.steps import Call, Step, Token, perform
+from titans_platform.clusters.steps import Step, Token, perform
 from titans_platform.errors import ClusterError
 from titans_platform.files import read_json, write_json
 
@@ -93,7 +93,7 @@ class Cluster(Frozen, ABC):
     def remember(self) -> Step:
         """Record that there is something to take down; a step before what costs money or time."""
         line = f"# record in {self.state_folder / 'state.json'} that it is up"
-        return Call(line, partial(self.record, {"name": self.name}))
+        return Step(line, partial(self.record, {"name": self.name}))
 
     @property
     def token_used(self) -> Token:

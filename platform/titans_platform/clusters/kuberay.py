@@ -25,7 +25,7 @@ from titans_platform.clusters import steps
 from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.rayjobs import RayJobs
-from titans_platform.clusters.steps import Call, Note, Run, Step
+from titans_platform.clusters.steps import Note, Run, Step
 from titans_platform.errors import ClusterError, UsageError
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m)?$")]
@@ -150,13 +150,8 @@ class KubeRay(Cluster):
 
     def _kept(self) -> list[dict[str, Any]]:
         """The RayCluster, which lives from `up` to `down`, and the claim, which outlives both."""
-        api = "ray.io/v1"
-        cluster = (
-            []
-            if self.lifetime == "job"
-            else [_object(self, api, "RayCluster", self.name, _cluster_body(self))]
-        )
-        return [*_claim(self), *cluster]
+        cluster = _object(self, "ray.io/v1", "RayCluster", self.name, _cluster_body(self))
+        return _claim(self) + [cluster] * (self.lifetime == "cluster")
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is applied, a sample job among it."""
@@ -166,7 +161,7 @@ class KubeRay(Cluster):
         """Delete the RayCluster. The claim stays: it holds the results."""
         delete = Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait"))
         kept = f"the claim {self.volume.claim} stays, with all results; kubectl delete pvc removes it"
-        return [*([] if self.lifetime == "job" else [delete]), Note(kept)]
+        return [delete] * (self.lifetime == "cluster") + [Note(kept)]
 
     def where(self) -> str:
         what = "RayJobs" if self.lifetime == "job" else f"RayCluster {self.name}"
@@ -195,7 +190,7 @@ class KubeRay(Cluster):
                 raise ClusterError(f"cluster {self.name}: its Secret holds no auth_token")
             steps.write_token(path, value)
 
-        return Call(f"(umask 077; {get.shown()} | base64 --decode > {shlex.quote(str(path))})", fetch)
+        return Step(f"(umask 077; {get.shown} | base64 --decode > {shlex.quote(str(path))})", fetch)
 
 
 _SAMPLE = Job("sample", ("sweep", "run", "ablation"), {"sweeps/ablation.yaml": b"name: ablation\n"})
@@ -217,11 +212,7 @@ class KubeJobs(Jobs):
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         """What the pod prints that submits the entrypoint and follows it."""
         argv = self.spec.kubectl("logs", *["--follow"] * follow, f"job/{job_id}")
-        env = steps.clean_environment()
-        # Ctrl-C detaches; it must not reach kubectl first
-        with subprocess.Popen(
-            argv, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
-        ) as process:
+        with steps.detached(argv, stdout=subprocess.PIPE) as process:
             try:
                 for line in process.stdout or ():
                     log.add(line)
@@ -237,15 +228,14 @@ class KubeJobs(Jobs):
         return [Run(self.spec.kubectl("delete", kind, *gone)) for kind in ("rayjob", "configmap")]
 
     def status_steps(self) -> list[Step]:
-        return [self._get]
+        return [self._get()]
 
-    @property
     def _get(self) -> Run:
-        (selector,) = (f"{key}={value}" for key, value in LABEL.items())
+        selector = ",".join(f"{key}={value}" for key, value in LABEL.items())
         return Run(self.spec.kubectl("get", "rayjobs", "--selector", selector, "-o", "json"))
 
     def list(self) -> list[JobInfo]:
-        return [_job_info(item) for item in json.loads(self._get.output())["items"]]
+        return [_job_info(item) for item in json.loads(self._get().output())["items"]]
 
 
 def object_name(job_id: str) -> str:
@@ -307,12 +297,12 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
 def _cluster_body(spec: KubeRay, config_map: str = "", files: Sequence[str] = ()) -> dict[str, Any]:
     """The spec of a RayCluster; ``files`` are mounted in the head from ``config_map``."""
     head = _pod(spec, "ray-head", spec.head)
-    (container,) = head["containers"]
+    (container,) = head["spec"]["containers"]
     ports = {"gcs": 6379, "dashboard": 8265}
     container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     if files:
         items = [{"key": _key(path), "path": path} for path in files]
-        head["volumes"].append({"name": "files", "configMap": {"name": config_map, "items": items}})
+        head["spec"]["volumes"].append({"name": "files", "configMap": {"name": config_map, "items": items}})
         container["volumeMounts"].append({"name": "files", "mountPath": FILES, "readOnly": True})
     # cells run on the pools; the head has the driver and Ray's own processes
     start = {"num-cpus": "0", "dashboard-host": "0.0.0.0"}
@@ -320,30 +310,28 @@ def _cluster_body(spec: KubeRay, config_map: str = "", files: Sequence[str] = ()
         rayVersion=spec.ray_version,
         authOptions=_given(mode="token", secretName=spec.secret),
         enableInTreeAutoscaling=spec.grows,
-        headGroupSpec={"rayStartParams": start, "template": _template(head)},
+        headGroupSpec={"rayStartParams": start, "template": head},
         workerGroupSpecs=[_group(spec, pool) for pool in spec.pools],
     )
 
 
 def _group(spec: KubeRay, pool: Pool) -> dict[str, Any]:
-    pod = _pod(spec, "ray-worker", pool, _given(**{pool.gpu_resource: pool.gpus and str(pool.gpus)}))
+    gpus = {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {}
+    tolerations = [dict(one) for one in pool.tolerations]
     return {
         "groupName": pool.name,
         "replicas": pool.replicas,
         "minReplicas": pool.replicas,
         "maxReplicas": pool.most,
         "rayStartParams": {},
-        "template": _template(pod | _given(tolerations=[dict(one) for one in pool.tolerations])),
+        "template": _pod(spec, "ray-worker", pool, gpus, tolerations=tolerations),
     }
 
 
-def _template(pod: dict[str, Any]) -> dict[str, Any]:
-    return {"metadata": {"labels": LABEL}, "spec": pod}
-
-
 def _pod(
-    spec: KubeRay, name: str, machine: Head | Pool, gpus: Mapping[str, str] | None = None
+    spec: KubeRay, name: str, machine: Head | Pool, gpus: Mapping[str, str] | None = None, **more: Any
 ) -> dict[str, Any]:
+    """The template of a pod; ``more`` goes into its spec."""
     # the same request and limit: a pod above its request may be evicted, and its cells with it
     amounts = {"cpu": str(machine.cpus), "memory": machine.memory, **(gpus or {})}
     container = {
@@ -354,14 +342,16 @@ def _pod(
         "volumeMounts": [{"name": "storage", "mountPath": spec.storage}],
         "securityContext": {"allowPrivilegeEscalation": False},
     }
-    return _given(
+    pod = _given(
         serviceAccountName=spec.service_account,
         # the user of clusters/Dockerfile, and its group on the volume
         securityContext={"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         nodeSelector=machine.node_selector,
         containers=[container],
         volumes=[{"name": "storage", "persistentVolumeClaim": {"claimName": spec.volume.claim}}],
+        **more,
     )
+    return {"metadata": {"labels": LABEL}, "spec": pod}
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -373,9 +363,7 @@ def _key(path: str) -> str:
     return re.sub(r"[^-._a-zA-Z0-9]", "_", path)
 
 
-def _object(
-    where: KubeRay, api: str, kind: str, name: str, body: Mapping[str, Any], key: str = "spec"
-) -> dict[str, Any]:
+def _object(where: KubeRay, api: str, kind: str, name: str, body: Any, key: str = "spec") -> dict[str, Any]:
     metadata = {"name": name, "namespace": where.namespace, "labels": LABEL}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, key: body}
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Call, Note, Step
+from titans_platform.clusters.steps import Note, Step
 from titans_platform.errors import UsageError
 from titans_platform.runs.resources import this_machine
 
@@ -57,7 +57,7 @@ class _Here(Jobs):
         def run() -> None:
             self.codes[job_id] = subprocess.run(argv).returncode
 
-        return [Call(shlex.join(["titans", *job.arguments]), run)]
+        return [Step(shlex.join(["titans", *job.arguments]), run)]
 
     def follow(self, job_id: str, log: Log) -> int:
         return self.codes[job_id] if job_id in self.codes else self.info(job_id)

@@ -1,7 +1,6 @@
 """Kind `nodes`: several real Ray nodes on this machine, each with its own raylet, store and folder.
 
-What is tried here (a node that dies, a driver that is killed, a job that comes as a wheel) is what happens
-on a real cluster. Each node is a `ray start --block` in a session of its own; `down` ends these processes
+Each node is a `ray start --block` in a session of its own; `down` ends these processes
 and their descendants, never `ray stop`, which would end every Ray of the machine.
 
 Other users of the machine are kept out twice: the folder, from which workers import a job's code, can be
@@ -15,12 +14,11 @@ import importlib
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,14 +27,13 @@ from pydantic import model_validator
 
 from titans_core.config import PositiveInt
 from titans_platform.clusters.base import Cluster, Count
-from titans_platform.clusters.rayjobs import RayJobs, answers
+from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import (
     LOOPBACK,
-    Call,
     Note,
     Step,
-    clean_environment,
     command_line,
+    detached,
     free_ports,
     new_token,
     perform,
@@ -92,7 +89,8 @@ class Nodes(Cluster):
 
     def up_steps(self) -> list[Step]:
         """A private folder, a token, a head, the other nodes; on ports that are free now."""
-        folder = _new_folder()
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _SOCKET_PATH else "/tmp"
+        folder = Path(base) / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)
         address = f"http://{LOOPBACK}:{dashboard}"
         facts = {"address": address, "folder": str(folder), "processes": []}
@@ -104,12 +102,12 @@ class Nodes(Cluster):
             for number, (how, port) in enumerate(zip(joins, agents, strict=True))
         )
         return [
-            Call(f"mkdir -m 700 {shlex.quote(str(folder))}", partial(folder.mkdir, mode=0o700)),
+            Step(f"mkdir -m 700 {shlex.quote(str(folder))}", partial(folder.mkdir, mode=0o700)),
             new_token(self.token_used.path),
             first,
-            self._wait(facts, f"{address} answers", self._answers, 0),
+            self._wait(facts, f"{address} answers", 1),
             *others,
-            self._wait(facts, f"all {self.nodes} nodes are alive", self._alive, self.nodes - 1),
+            self._wait(facts, f"all {self.nodes} nodes are alive", self.nodes),
         ]
 
     def _start(self, facts: dict[str, Any], number: int, how: list[str]) -> Step:
@@ -125,48 +123,44 @@ class Nodes(Cluster):
             "include-log-monitor": "false",
             "object-store-memory": self.object_store_mb * 2**20,
         }
-        argv = (sys.executable, "-c", _RAY_START, "start", *how, *_options(options))
-        argv = (*argv, "--disable-usage-stats", "--block")
+        ray = (sys.executable, "-c", _RAY_START, "start")
+        argv = (*ray, *how, *_options(options), "--disable-usage-stats", "--block")
         env = {**token_variables(self.token_used.path), **_ENVIRONMENT}
 
         def start() -> None:
             with self._log(number).open("wb") as log:
-                to = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                # in a session of its own Ctrl-C here does not reach it
-                process = subprocess.Popen(argv, env=clean_environment(env), start_new_session=True, **to)
+                process = detached(argv, env, stdout=log, stderr=log)
             # at once: only what is recorded can be ended
             facts["processes"].append(record(process.pid, f"node {number}" if number else "head"))
             self.record(facts)
 
-        return Call(f"{command_line(argv, env)} > {shlex.quote(str(self._log(number)))} 2>&1 &", start)
+        return Step(f"{command_line(argv, env)} > {shlex.quote(str(self._log(number)))} 2>&1 &", start)
 
     def _log(self, number: int) -> Path:
         return self.state_folder / f"node-{number}.log"
 
-    def _wait(self, facts: dict[str, Any], what: str, met: Callable[[str], bool], number: int) -> Step:
-        """Wait until ``met`` takes the address; if not, the log of node ``number`` says why."""
+    def _wait(self, facts: dict[str, Any], what: str, count: int) -> Step:
+        """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
         def wait() -> None:
             deadline = time.monotonic() + _START_SECONDS
-            while not met(facts["address"]):
-                for started, process in enumerate(facts["processes"]):
+            while self._alive(facts["address"]) < count:
+                for number, process in enumerate(facts["processes"]):
                     if find(process) is None:
-                        raise ClusterError(f"{process['role']} ended at once; see {self._log(started)}")
+                        raise ClusterError(f"{process['role']} ended at once; see {self._log(number)}")
                 if time.monotonic() > deadline:
-                    raise ClusterError(f"{what}: not within {_START_SECONDS} s; see {self._log(number)}")
+                    raise ClusterError(f"{what}: not within {_START_SECONDS} s; see {self._log(count - 1)}")
                 time.sleep(0.3)
 
-        return Call(f"# wait until {what}", wait)
+        return Step(f"# wait until {what}", wait)
 
-    def _answers(self, address: str) -> bool:
-        return answers(address, self.token_used.read(self.name), timeout=2) == 200
-
-    def _alive(self, address: str) -> bool:
+    def _alive(self, address: str) -> int:
         # the dashboard answers some requests before it can answer this one
         with suppress(ClusterError):
-            nodes = RayJobs(self.name, address, self.token_used).about()["nodes"]
-            return sum(node["alive"] for node in nodes) == self.nodes
-        return False
+            return sum(
+                node["alive"] for node in RayJobs(self.name, address, self.token_used).about()["nodes"]
+            )
+        return 0
 
     def up(self) -> str:
         """Start the nodes; if one does not come up, the others are ended."""
@@ -176,17 +170,14 @@ class Nodes(Cluster):
         if found:
             # left behind by a machine that was restarted, or by nodes that were all killed
             self.down()
-        with ExitStack() as undo:
-            undo.callback(self._undo)
-            where = super().up()
-            undo.pop_all()
-        return where
-
-    def _undo(self) -> None:
-        if found := self.recorded():
-            # the logs stay, the error names them
-            perform(_end_steps(found))
-            (self.state_folder / "state.json").unlink()
+        try:
+            return super().up()
+        except BaseException:
+            if found := self.recorded():
+                # the logs stay, the error names them
+                perform(_end_steps(found))
+                (self.state_folder / "state.json").unlink()
+            raise
 
     def down_steps(self) -> list[Step]:
         found = self.recorded()
@@ -213,12 +204,6 @@ class Nodes(Cluster):
         return RayJobs(self.name, address, self.token_used)
 
 
-def _new_folder() -> Path:
-    base = tempfile.gettempdir()
-    short = base if len(base) <= _SOCKET_PATH else "/tmp"
-    return Path(short) / f"titans-{secrets.token_hex(4)}"
-
-
 def _options(values: dict[str, Any]) -> list[str]:
     return [part for key, value in values.items() for part in (f"--{key}", str(value))]
 
@@ -234,7 +219,7 @@ def _end_steps(found: Mapping[str, Any], *folders: str) -> list[Step]:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    return [Call(line, partial(_end, found["processes"])), Call(f"rm -r {shlex.join(folders)}", remove)]
+    return [Step(line, partial(_end, found["processes"])), Step(f"rm -r {shlex.join(folders)}", remove)]
 
 
 def _psutil() -> Any:

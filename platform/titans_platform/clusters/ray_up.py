@@ -49,21 +49,19 @@ class RayUp(Cluster):
         for key in ("cluster_name", "head_start_ray_commands", "worker_start_ray_commands"):
             if key in config:
                 raise UsageError(f"{self.name}.yaml.ray.{key}: is set by titans; leave it out")
+        # the dashboard is reached by ssh alone
+        head = (
+            "ulimit -n 65536; ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml "
+            f"--dashboard-host={LOOPBACK} --dashboard-port={self.port}"
+        )
         config |= {
             "cluster_name": self.name,
             "file_mounts": {**(config.get("file_mounts") or {}), REMOTE_TOKEN: str(self.token_used.path)},
-            "head_start_ray_commands": ["ray stop", f"{LOCK}; {self._head()}"],
+            "head_start_ray_commands": ["ray stop", f"{LOCK}; {head}"],
             "worker_start_ray_commands": ["ray stop", f"{LOCK}; ray start --address=$RAY_HEAD_IP:6379"],
         }
         _check(config, f"{self.name}.yaml.ray")
         return config
-
-    def _head(self) -> str:
-        # the dashboard is reached by ssh alone
-        return (
-            "ulimit -n 65536; ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml "
-            f"--dashboard-host={LOOPBACK} --dashboard-port={self.port}"
-        )
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every type of worker at its most; Ray gets machines as cells wait for them."""

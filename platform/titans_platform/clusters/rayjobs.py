@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from titans_platform.clusters import packaging
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
-from titans_platform.clusters.steps import LOOPBACK, Call, Note, Step, Token, clean_environment, perform
+from titans_platform.clusters.steps import LOOPBACK, Note, Step, Token, detached, perform
 from titans_platform.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class RayJobs(Jobs):
             f"  --runtime-env-json {shlex.quote(json.dumps(runtime_env))} \\\n"
             f"  -- {shlex.join(job.command)}"
         )
-        return [Call(line, partial(self._submit, job, job_id))]
+        return [Step(line, partial(self._submit, job, job_id))]
 
     def _submit(self, job: Job, job_id: str) -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -166,7 +166,7 @@ class RayJobs(Jobs):
 
     def stop_steps(self, job_id: str) -> list[Step]:
         line = f"ray job stop --address {shlex.quote(self.address)} {shlex.quote(job_id)}"
-        return [Call(line, lambda: self.client.stop_job(job_id))]
+        return [Step(line, lambda: self.client.stop_job(job_id))]
 
     def log_steps(self, job_id: str) -> list[Step]:
         return [Note(f"GET {self.address}/api/jobs/{job_id}/logs/tail with the token in {self.token}")]
@@ -240,10 +240,8 @@ def _one_line(error: BaseException) -> str:
 def _tunnel(argv: Sequence[str], port: int, timeout: float = 120.0) -> Iterator[None]:
     """Run ``argv``, which forwards local ``port``, until the block ends. Raises ClusterError."""
     with tempfile.TemporaryFile("w+") as output:
-        to = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         try:
-            # Ctrl-C detaches from a job's log; the tunnel is closed after that, not by it
-            process = subprocess.Popen(argv, env=clean_environment(), start_new_session=True, **to)
+            process = detached(argv, stdout=output, stderr=output)
         except FileNotFoundError:
             raise ClusterError(
                 f"{argv[0]}: not installed here; the dashboard is reached through it"
@@ -268,7 +266,7 @@ def _is_open(port: int) -> bool:
     return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     """End a process that leads its group, and the others of that group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

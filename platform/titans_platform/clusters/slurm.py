@@ -18,7 +18,7 @@ from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Call, Note, Run, Step, Write, new_token, perform, token_variables
+from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
 from titans_platform.errors import UsageError
 
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
@@ -59,10 +59,8 @@ class Slurm(Cluster):
         return self.nodes == 1
 
     def up_steps(self) -> list[Step]:
-        return [
-            Run(("sbatch", "--version")),
-            Note("nothing to start: each submit is a batch job with its own Ray"),
-        ]
+        note = Note("nothing to start: each submit is a batch job with its own Ray")
+        return [Run(("sbatch", "--version")), note]
 
     def down_steps(self) -> list[Step]:
         """Cancel what was submitted from here and is not over."""
@@ -74,8 +72,7 @@ class Slurm(Cluster):
         perform(self.down_steps())
 
     def where(self) -> str:
-        partition = self.partition or "(default)"
-        return f"Slurm, {self.nodes} nodes of partition {partition} for each job"
+        return f"Slurm, {self.nodes} nodes of partition {self.partition or '(default)'} for each job"
 
     def jobs(self) -> Jobs:
         assert self.storage is not None
@@ -95,12 +92,13 @@ class SlurmJobs(Jobs):
         given = self.spec.token
         if given and given.env:
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
-        token = given.path if given else at / "token"
+        token, ended = given.path if given else at / "token", shlex.quote(str(at / "exit"))
         return [
             _unpack(at / "code"),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if given else [new_token(token)]),
-            Write(at / "run.sh", run_script(job, at)),
+            # srun mixes the command's exit code with those of the other nodes
+            Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
             Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
         ]
@@ -121,13 +119,11 @@ class SlurmJobs(Jobs):
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
 
     def list(self) -> list[JobInfo]:
-        folders = [path for path in self.folder.glob("*") if (path / "slurm_id").exists()]
-        folders.sort(key=lambda path: (path / "slurm_id").stat().st_mtime)
-        if not folders:
-            return []
-        lines = [line.split(maxsplit=1) for line in _QUEUE.output().splitlines()]
-        queue = {line[0]: line[1] for line in lines if len(line) == 2}
-        return [_job_info(path, queue.get(_number(path))) for path in folders]
+        folders = [path.parent for path in self.folder.glob("*/slurm_id")]
+        lines = _QUEUE.output().splitlines() if folders else []
+        queue = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
+        jobs = [_job_info(path, queue.get(_number(path))) for path in folders]
+        return sorted(jobs, key=lambda job: job.started or 0)
 
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
@@ -202,11 +198,6 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
     )
 
 
-def run_script(job: Job, at: Path) -> str:
-    """What runs on the head node; srun mixes its exit code with those of the other nodes."""
-    return f"{shlex.join(job.command)}\ncode=$?\necho $code > {shlex.quote(str(at / 'exit'))}\nexit $code\n"
-
-
 def _unpack(folder: Path) -> Step:
     """Build the wheel and unpack it: studies in a zip cannot be read as files."""
 
@@ -216,4 +207,4 @@ def _unpack(folder: Path) -> Step:
             wheel.extractall(folder)
 
     wheel = f"<{packaging.DISTRIBUTION} wheel>"
-    return Call(f"python -m zipfile --extract {wheel} {shlex.quote(str(folder))}", unpack)
+    return Step(f"python -m zipfile --extract {wheel} {shlex.quote(str(folder))}", unpack)

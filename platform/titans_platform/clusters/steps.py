@@ -11,12 +11,12 @@ import secrets
 import shlex
 import socket
 import subprocess
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -90,16 +90,20 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-class Step(ABC):
+def detached(argv: Sequence[str], env: Mapping[str, str] | None = None, **to: Any) -> subprocess.Popen[str]:
+    """Start a process in a session of its own: Ctrl-C, which may only detach us from a job, ends us first."""
+    env = clean_environment(env)
+    return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **to)
+
+
+@dataclass
+class Step:
     """One thing that is done, or shown instead."""
 
-    @abstractmethod
-    def shown(self) -> str:
-        """The step as lines of a shell script."""
-
-    @abstractmethod
-    def do(self) -> None:
-        """Do it. Raises ClusterError."""
+    shown: str
+    """The lines of a shell script that do the same, or a remark."""
+    do: Callable[[], object]
+    """Does it. Raises ClusterError."""
 
 
 def perform(steps: Sequence[Step]) -> None:
@@ -108,88 +112,67 @@ def perform(steps: Sequence[Step]) -> None:
         step.do()
 
 
-@dataclass(frozen=True)
-class Call(Step):
-    """Call a function; shown as the lines of shell that do the same, or as a remark."""
-
-    line: str
-    function: Callable[[], object]
-
-    def shown(self) -> str:
-        return self.line
-
-    def do(self) -> None:
-        self.function()
-
-
-class Note(Call):
+class Note(Step):
     """A remark where there is nothing to do."""
 
     def __init__(self, text: str):
         super().__init__(f"# {text}", lambda: None)
 
 
-def new_token(path: Path) -> Step:
-    """Write a random token that only its owner can read."""
-    line = f"(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > {shlex.quote(str(path))})"
-    return Call(line, partial(write_token, path))
-
-
-@dataclass(frozen=True)
 class Write(Step):
     """Write a file, and the folder it is in."""
 
-    path: Path
-    content: str | bytes
+    def __init__(self, path: Path, content: str | bytes):
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    def shown(self) -> str:
-        if isinstance(self.content, bytes):
-            return f"# {len(self.content)} bytes to {self.path}"
-        return f"cat > {shlex.quote(str(self.path))} {_here_document(self.content)}"
-
-    def do(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = self.content
-        self.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if isinstance(content, bytes):
+            super().__init__(f"# {len(content)} bytes to {path}", write)
+        else:
+            super().__init__(f"cat > {shlex.quote(str(path))}{_here_document(content)}", write)
 
 
-@dataclass(frozen=True)
 class Run(Step):
-    """Run a command to its end; what it prints is shown to the user only if it fails."""
+    """Run a command to its end.
 
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    stdin: str = ""
-    quiet: bool = True
-    into: Path | None = None
-    """A file that gets what the command prints."""
+    What it prints goes to the file ``into``, and to the user only if it fails, or if it is not ``quiet``.
+    """
 
-    def shown(self) -> str:
-        into = f" > {shlex.quote(str(self.into))}" if self.into else ""
-        return command_line(self.argv, self.env) + into + (self.stdin and f" {_here_document(self.stdin)}")
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        quiet: bool = True,
+        into: Path | None = None,
+    ):
+        to = f" > {shlex.quote(str(into))}" if into else ""
+        line = command_line(argv, env or {}) + to + _here_document(stdin)
+        self.output = partial(_output, argv, env, stdin, quiet)
+        super().__init__(line, lambda: into.write_text(self.output()) if into else self.output())
 
-    def do(self) -> None:
-        printed = self.output()
-        if self.into:
-            self.into.write_text(printed)
 
-    def output(self) -> str:
-        """Run it and return what it printed. Raises ClusterError."""
-        pipe = subprocess.PIPE if self.quiet else None
-        env = clean_environment(self.env)
-        try:
-            done = subprocess.run(
-                self.argv, env=env, input=self.stdin or None, stdout=pipe, stderr=pipe, text=True
-            )
-        except FileNotFoundError:
-            raise ClusterError(
-                f"{self.argv[0]}: not installed here; install it, or use another machine"
-            ) from None
-        if done.returncode:
-            printed = (done.stderr or done.stdout or "").strip().splitlines()
-            why = printed[-1] if printed else f"exit code {done.returncode}"
-            raise ClusterError(f"{shlex.join(self.argv[:3])}: {why}")
-        return done.stdout or ""
+def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quiet: bool) -> str:
+    """What a command printed. Raises ClusterError."""
+    pipe = subprocess.PIPE if quiet else None
+    try:
+        done = subprocess.run(
+            argv, env=clean_environment(env), input=stdin or None, stdout=pipe, stderr=pipe, text=True
+        )
+    except FileNotFoundError:
+        raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
+    if done.returncode:
+        printed = (done.stderr or done.stdout or "").strip().splitlines()
+        why = printed[-1] if printed else f"exit code {done.returncode}"
+        raise ClusterError(f"{shlex.join(argv[:3])}: {why}")
+    return done.stdout or ""
+
+
+def new_token(path: Path) -> Step:
+    """Write a random token that only its owner can read."""
+    line = f"(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > {shlex.quote(str(path))})"
+    return Step(line, partial(write_token, path))
 
 
 def command_line(argv: Sequence[str], env: Mapping[str, str]) -> str:
@@ -201,4 +184,4 @@ def command_line(argv: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def _here_document(text: str) -> str:
-    return f"<<'END'\n{text.rstrip()}\nEND"
+    return f" <<'END'\n{text.rstrip()}\nEND" if text else ""
