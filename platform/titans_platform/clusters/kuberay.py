@@ -6,7 +6,6 @@ No token is ever in a manifest: pods get it from a Secret.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import shlex
@@ -30,11 +29,10 @@ from titans_platform.errors import ClusterError, UsageError
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m)?$")]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-
+_CONFIG_MAP_BYTES = 900_000
 LABEL = {"app.kubernetes.io/managed-by": "titans"}
 FILES = "/etc/titans"
 """Where a RayJob's files are mounted in the head."""
-_CONFIG_MAP_BYTES = 900_000
 _STATES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "STOPPED": "stopped", "RUNNING": "running"}
 
 
@@ -110,8 +108,7 @@ class KubeRay(Cluster):
 
     @model_validator(mode="after")
     def _names(self) -> KubeRay:
-        names = [pool.name for pool in self.pools]
-        if len(set(names)) < len(names):
+        if len({pool.name for pool in self.pools}) < len(self.pools):
             raise ValueError("pools: each needs its own name")
         if not self.storage:
             raise ValueError("storage: missing; give the path the claim is mounted at")
@@ -119,23 +116,17 @@ class KubeRay(Cluster):
             raise ValueError("pip: a RayJob runs what the image holds; build it with clusters/Dockerfile")
         return self
 
-    @property
-    def grows(self) -> bool:
-        """Whether Ray may request more pods than it begins with."""
-        return any(pool.most > pool.replicas for pool in self.pools)
-
     def kubectl(self, *arguments: str) -> tuple[str, ...]:
         """A command of kubectl in this context and namespace."""
         context = ("--context", self.context) if self.context else ()
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
     def apply(self, objects: Sequence[dict[str, Any]]) -> Step:
-        """Make the objects, or change them to this."""
         return Run(self.kubectl("apply", "-f", "-"), stdin=as_yaml(objects))
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every pool at its largest; a job's own cluster does not exist yet when the job is planned."""
-        if not self.grows:
+        if all(pool.most == pool.replicas for pool in self.pools):
             return None
         return [{"CPU": p.cpus, "GPU": p.gpus} for p in self.pools for _ in range(p.most)]
 
@@ -143,15 +134,22 @@ class KubeRay(Cluster):
         """Apply the claim and the RayCluster, wait for its pods."""
         apply = [self.apply(self._kept())] if self._kept() else []
         if self.lifetime == "job":
-            note = Note("no cluster to keep: each submit makes its own (lifetime: job)")
-            return [*apply, note, self.remember()]
+            return [*apply, Note("no cluster to keep: each submit makes its own"), self.remember()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
         return [*apply, self.remember(), Run(self.kubectl(*ready))]
 
     def _kept(self) -> list[dict[str, Any]]:
-        """The RayCluster, which lives from `up` to `down`, and the claim, which outlives both."""
-        cluster = _object(self, "ray.io/v1", "RayCluster", self.name, _cluster_body(self))
-        return _claim(self) + [cluster] * (self.lifetime == "cluster")
+        """The claim, where the file says to make it, and the RayCluster, which lives from `up` to `down`."""
+        kept, volume = [], self.volume
+        if volume.size:
+            size = {"requests": {"storage": volume.size}}
+            body = _given(
+                accessModes=["ReadWriteMany"], resources=size, storageClassName=volume.storage_class
+            )
+            kept.append(_object(self, "v1", "PersistentVolumeClaim", volume.claim, body))
+        if self.lifetime == "cluster":
+            kept.append(_object(self, "ray.io/v1", "RayCluster", self.name, _cluster_body(self)))
+        return kept
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is applied, a sample job among it."""
@@ -159,9 +157,10 @@ class KubeRay(Cluster):
 
     def down_steps(self) -> list[Step]:
         """Delete the RayCluster. The claim stays: it holds the results."""
-        delete = Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait"))
-        kept = f"the claim {self.volume.claim} stays, with all results; kubectl delete pvc removes it"
-        return [delete] * (self.lifetime == "cluster") + [Note(kept)]
+        kept = Note(f"the claim {self.volume.claim} stays, with all results; kubectl delete pvc removes it")
+        if self.lifetime == "job":
+            return [kept]
+        return [Run(self.kubectl("delete", "raycluster", self.name, "--ignore-not-found", "--wait")), kept]
 
     def where(self) -> str:
         what = "RayJobs" if self.lifetime == "job" else f"RayCluster {self.name}"
@@ -184,7 +183,7 @@ class KubeRay(Cluster):
         def fetch() -> None:
             try:
                 value = base64.b64decode(get.output()).decode().strip()
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:
                 value = ""
             if not value:
                 raise ClusterError(f"cluster {self.name}: its Secret holds no auth_token")
@@ -203,7 +202,6 @@ class KubeJobs(Jobs):
     spec: KubeRay
 
     def new_id(self, job: Job) -> str:
-        """An id that Kubernetes takes as a name."""
         return object_name(super().new_id(job))
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
@@ -245,28 +243,11 @@ def object_name(job_id: str) -> str:
 
 def _job_info(item: dict[str, Any]) -> JobInfo:
     name, status = item["metadata"]["name"], item.get("status") or {}
-    state = _STATES.get(status.get("jobStatus") or "", "pending")
-    if status.get("jobDeploymentStatus") == "Failed":
-        state = "failed"
+    failed = status.get("jobDeploymentStatus") == "Failed"
+    state = "failed" if failed else _STATES.get(status.get("jobStatus") or "", "pending")
     code = re.search(r"exit code (\d+)", status.get("message") or "")
-    started = status.get("startTime")
-    return JobInfo(
-        id=name,
-        name=name.rpartition("-")[0],
-        state=state,
-        started=datetime.fromisoformat(started).timestamp() if started else None,
-        code=int(code[1]) if code else None,
-    )
-
-
-def _claim(spec: KubeRay) -> list[dict[str, Any]]:
-    """The PersistentVolumeClaim, where the file says to make it."""
-    volume = spec.volume
-    if volume.size is None:
-        return []
-    size = {"requests": {"storage": volume.size}}
-    body = _given(accessModes=["ReadWriteMany"], resources=size, storageClassName=volume.storage_class)
-    return [_object(spec, "v1", "PersistentVolumeClaim", volume.claim, body)]
+    began = datetime.fromisoformat(status["startTime"]).timestamp() if status.get("startTime") else None
+    return JobInfo(name, name.rpartition("-")[0], state, began, int(code[1]) if code else None)
 
 
 def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
@@ -277,7 +258,7 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
             f"{spec.storage} and give its absolute path"
         )
     binary = {_key(path): base64.b64encode(content).decode() for path, content in sorted(job.files.items())}
-    files = [_object(spec, "v1", "ConfigMap", job_id, binary, "binaryData")] if binary else []
+    files = [_object(spec, "v1", "ConfigMap", job_id, binary, "binaryData")] * bool(binary)
     body = {
         # the driver's own files are there; workers need none of them
         "entrypoint": f"cd {FILES} && {shlex.join(job.command)}",
@@ -309,7 +290,7 @@ def _cluster_body(spec: KubeRay, config_map: str = "", files: Sequence[str] = ()
     return _given(
         rayVersion=spec.ray_version,
         authOptions=_given(mode="token", secretName=spec.secret),
-        enableInTreeAutoscaling=spec.grows,
+        enableInTreeAutoscaling=spec.grows_to() is not None,
         headGroupSpec={"rayStartParams": start, "template": head},
         workerGroupSpecs=[_group(spec, pool) for pool in spec.pools],
     )
@@ -317,15 +298,9 @@ def _cluster_body(spec: KubeRay, config_map: str = "", files: Sequence[str] = ()
 
 def _group(spec: KubeRay, pool: Pool) -> dict[str, Any]:
     gpus = {pool.gpu_resource: str(pool.gpus)} if pool.gpus else {}
-    tolerations = [dict(one) for one in pool.tolerations]
-    return {
-        "groupName": pool.name,
-        "replicas": pool.replicas,
-        "minReplicas": pool.replicas,
-        "maxReplicas": pool.most,
-        "rayStartParams": {},
-        "template": _pod(spec, "ray-worker", pool, gpus, tolerations=tolerations),
-    }
+    pods = {"replicas": pool.replicas, "minReplicas": pool.replicas, "maxReplicas": pool.most}
+    template = _pod(spec, "ray-worker", pool, gpus, tolerations=list(pool.tolerations))
+    return {"groupName": pool.name, **pods, "rayStartParams": {}, "template": template}
 
 
 def _pod(
@@ -393,11 +368,11 @@ def check_manifests(objects: Sequence[dict[str, Any]], files: Sequence[Path]) ->
 def _schemas(file: Path) -> Iterator[tuple[tuple[str, str], Any]]:
     """The schemas of a CustomResourceDefinition, by apiVersion and kind."""
     try:
-        found = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        spec = found["spec"]
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        spec = yaml.load(file.read_text(encoding="utf-8"), loader)["spec"]
         for version in spec["versions"]:
-            name = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
-            yield name, version["schema"]["openAPIV3Schema"]
+            api = f"{spec['group']}/{version['name']}"
+            yield (api, spec["names"]["kind"]), version["schema"]["openAPIV3Schema"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--schema {file}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     except (KeyError, TypeError):

@@ -83,8 +83,5 @@ class _Here(Jobs):
         return [Note("counts this machine's CPUs")]
 
     def about(self) -> dict[str, Any]:
-        cpus = this_machine().cpus
-        return {
-            "nodes": [{"id": "this", "ip": "127.0.0.1", "head": True, "alive": True, "cpus": cpus}],
-            "jobs": [],
-        }
+        node = {"id": "this", "ip": "127.0.0.1", "head": True, "alive": True, "cpus": this_machine().cpus}
+        return {"nodes": [node], "jobs": []}

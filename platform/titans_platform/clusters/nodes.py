@@ -95,19 +95,21 @@ class Nodes(Cluster):
         address = f"http://{LOOPBACK}:{dashboard}"
         facts = {"address": address, "folder": str(folder), "processes": []}
         ports = {"port": head, "dashboard-port": dashboard, "ray-client-server-port": client}
-        joins = [["--head", "--dashboard-host", LOOPBACK, *_options(ports)]]
-        joins += [["--address", f"{LOOPBACK}:{head}"]] * (self.nodes - 1)
+        begin = ["--head", "--dashboard-host", LOOPBACK, *_options(ports)]
+        join = ["--address", f"{LOOPBACK}:{head}"]
         first, *others = (
-            self._start(facts, number, [*how, "--dashboard-agent-listen-port", str(port)])
-            for number, (how, port) in enumerate(zip(joins, agents, strict=True))
+            self._start(
+                facts, number, [*(join if number else begin), "--dashboard-agent-listen-port", str(port)]
+            )
+            for number, port in enumerate(agents)
         )
         return [
             Step(f"mkdir -m 700 {shlex.quote(str(folder))}", partial(folder.mkdir, mode=0o700)),
             new_token(self.token_used.path),
             first,
-            self._wait(facts, f"{address} answers", 1),
+            self._wait(f"{address} answers", 1),
             *others,
-            self._wait(facts, f"all {self.nodes} nodes are alive", self.nodes),
+            self._wait(f"all {self.nodes} nodes are alive", self.nodes),
         ]
 
     def _start(self, facts: dict[str, Any], number: int, how: list[str]) -> Step:
@@ -139,13 +141,13 @@ class Nodes(Cluster):
     def _log(self, number: int) -> Path:
         return self.state_folder / f"node-{number}.log"
 
-    def _wait(self, facts: dict[str, Any], what: str, count: int) -> Step:
+    def _wait(self, what: str, count: int) -> Step:
         """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
         def wait() -> None:
             deadline = time.monotonic() + _START_SECONDS
-            while self._alive(facts["address"]) < count:
-                for number, process in enumerate(facts["processes"]):
+            while self._alive() < count:
+                for number, process in enumerate(self.require_up()["processes"]):
                     if find(process) is None:
                         raise ClusterError(f"{process['role']} ended at once; see {self._log(number)}")
                 if time.monotonic() > deadline:
@@ -154,12 +156,10 @@ class Nodes(Cluster):
 
         return Step(f"# wait until {what}", wait)
 
-    def _alive(self, address: str) -> int:
+    def _alive(self) -> int:
         # the dashboard answers some requests before it can answer this one
         with suppress(ClusterError):
-            return sum(
-                node["alive"] for node in RayJobs(self.name, address, self.token_used).about()["nodes"]
-            )
+            return sum(node["alive"] for node in self.jobs().about()["nodes"])
         return 0
 
     def up(self) -> str:
@@ -194,10 +194,10 @@ class Nodes(Cluster):
         if found is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
         processes = [{**process, "alive": find(process) is not None} for process in found["processes"]]
-        if not processes or not processes[0]["alive"]:
-            state = "broken: the head is dead; take it down"
-            return {"state": state, "where": self.where(), "nodes": [], "jobs": [], "processes": processes}
-        return {**super().status(), "processes": processes}
+        if processes and processes[0]["alive"]:
+            return {**super().status(), "processes": processes}
+        state = "broken: the head is dead; take it down"
+        return {"state": state, "where": self.where(), "nodes": [], "jobs": [], "processes": processes}
 
     def jobs(self) -> RayJobs:
         address = (self.recorded() or {}).get("address", f"http://{LOOPBACK}:<port>")

@@ -203,13 +203,9 @@ class RayJobs(Jobs):
 
 
 def _job_info(job: Mapping[str, Any]) -> JobInfo:
-    return JobInfo(
-        id=job["submission_id"],
-        name=(job["metadata"] or {}).get("name", ""),
-        state=job["status"].lower(),
-        started=job["start_time"] / 1000 if job["start_time"] else None,
-        code=job["driver_exit_code"],
-    )
+    name, started = (job["metadata"] or {}).get("name", ""), job["start_time"]
+    seconds = started / 1000 if started else None
+    return JobInfo(job["submission_id"], name, job["status"].lower(), seconds, job["driver_exit_code"])
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,15 +128,15 @@ class SlurmJobs(Jobs):
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
     """A job by its folder, and by its state in the queue where it is in it."""
-    exit_code = _read(folder / "exit")
-    code = int(exit_code) if exit_code.isdigit() else None
+    ended = _read(folder / "exit")
+    code = int(ended) if ended.isdigit() else None
     if queued:
         state = "pending" if queued in _WAITS else "running"
-    elif code is None:
+    elif code is not None:
+        state = "failed" if code else "succeeded"
+    else:
         # cancelled, out of time, or a node that died
         state = "stopped" if (folder / "log.txt").exists() else "failed"
-    else:
-        state = "succeeded" if code == 0 else "failed"
     started = (folder / "slurm_id").stat().st_mtime
     return JobInfo(folder.name, folder.name.rpartition("-")[0], state, started, code)
 
@@ -172,19 +172,14 @@ def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
         "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
         "PYTHONPATH": str(at / "code"),
     }
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options),
-        "set -e",
-        "unset RAY_ADDRESS RAY_AUTH_TOKEN",
-        *spec.setup,
-        *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
-    ]
+    lines = [f"#SBATCH {option}" for option in options]
+    lines += ["set -e", "unset RAY_ADDRESS RAY_AUTH_TOKEN", *spec.setup]
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
+    before = "\n".join(lines)
     files, run = shlex.quote(str(at / "files")), shlex.quote(str(at / "run.sh"))
     gpus = f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
-    return (
-        "\n".join(lines)
-        + f"""
+    return f"""#!/bin/bash
+{before}
 mkdir -p {files} && cd {files}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # a port of this job's own, should two share a node
@@ -195,7 +190,6 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
   --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\
   -- bash {run}
 """
-    )
 
 
 def _unpack(folder: Path) -> Step:
