@@ -117,6 +117,7 @@ def test_python_snippets_are_complete():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_own_text_is_trained_and_measured_as_the_readme_says(tmp_path, monkeypatch, capsys):
     """Line by line, but for a smaller model and fewer steps."""
     monkeypatch.chdir(tmp_path)
