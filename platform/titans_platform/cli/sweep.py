@@ -110,7 +110,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 
 
 def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
-    from titans_platform.flatten import flatten
+    from titans_platform.text import flatten
 
     size, config = study.scale(scale), first.config
     console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)

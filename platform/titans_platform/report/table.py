@@ -125,16 +125,15 @@ class Table:
 
 def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path, commit: str) -> Table:
     """Read the results of named cells and put them in the study's row order."""
-    by_row: dict[str, list[Cell]] = {}
-    for cell in cells:
-        by_row.setdefault(cell.row, []).append(cell)
-    rows = [
-        _table_row(row, study.columns, by_row[row.name], root, commit)
-        for row in study.rows_at(scale_name)
-        if row.name in by_row
-    ]
-    chance, shared = _chance(study.columns, rows), _side_by_side(cells, root)
-    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=shared)
+    rows = []
+    for row in study.rows_at(scale_name):
+        if of_row := [cell for cell in cells if cell.row == row.name]:
+            rows.append(_table_row(row, study.columns, of_row, root, commit))
+    chance: dict[str, float] = {}
+    for result in (result for row in rows for result in row.results):
+        found = result.get("chance", {})
+        chance |= {key: c.factor * found[key] for key, c in study.columns.items() if _finite(found.get(key))}
+    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=_side_by_side(cells, root))
 
 
 def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
@@ -146,34 +145,31 @@ def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
 def _table_row(
     row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
 ) -> TableRow:
-    folders = [(cell, cell.folder(root)) for cell in cells]
-    found = [(cell, folder, folder.shown_result()) for cell, folder in folders]
-    results = tuple(result for _, _, result in found if result is not None)
-    unfinished = tuple(
-        Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
-        for cell, folder, result in found
-        if result is None
-    )
-    stale = tuple(sorted({str(result["commit"]) for result in results} - {commit}))
-    entries = {
-        key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
-        for key, column in columns.items()
-    }
-    return TableRow(row, tuple(cells), results, unfinished, entries, stale)
-
-
-def _entry(
-    column: str, factor: float, results: Iterable[dict[str, Any]], wanted: int, paper: float | None
-) -> Entry:
-    kept = [result for result in results if _finite(result["columns"].get(column))]
-    values = tuple(factor * float(result["columns"][column]) for result in kept)
-    errors = [factor * column_stderr(column, result.get("tasks", {})) for result in kept]
-    item_stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if errors else 0.0
-    return Entry(values, wanted, paper, item_stderr)
+    results, unfinished = [], []
+    for cell in cells:
+        folder = cell.folder(root)
+        if (result := folder.shown_result()) is not None:
+            results.append(result)
+        else:
+            reason = str((folder.failure() or {}).get("reason", ""))
+            unfinished.append(Unfinished(cell, folder.state(), reason))
+    entries = {}
+    for key, column in columns.items():
+        kept = [result for result in results if _finite(result["columns"].get(key))]
+        values = tuple(column.factor * float(result["columns"][key]) for result in kept)
+        errors = [column.factor * column_stderr(key, result.get("tasks", {})) for result in kept]
+        entries[key] = Entry(values, len(cells), row.paper.get(key), _of_mean(errors))
+    stale = sorted({str(result["commit"]) for result in results} - {commit})
+    return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _of_mean(errors: Sequence[float]) -> float:
+    """Standard error of the mean of numbers with these standard errors; 0 of none."""
+    return math.hypot(*errors) / len(errors) if errors else 0.0
 
 
 def task_of(key: str) -> tuple[str, str, int | None]:
@@ -194,8 +190,7 @@ def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
         owner, task, _ = task_of(key)
         if owner == column and measured.get("stderr") is not None:
             by_task.setdefault(task, []).append(item_stderr(measured))
-    variances = [sum(error**2 for error in errors) / len(errors) ** 2 for errors in by_task.values()]
-    return math.sqrt(sum(variances)) / len(variances) if variances else 0.0
+    return _of_mean([_of_mean(errors) for errors in by_task.values()])
 
 
 def item_stderr(measured: Mapping[str, Any]) -> float:
@@ -208,15 +203,6 @@ def item_stderr(measured: Mapping[str, Any]) -> float:
     if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.get("value", -1) <= 1:
         return error
     return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)
-
-
-def _chance(columns: Mapping[str, Column], rows: Iterable[TableRow]) -> dict[str, float]:
-    levels: dict[str, float] = {}
-    for row in rows:
-        for result in row.results:
-            found = result.get("chance", {})
-            levels |= {key: c.factor * found[key] for key, c in columns.items() if _finite(found.get(key))}
-    return levels
 
 
 @dataclass(frozen=True)
