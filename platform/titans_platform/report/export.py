@@ -1,4 +1,4 @@
-"""The table as text: CSV for a spreadsheet, LaTeX for a paper, Markdown for a web page, lines for a terminal."""
+"""The table as CSV for a spreadsheet, LaTeX for a paper, Markdown for a web page, lines for a terminal."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
@@ -38,12 +38,10 @@ class Entry:
     @property
     def stderr(self) -> float:
         """Standard error of the mean: the larger of what seeds and what items give."""
-        over_seeds = self.sd / math.sqrt(len(self.values)) if self.sd is not None else 0.0
-        return max(over_seeds, self.item_stderr)
+        return max((self.sd or 0.0) / math.sqrt(len(self.values) or 1), self.item_stderr)
 
 
-@dataclass(frozen=True)
-class Unfinished:
+class Unfinished(NamedTuple):
     """A cell without a result: its state, and the reason where it failed."""
 
     cell: Cell
@@ -108,9 +106,8 @@ class Table:
     @property
     def unfinished(self) -> int:
         """Cells asked for that have no result."""
-        if self.asked is None:
-            return self.missing
-        return len(set(self.asked) - {result["cell"] for result in self.results})
+        done = {result["cell"] for result in self.results}
+        return self.missing if self.asked is None else len(set(self.asked) - done)
 
     @property
     def scale(self) -> Scale:
@@ -223,21 +220,21 @@ class Discrimination:
 
 def discriminate(table: Table) -> list[Discrimination]:
     """One summary a column that has at least two rows with numbers."""
-    found = [_discriminate(table, key, column) for key, column in table.study.columns.items()]
-    return [summary for summary in found if summary is not None]
+    return [found for key in table.study.columns if (found := _discriminate(table, key))]
 
 
-def _discriminate(table: Table, key: str, column: Column) -> Discrimination | None:
+def _discriminate(table: Table, key: str) -> Discrimination | None:
+    higher = table.study.columns[key].higher_is_better
     entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
     means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
     if len(means) < 2:
         return None
-    low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    best, worst = (high, low) if column.higher_is_better else (low, high)
+    ends = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    worst, best = ends if higher else ends[::-1]
     distance, pair = abs(means[best] - means[worst]), (entries[best], entries[worst])
     gap, pair_gap = (_ratio(distance, pooled_sd(group)) for group in (entries.values(), pair))
     first, level, above = table.rows[0].row.name, table.chance.get(key), None
-    if first in means and level is not None and column.higher_is_better:
+    if first in means and level is not None and higher:
         above = _ratio(means[first] - level, entries[first].stderr)
     return Discrimination(key, best, worst, gap, pair_gap, above, first)
 
@@ -288,12 +285,12 @@ def as_record(table: Table) -> dict[str, Any]:
         }
         for row in table.rows
     ]
-    summary = {found.column: asdict(found) for found in discriminate(table)}
-    scale = {"study": table.study.name, "scale": table.scale_name, "comparable": table.scale.comparable}
     return {
-        **scale,
+        "study": table.study.name,
+        "scale": table.scale_name,
+        "comparable": table.scale.comparable,
         "rows": rows,
         "chance": table.chance,
         "missing": table.missing,
-        "discrimination": summary,
+        "discrimination": {found.column: asdict(found) for found in discriminate(table)},
     }
