@@ -154,7 +154,9 @@ def _table_row(
     for key, column in columns.items():
         kept = [result for result in results if _finite(result["columns"].get(key))]
         values = tuple(column.factor * float(result["columns"][key]) for result in kept)
-        errors = [column.factor * column_stderr(key, result.get("tasks", {})) for result in kept]
+        # an accuracy is better when it is higher; an error below 1 is no share of right answers
+        shares = column.higher_is_better
+        errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
         entries[key] = Entry(values, len(cells), row.paper.get(key), _of_mean(errors))
     stale = sorted({str(result["commit"]) for result in results} - {commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
@@ -176,17 +178,19 @@ def task_of(key: str) -> tuple[str, str, int | None]:
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
 
 
-def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
+def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]], shares: bool = True) -> float:
     """Standard error of a column's value in one cell, from its items.
 
     A column is the mean of its tasks and a task the mean over its lengths; ``tasks`` maps
-    ``column/task@length`` to what was measured there. 0 where nothing gives a standard error.
+    ``column/task@length`` to what was measured there; with ``shares`` values from 0 to 1 are shares of
+    right answers. 0 where nothing gives a standard error.
     """
     by_task: dict[str, list[float]] = {}
     for key, measured in tasks.items():
         owner, task, _ = task_of(key)
         if owner == column and measured.get("stderr") is not None:
-            by_task.setdefault(task, []).append(item_stderr(measured))
+            error = item_stderr(measured) if shares else float(measured["stderr"])
+            by_task.setdefault(task, []).append(error)
     return _of_mean([_of_mean(errors) for errors in by_task.values()])
 
 
