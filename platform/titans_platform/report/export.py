@@ -52,7 +52,7 @@ SHORTEST = 12
 
 def summary_csv(table: Table) -> str:
     """A line for each row and column, in the column's unit: mean, sd, seeds done, the paper's number."""
-    lines = [["row", "column", "mean", "sd", "seeds", "chance", "paper", *SIZES]]
+    lines: list[list[Any]] = [["row", "column", "mean", "sd", "seeds", "chance", "paper", *SIZES]]
     for row in table.rows:
         for key, entry in row.entries.items():
             numbers = [entry.mean, entry.sd, len(entry.values), table.chance.get(key), entry.paper]
@@ -64,7 +64,7 @@ def cells_csv(table: Table) -> str:
     """A line for each finished cell: where it lies and what it measured, in the columns' units."""
     columns = table.study.columns
     names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
-    lines = [["row", *names, *(titled(column, key) for key, column in columns.items())]]
+    lines: list[list[Any]] = [["row", *names, *(titled(column, key) for key, column in columns.items())]]
     for row in table.rows:
         for result in row.results:
             values = [(column.factor, result["columns"].get(key)) for key, column in columns.items()]

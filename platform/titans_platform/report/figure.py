@@ -101,10 +101,7 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
     taken = {key: [row for row in sheet.rows if row.lengths.get(key)] for key in sheet.lengths}
     together = [key for key, rows in taken.items() if 0 < len(rows) <= MANY]
     names = list(dict.fromkeys(row.name for key in together for row in taken[key]))
-    looks = {
-        name: {"colour": colour, "marker": marker}
-        for name, (colour, marker) in zip(names, _looks(sheet.axes, len(names)), strict=True)
-    }
+    looks = dict(zip(names, _looks(sheet.axes, len(names)), strict=True))
     few, many, dashed = [], [], False
     for key, column in sheet.lengths.items():
         lines = [
@@ -113,7 +110,8 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
         ]
         draw = partial(plot.lines, logarithmic=True)
         if key in together:
-            shown = [replace(line, **looks[line.label]) for line in lines]
+            styled = [(line, *looks[line.label]) for line in lines]
+            shown = [replace(line, colour=colour, marker=marker) for line, colour, marker in styled]
             few.append(panel(heading(column), _trend(column, "length", lines), draw, "tokens", shown=shown))
             dashed |= any(line.printed for line in lines)
         elif len(lines) <= ROWS:
@@ -130,7 +128,7 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
     if few:
         caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
         caption += " Dashed: the paper's." * dashed
-        legend = [Line(name, {}, **look) for name, look in looks.items()]
+        legend = [Line(name, {}, *look) for name, look in looks.items()]
         yield Picture("length", "Against the length that is read", caption, few, legend=legend)
     yield from many
 
@@ -185,7 +183,7 @@ def learning_curves(sheet: Sheet) -> Iterator[Picture]:
     elif len(rows) > ROWS:
         best = best_row(sheet, next(iter(sheet.measures)))
         found = [line for line in ghosts if best and line.label == best.name]
-        groups, rest = [(best.name if found and best else "", found)], "blue: the best row; grey: the others."
+        groups, rest = [(found[0].label if found else "", found)], "blue: the best row; grey: the others."
     else:
         groups = [(line.label, [line]) for line in ghosts]
         rest = "thin: single seeds; grey: the other rows."
@@ -205,10 +203,9 @@ def _shaded(sheet: Sheet, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list
     shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
     rest = [axis for axis in sheet.axes if axis is not hue]
     groups = groups_of(sheet, [axis for axis in rest if not axis.numeric] or rest[:1])
-    panels = [
-        (name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves])
-        for name, rows in groups
-    ]
+    panels = []
+    for name, rows in groups:
+        panels.append((name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves]))
     return panels, [Line(_named(hue, value), {}, shade, "") for value, shade in shades.items()]
 
 
@@ -224,10 +221,8 @@ def _curve(row: Series, colour: str = "accent", runs: bool = False) -> Line:
 def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
     """A running mean over a twentieth of the points, thinned to what a small panel can show."""
     values, half = [loss for _, loss in curve], max(1, len(curve) // 40)
-    means = [
-        (float(step), statistics.fmean(values[max(0, i - half) : i + half + 1]))
-        for i, (step, _) in enumerate(curve)
-    ]
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    means = [(float(step), statistics.fmean(near)) for (step, _), near in zip(curve, around, strict=True)]
     # the last point is where the loss ended, and is always shown
     return means[:-1][:: max(1, len(means) // points)] + means[-1:]
 

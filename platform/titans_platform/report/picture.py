@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -155,7 +155,7 @@ def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str
 def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
     """One panel as inline SVG: text in the page's font, colours by the page's names, described in words."""
     # names within a drawing come from the salt: on one page they must differ, from run to run they must not
-    with rc_context(STYLE | {"svg.hashsalt": ident}):
+    with style.context([STYLE, {"svg.hashsalt": ident}]):
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04))
         panel.draw(figure)
         out = io.StringIO()
@@ -179,7 +179,7 @@ def save(picture: Picture, folder: Path) -> list[Path]:
     """The whole picture with its legend as PNG and as PDF, named by its key; never seen half-written."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{picture.key}.{kind}" for kind in ("png", "pdf")]
-    with rc_context(STYLE):
+    with style.context(STYLE):
         figure = _composed(picture)
         for path in paths:
             temporary = path.with_name(f".{os.getpid()}.{path.name}")

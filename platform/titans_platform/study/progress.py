@@ -128,9 +128,8 @@ class View:
         head.add_column(justify="right", no_wrap=True)
         title = Text(f"{self.title}: {len(seen)} cells, {counted(seen)}", style="bold")
         head.add_row(title, f"{self._elapsed()}, {clock(self.eta(seen))} left")
-        return Group(
-            head, ProgressBar(total=1.0, completed=share, complete_style="green"), self._running(seen)
-        )
+        bar = ProgressBar(total=1.0, completed=share, complete_style="green")
+        return Group(head, bar, self._running(seen))
 
     def _elapsed(self) -> str:
         return clock(time.monotonic() - self.started)
