@@ -30,7 +30,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import UsageError
-from titans_platform.flatten import flatten
+from titans_platform.text import flatten
 
 # alembic tells of every migration, mlflow of every table
 for _name in ("mlflow", "alembic"):

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
-from titans_platform.flatten import flatten
+from titans_platform.text import flatten
 from titans_platform.tracking import Store, check_store, open_store
 
 

@@ -113,7 +113,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 
 
 def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
-    from titans_platform.flatten import flatten
+    from titans_platform.text import flatten
 
     size, config = study.scale(scale), first.config
     console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)
@@ -174,7 +174,6 @@ def run(
       titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.report.publish import make as report_study
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import run_study
@@ -201,6 +200,9 @@ def run(
         if refusal:
             raise refusal
         return 0
+    # half a second of imports that a plan need not wait for
+    from titans_platform.report.publish import make as report_study
+
     with joined(root):
         table = run_study(
             opened,
