@@ -110,11 +110,7 @@ class Objective(ABC, Generic[D]):
             )
 
     def evaluate(
-        self,
-        model: Model,
-        data: D,
-        columns: Sequence[str] = (),
-        device: torch.device | str = "cpu",
+        self, model: Model, data: D, columns: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> dict[str, Any]:
         """What `evals.evaluate` returns, of all columns or of those given.
 

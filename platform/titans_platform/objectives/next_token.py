@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from titans_core import LanguageModel
 from titans_platform.data import PreparedData, open_prepared, prepare
@@ -19,11 +17,11 @@ from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.perplexity import Perplexity
 from titans_platform.objectives.base import Objective, Report, register
-from titans_platform.training.loop import NEXT_TOKEN
+from titans_platform.training.loop import CrossEntropy
 
 
 @register("next_token")
-class NextToken(Objective[PreparedData]):
+class NextToken(CrossEntropy, Objective[PreparedData]):
     """Cross-entropy of each row's next tokens, in nats."""
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
@@ -40,14 +38,6 @@ class NextToken(Objective[PreparedData]):
             return LanguageModel(self.cfg.model)
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
-
-    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """[B] mean cross-entropy over the positions of a row that count."""
-        return NEXT_TOKEN.losses(model, batch)
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[B] bool: a position of the row counts."""
-        return NEXT_TOKEN.counts(batch)
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens, each row one document."""
