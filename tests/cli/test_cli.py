@@ -19,7 +19,7 @@ import pytest
 
 from titans_platform import provenance
 from titans_platform.cli import COMMANDS, cli, run
-from titans_platform.errors import ClusterError, IncompleteError, TitansError, UsageError
+from titans_platform.errors import ClusterError, TitansError, UsageError
 
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
 # is there changes only by addition.
@@ -40,10 +40,10 @@ FROZEN = {
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "
-    "--cluster --dry-run --json",
+    "--checkpoint-every --cluster --dry-run --json",
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
-    "train": "CONFIG --set --root --workers --gpus --name --dry-run --json",
+    "train": "CONFIG --set --root --workers --gpus --checkpoint-every --name --dry-run --json",
     "ui": "--root --store --host --port --no-browser --dry-run",
 }
 
@@ -134,7 +134,6 @@ def test_an_interrupt_promises_what_is_left(monkeypatch, capsys, line, left):
         (UsageError("no"), 2),
         (click.UsageError("no"), 2),
         (ClusterError("no"), 3),
-        (IncompleteError("no"), 4),
         (KeyboardInterrupt(), 130),
         (click.Abort(), 130),
     ],
@@ -165,6 +164,10 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
         ),
         (["train", "{yaml}", "--set", "model.memory.depth=0"], "model.memory.depth: should be greater than"),
         (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
+        (
+            ["train", "{yaml}", "--set", "model.variant=mac"],
+            "model.attention.segment_size: variant mac needs one",
+        ),
         (["train", "{yaml}", "--workers", "-1"], "--workers"),
         (["eval", "abc123"], "abc123: no such run under"),
         (["eval", "../no-such-run"], "../no-such-run: no such run under"),

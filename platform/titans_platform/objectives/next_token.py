@@ -9,10 +9,8 @@ from pathlib import Path
 import torch
 
 from titans_core import LanguageModel
-from titans_platform.data import PreparedData, open_prepared, prepare
+from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
-from titans_platform.data.stream import Batch
-from titans_platform.data.tokenizer import load_tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.perplexity import Perplexity
@@ -39,6 +37,10 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
+    def tokenizer(self) -> Tokenizer:
+        """The one of ``data``."""
+        return load_tokenizer(self.cfg.data.tokenizer)
+
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens, each row one document."""
         length = self.cfg.data.sequence_length
@@ -49,7 +51,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def check_sources(self) -> None:
         """The tokenizer's file, and files of text."""
-        load_tokenizer(self.cfg.data.tokenizer)
+        self.tokenizer()
         for i, source in enumerate(self.cfg.data.sources):
             if source.kind == "files":
                 FilesSource(source, f"data.sources.{i}", Path()).files()
