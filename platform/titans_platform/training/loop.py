@@ -182,11 +182,8 @@ class Trainer:
         self._forward = parallelize(model, cfg.parallel, self.device)
         # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
         self.model = model
-        self.cfg = cfg
-        self.stream = stream
-        self.objective = objective or CrossEntropy()
-        self.optimizer = adamw(self.model, cfg)
-        self.progress = Progress()
+        self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
+        self.optimizer, self.progress = adamw(model, cfg), Progress()
         self.tokens_per_step = cfg.global_batch_size * sequence_length
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
@@ -244,17 +241,15 @@ class Trainer:
             last = i == len(parts) - 1
             watched = record(self.model) if telemetry and last else nullcontext()
             with gradient_sync(self._forward, last), watched as recorded:
-                loss = self._losses(part).sum() / rows
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
+                    losses_B = self.objective.losses(self._forward, part)
+                loss = losses_B.sum() / rows
                 # gradients are averaged over workers where the sum is wanted
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
                 seen = recorded.summary()
         return self._over_workers(total).item(), seen
-
-    def _losses(self, part: Any) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-            return self.objective.losses(self._forward, part)
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)
