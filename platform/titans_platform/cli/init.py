@@ -207,7 +207,7 @@ def _values(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
     # an Annotated inside another keeps its bounds in a FieldInfo
     flat = [inner for one in metadata for inner in getattr(one, "metadata", None) or [one]]
     found = ((sign, getattr(one, key, None)) for one in flat for key, sign in SIGNS.items())
-    bounds = [f"{sign} {bound:g}" for sign, bound in found if bound is not None]
+    bounds = [f"{sign} {bound:,}" for sign, bound in found if bound is not None]
     return " ".join([WORDS.get(name, "any value"), ", ".join(bounds)]).strip()
 
 

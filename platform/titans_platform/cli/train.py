@@ -104,7 +104,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     from titans_platform.tracking import check_store
 
     check_config(cfg)
-    check_resources(cfg, resources)
+    check_resources(cfg, resources, shared=True)
     check_store(root)
     with console.status("preparing data"):
         data = build_objective(cfg).prepare(root)
@@ -112,7 +112,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
-    # what the config gets wrong is said before a store is made and a cluster is up
+    # what the config gets wrong is reported before a store is made and a cluster is up
     check_data(cfg, data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
@@ -178,7 +178,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     from titans_platform.runs.folder import RunFolder
 
     check.check_config(cfg)
-    check.check_resources(cfg, resources)
+    check.check_resources(cfg, resources, shared=True)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         data = build_objective(cfg).open(root)
