@@ -274,7 +274,8 @@ class Store:
         """Log params, metrics or tags, in as many calls as it takes."""
         ((kind, values),) = entries.items()
         for start in range(0, len(values), batch):
-            self.client.log_batch(run_id, **{kind: values[start : start + batch]})
+            part: dict[str, Any] = {kind: values[start : start + batch]}
+            self.client.log_batch(run_id, **part)
 
 
 class RunLog:

@@ -86,9 +86,9 @@ def _progress_bars() -> Iterator[Progress | None]:
             if label not in tasks:
                 tasks[label] = bars.add_task(label, total=None, documents=0, tokens=0, rate=0.0)
             task = next(one for one in bars.tasks if one.id == tasks[label])
-            fields = {"documents": documents, "tokens": tokens}
             rate = documents / max(task.elapsed or 0, 1e-3)
-            bars.update(tasks[label], total=done and 1.0, completed=done or 0.0, rate=rate, **fields)
+            shown: dict[str, Any] = {"documents": documents, "tokens": tokens, "rate": rate}
+            bars.update(tasks[label], total=done and 1.0, completed=done or 0.0, **shown)
 
         yield show
 
