@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from titans_kernels.registry import find_class
-
 Kind = TypeVar("Kind")
 
 
@@ -51,6 +49,9 @@ def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
 
     Modules of the current directory are found too. Raises UsageError that begins with ``field``.
     """
+    # it brings torch, which a line of --help need not wait for
+    from titans_kernels.registry import find_class
+
     try:
         return find_class(field, name, known, base)
     except ValueError as error:

@@ -176,7 +176,7 @@ def test_a_saved_view_holds_the_columns_of_a_studys_cells(store):
 
 def test_a_discarded_run_is_made_anew(store):
     run_id = store.cell_run("again", "again")
-    store.discard_run(run_id)
+    store.discard_cell("again")
     assert store.cell_run("again", "again") != run_id
 
 

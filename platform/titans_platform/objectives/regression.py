@@ -22,15 +22,7 @@ from titans_platform.evals import register as register_task
 from titans_platform.evals.ranks import measure_shared
 from titans_platform.evals.registry import Context
 from titans_platform.objectives.base import Objective, Report, register
-from titans_platform.objectives.series import (
-    SeriesData,
-    Table,
-    Windows,
-    keep,
-    kept,
-    read_series,
-    sines,
-)
+from titans_platform.objectives.series import SeriesData, Table, Windows, keep, kept, read_series, sines
 
 PATH = "objective.options.path"
 
