@@ -3,13 +3,20 @@ PYTHON ?= python3
 SCALE ?= laptop
 BIN := .venv/bin
 
-.PHONY: ablation test check bench test-gpu clean
+# Test files at once. Each takes about a core; Ray's start is what a busy machine makes slow.
+JOBS ?= 2
+
+.PHONY: ablation test test-fast check bench test-gpu clean
 
 ablation: .venv/ready
 	$(BIN)/titans sweep run ablation --scale $(SCALE)
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
+
+# Without Ray, kernels compiled ahead of time, and all but one case of each kernel in the interpreter.
+test-fast: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not cluster and not slow"
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -33,3 +33,16 @@ def test_the_models_import_without_the_platform():
 def test_the_operators_import_without_the_models():
     code = "import sys; sys.modules.update(titans_core=None, pydantic=None); import titans_kernels"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_imports_go_down_and_in_no_circle():
+    """The contracts of import-linter in pyproject.toml: floors, and no modules that need each other."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_no_module_has_outgrown_its_frame():
+    files = [*(ROOT / "platform").rglob("*.py"), *(ROOT / "titans_core").rglob("*.py")]
+    long = {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > 400}
+    assert not long

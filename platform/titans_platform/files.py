@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titans_platform.errors import TitansError
+
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object of a file, or None where there is no such file or nothing readable in it."""
@@ -27,11 +29,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is whole or not there at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a text file that is whole or not there at all. Raises TitansError that names the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise TitansError(
+            f"{path}: cannot be written: {error.strerror}; make room there, or give another --root"
+        ) from error
 
 
 def _try_lock(descriptor: int, shared: bool = False) -> bool:

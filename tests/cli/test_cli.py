@@ -19,7 +19,7 @@ import pytest
 
 from titans_platform import provenance
 from titans_platform.cli import COMMANDS, cli, run
-from titans_platform.errors import ClusterError, IncompleteError, TitansError, UsageError
+from titans_platform.errors import ClusterError, TitansError, UsageError
 
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
 # is there changes only by addition.
@@ -134,7 +134,6 @@ def test_an_interrupt_promises_what_is_left(monkeypatch, capsys, line, left):
         (UsageError("no"), 2),
         (click.UsageError("no"), 2),
         (ClusterError("no"), 3),
-        (IncompleteError("no"), 4),
         (KeyboardInterrupt(), 130),
         (click.Abort(), 130),
     ],

@@ -20,9 +20,8 @@ from titans_platform.clusters.manifests import as_yaml, check_manifests
 from titans_platform.clusters.registry import KINDS, known_clusters, load_cluster
 from titans_platform.clusters.study import environment
 from titans_platform.errors import ClusterError, UsageError
-from titans_platform.runs import joined
-from titans_platform.study.plan import concurrency
-from titans_platform.study.spec import Resources
+from titans_platform.runs.ray_session import ADDRESS, NODES, available
+from titans_platform.runs.resources import Resources, concurrency
 
 SECRET = "0123456789abcdef" * 4
 
@@ -262,12 +261,12 @@ def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
     whole = Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1)
     for name, cells in (("kuberay", 4), ("aws", 2), ("gcp", 2)):
         env = environment(load_cluster(name))
-        monkeypatch.setenv(joined.ADDRESS, env[joined.ADDRESS])
-        monkeypatch.setenv(joined.NODES, env[joined.NODES])
-        assert concurrency(whole, joined.machine(whole)) == cells
-    assert joined.NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
+        monkeypatch.setenv(ADDRESS, env[ADDRESS])
+        monkeypatch.setenv(NODES, env[NODES])
+        assert concurrency(whole, available(whole)) == cells
+    assert NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
     # a worker is not split over two nodes
     wide = Resources(workers=1, cpus_per_worker=100)
-    monkeypatch.setenv(joined.NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
+    monkeypatch.setenv(NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))
     with pytest.raises(ClusterError, match="100 CPU"):
-        concurrency(wide, joined.machine(wide))
+        concurrency(wide, available(wide))

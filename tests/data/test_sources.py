@@ -274,7 +274,7 @@ def test_hub_dataset_that_is_not_there(tmp_path, monkeypatch):
         ("latin.txt", "é".encode("latin-1"), r"^data\.sources\.0: .*latin\.txt cannot be read"),
         (
             "broken.txt.gz",
-            gzip.compress(b"text" * 999)[:20],
+            gzip.compress(b"text" * 999, mtime=0)[:20],
             r"^data\.sources\.0: .*broken\.txt\.gz cannot be read",
         ),
         ("broken.jsonl.xz", b"not xz", r"^data\.sources\.0: .*broken\.jsonl\.xz cannot be read"),

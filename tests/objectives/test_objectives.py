@@ -115,15 +115,18 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
     assert cli.run(["sweep", "run", *study]) == 0
     assert "Squared error" in capsys.readouterr().out
     with Path("runs/studies/waves-small/table.csv").open() as file:
-        rows = {row["row"]: row for row in csv.DictReader(file)}
-    assert float(rows["next step"]["mse"]) < float(rows["three steps"]["mse"])
-    assert float(rows["three steps"]["mae"]) > 0
+        found = {(line["row"], line["column"]): float(line["mean"]) for line in csv.DictReader(file)}
+    assert found["next step", "mse"] < found["three steps", "mse"]
+    assert found["three steps", "mae"] > 0
 
 
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (["objective.kind=regresion"], "objective.kind: no 'regresion'; did you mean regression?"),
+        (
+            ["objective.kind=regresion"],
+            "objective.kind: 'regresion' is not one of next_token, regression; did you mean regression?",
+        ),
         (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
         (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
         (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
@@ -217,9 +220,12 @@ def test_an_objective_of_ones_own_file(run_yaml, capsys):
     squared = execute(spec_for(load_config(run_yaml, sets[2:]), root))
     assert 0 < result["final_train_loss"] < 0.6 * squared["final_train_loss"]
     for kind, says in (
-        ("own_objective:Hubert", "objective.kind: own_objective:Hubert cannot be imported"),
-        ("no_such_module:Huber", "objective.kind: no_such_module:Huber cannot be imported"),
-        ("own_objective:HuberOptions", "is no subclass of titans_platform.objectives.Objective"),
+        (
+            "own_objective:Hubert",
+            "objective.kind: own_objective:Hubert: own_objective has no 'Hubert'; did you mean Huber?",
+        ),
+        ("no_such_module:Huber", "objective.kind: no_such_module:Huber: 'no_such_module' cannot be imported"),
+        ("own_objective:HuberOptions", "is not a subclass of titans_platform.objectives.base.Objective"),
     ):
         assert train("--set", f"objective.kind={kind}") == 2
         assert says in capsys.readouterr().err

@@ -137,6 +137,12 @@ def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
     assert column_stderr("none", tasks) == 0
 
 
+def test_an_error_below_one_is_no_share_of_right_answers():
+    tasks = {"mse/mse@96": {"value": 0.4, "stderr": 0.02, "chance": 0.9, "items": 10}}
+    assert column_stderr("mse", tasks, shares=False) == 0.02
+    assert column_stderr("mse", tasks) > 0.04
+
+
 def printed(view) -> list[str]:
     console = Console(width=80, file=io.StringIO())
     console.print(terminal(view))

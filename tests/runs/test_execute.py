@@ -165,7 +165,7 @@ def test_a_run_that_another_process_works_on_is_left_alone(tiny_run, tmp_path):
             r"optim\.global_batch_size: 1 rows cannot be shared by 2 workers",
         ),
         (
-            {"optim": {"global_batch_size": 5}},
+            {"optim": {"global_batch_size": 5, "parallel": "fsdp"}},
             r"optim\.global_batch_size: 5 rows do not divide among 2 workers",
         ),
         ({"optim": {"micro_batch_size": 3}}, r"optim\.micro_batch_size: 3 does not divide the 2 rows"),

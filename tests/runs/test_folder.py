@@ -11,10 +11,11 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.files import held, is_locked, write_json
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.plan import Machine, Node, concurrency, make_plan
+from titans_platform.runs.resources import Machine, Node, Resources, concurrency
+from titans_platform.study.plan import make_plan
 from titans_platform.study.progress import View, look
 from titans_platform.study.schedule import StudyRun, only_driver
-from titans_platform.study.spec import Cell, Column, Resources, Row, Scale, Study
+from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 from titans_platform.text import clock
 
 HOLD = """
@@ -129,9 +130,9 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
 )
 def test_concurrency_is_what_fits(resources, machine, fit):
     assert concurrency(resources, machine) == fit
-    assert concurrency(resources, machine, asked=1) == 1
+    assert concurrency(resources, machine, requested=1) == 1
     with pytest.raises(UsageError, match=f"give 1 to {fit}"):
-        concurrency(resources, machine, asked=fit + 1)
+        concurrency(resources, machine, requested=fit + 1)
 
 
 @pytest.mark.parametrize(

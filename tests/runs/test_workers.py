@@ -16,8 +16,9 @@ import torch
 
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.errors import UsageError
+from titans_platform.errors import ClusterError, UsageError
 from titans_platform.objectives import build_objective
+from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
@@ -122,3 +123,31 @@ except KeyboardInterrupt:
 def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
     ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=90)
     assert ended.returncode == 130, ended.stderr
+
+
+def test_a_ray_that_does_not_start_is_given_up_with_a_reason(monkeypatch):
+    import ray
+
+    never = threading.Event()
+    monkeypatch.setattr(ray_session, "START_SECONDS", 0.2)
+    monkeypatch.setattr(ray, "init", lambda **_: never.wait())
+    with pytest.raises(ClusterError, match=r"did not start in 0 s; its logs are in"):  # noqa: SIM117
+        with ray_session.ray_session(1):
+            pytest.fail("it never started")
+    never.set()
+
+
+def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
+    import ray
+
+    calls = []
+
+    def init(**_):
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with ray_session.ray_session(1):
+        assert len(calls) == 3

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.study.drive import check
-from titans_platform.study.plan import train_tokens
+from titans_platform.study.opened import check
 from titans_platform.study.schedule import StudyRun
 from titans_platform.study.search import check_space
 from titans_platform.study.spec import expand, load_study
@@ -151,7 +150,7 @@ def test_the_lengths_of_memory_depth_cost_the_same_tokens():
     study = load_study(str(SWEEPS / "memory_depth.yaml"))
     for scale in study.scales:
         cells = expand(study, scale)
-        assert len({train_tokens(cell.config) for cell in cells}) == 1
+        assert len({cell.config.tokens for cell in cells}) == 1
     lengths = {cell.config.data.sequence_length for cell in expand(study, "340M")}
     assert lengths == {2048, 4096, 8192, 16384, 32768}
 

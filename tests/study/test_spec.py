@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.study.spec import expand, find_study, load_study, name_cells, overlay
+from titans_platform.loading import overlay
+from titans_platform.study.spec import expand, find_study, load_study
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUDY = {
@@ -63,7 +64,7 @@ def test_a_whole_table_of_one_seed_comes_first(study):
 def test_names_depend_on_what_decides_the_numbers_and_on_nothing_else(tmp_path, study):
     def names(study, scale="small", data="d", version="1", **options):
         cells = expand(study, scale, **options)
-        return [cell.name for cell in name_cells(cells, lambda config: config.fingerprint(data, version))]
+        return [cell.config.fingerprint(data, version) for cell in cells]
 
     known = names(study)
     assert len(set(known)) == 6

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from titans_platform.report.table import Table
     from titans_platform.study.spec import Cell, Study
 
+MAX_SEEDS = 1000
+"""Seeds of one command; more are a slip of the keyboard, and would be counted for minutes."""
+
 scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
 rows_option = click.option(
     "--rows", multiple=True, metavar="NAME", help="Only this row, or several with commas. May be repeated."
@@ -317,9 +320,12 @@ def parse_seeds(text: str | None) -> list[int]:
     for part in split((text,)):
         low, dash, high = part.partition("-")
         try:
-            seeds.extend(range(int(low), int(high) + 1) if dash else [int(low)])
+            numbers = range(int(low), int(high) + 1) if dash else range(int(low), int(low) + 1)
         except ValueError:
             raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
+        if len(seeds) + len(numbers) > MAX_SEEDS:
+            raise UsageError(f"--seeds {text}: {len(seeds) + len(numbers):,} seeds; give {MAX_SEEDS} at most")
+        seeds.extend(numbers)
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds

@@ -104,7 +104,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     from titans_platform.tracking import check_store
 
     check_config(cfg)
-    check_resources(cfg, resources)
+    check_resources(cfg, resources, shared=True)
     check_store(root)
     with console.status("preparing data"):
         data = build_objective(cfg).prepare(root)
@@ -195,7 +195,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     from titans_platform.runs.folder import RunFolder
 
     check_config(cfg)
-    check_resources(cfg, resources)
+    check_resources(cfg, resources, shared=True)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         data = build_objective(cfg).open(root)

@@ -156,18 +156,19 @@ def _table_row(
     )
     stale = tuple(sorted({str(result["commit"]) for result in results} - {commit}))
     entries = {
-        key: _entry(key, column.factor, results, len(cells), row.paper.get(key))
-        for key, column in columns.items()
+        key: _entry(key, column, results, len(cells), row.paper.get(key)) for key, column in columns.items()
     }
     return TableRow(row, tuple(cells), results, unfinished, entries, stale)
 
 
 def _entry(
-    column: str, factor: float, results: Iterable[dict[str, Any]], wanted: int, paper: float | None
+    key: str, column: Column, results: Iterable[dict[str, Any]], wanted: int, paper: float | None
 ) -> Entry:
-    kept = [result for result in results if _finite(result["columns"].get(column))]
-    values = tuple(factor * float(result["columns"][column]) for result in kept)
-    errors = [factor * column_stderr(column, result.get("tasks", {})) for result in kept]
+    kept = [result for result in results if _finite(result["columns"].get(key))]
+    values = tuple(column.factor * float(result["columns"][key]) for result in kept)
+    # an accuracy is better when it is higher; an error below 1 is no share of right answers
+    shares = column.higher_is_better
+    errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
     item_stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if errors else 0.0
     return Entry(values, wanted, paper, item_stderr)
 
@@ -183,17 +184,20 @@ def task_of(key: str) -> tuple[str, str, int | None]:
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
 
 
-def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]]) -> float:
+def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]], shares: bool = True) -> float:
     """Standard error of a column's value in one cell, from its items.
 
     A column is the mean of its tasks and a task the mean over its lengths; ``tasks`` maps
-    ``column/task@length`` to what was measured there. 0 where nothing gives a standard error.
+    ``column/task@length`` to what was measured there; with ``shares`` values from 0 to 1 are shares of
+    right answers. 0 where nothing gives a standard error.
     """
     by_task: dict[str, list[float]] = {}
     for key, measured in tasks.items():
         owner, task, _ = task_of(key)
         if owner == column and measured.get("stderr") is not None:
-            by_task.setdefault(task, []).append(item_stderr(measured))
+            by_task.setdefault(task, []).append(
+                item_stderr(measured) if shares else float(measured["stderr"])
+            )
     variances = [sum(error**2 for error in errors) / len(errors) ** 2 for errors in by_task.values()]
     return math.sqrt(sum(variances)) / len(variances) if variances else 0.0
 

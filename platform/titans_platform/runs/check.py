@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from titans_platform.runs.ray_session import available
 from titans_platform.runs.resources import Resources, concurrency
 from titans_platform.runs.spec import RunSpec
 
+PROCESS_BYTES = 300 * 2**20
+"""A worker's own: the interpreter, torch, Ray."""
 BYTES_A_PARAMETER = 16
 """A weight, its gradient and AdamW's two moments, in float32."""
 
@@ -88,13 +90,16 @@ def check_data(cfg: RunConfig, data: Any) -> None:
     build_objective(cfg).check(data)
 
 
-def check_resources(cfg: RunConfig, resources: Resources) -> None:
+def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:
     """Whether the batch can be shared by the workers, and the run placed where it would run.
 
-    Raises UsageError, for a cluster ClusterError.
+    ``shared``: on this machine workers may share CPUs, as those of `titans train` do. Raises UsageError, for
+    a cluster ClusterError.
     """
     check_batch(cfg, resources)
     machine = available(resources)
+    if not machine.nodes and shared:
+        machine = replace(machine, cpus=max(machine.cpus, resources.cpus))
     concurrency(resources, machine)
     if not machine.nodes:
         _check_memory(cfg, resources)
@@ -105,36 +110,37 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
     rows, workers, micro = cfg.optim.global_batch_size, resources.workers, cfg.optim.micro_batch_size
     if rows < workers:
         raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
-    if rows % workers:
-        raise UsageError(f"optim.global_batch_size: {rows} rows do not divide among {workers} workers")
-    if micro and (rows // workers) % micro:
+    if rows % workers and cfg.optim.parallel == "fsdp":
+        # each forward pass gathers parameters from all workers, so all must make as many
         raise UsageError(
-            f"optim.micro_batch_size: {micro} does not divide the {rows // workers} rows of a worker"
+            f"optim.global_batch_size: {rows} rows do not divide among {workers} workers, which "
+            "optim.parallel fsdp needs; give a multiple"
         )
+    share = -(-rows // workers)
+    if micro and share % micro:
+        raise UsageError(f"optim.micro_batch_size: {micro} does not divide the {share} rows of a worker")
 
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Refuse what this machine cannot hold at the very least."""
-    count = sizes(cfg).parameters
-    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // resources.workers
+    count, workers = sizes(cfg).parameters, resources.workers
+    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // workers
     tokens = rows * cfg.data.sequence_length
+    on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
+    have = torch.cuda.mem_get_info()[1] if on_gpu else _machine_memory() // workers
+    model = BYTES_A_PARAMETER * count + (0 if on_gpu else PROCESS_BYTES)
     # what the backward pass needs at least: the residual stream of each block, the logits
     activations = 4 * tokens * (cfg.model.d_model * cfg.model.n_layers + cfg.model.vocab_size)
-    have = _memory(resources)
-    for field, need in (
-        ("model", BYTES_A_PARAMETER * count),
-        ("data.sequence_length", BYTES_A_PARAMETER * count + activations),
-    ):
-        if need > have:
-            what = f"{count:,} parameters" + (f" and {tokens:,} tokens at once" if field != "model" else "")
-            raise UsageError(
-                f"{field}: {what} take at least {need / 2**30:,.0f} GiB to train, a worker here has "
-                f"{have / 2**30:,.0f} GiB; make it smaller, or train on a cluster"
-            )
+    field = "model" if BYTES_A_PARAMETER * count > have else "workers" if model > have else None
+    if field is None and model + activations > have:
+        field, model = "data.sequence_length", model + activations
+    if field:
+        tokens_too = f" and {tokens:,} tokens at once" if field == "data.sequence_length" else ""
+        raise UsageError(
+            f"{field}: {count:,} parameters{tokens_too} take at least {model / 2**30:,.1f} GiB to train, a "
+            f"worker here has {have / 2**30:,.1f} GiB; make it smaller, or train on a cluster"
+        )
 
 
-def _memory(resources: Resources) -> int:
-    """Bytes a worker on this machine may take at most."""
-    if resources.gpus_per_worker and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
+def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -119,7 +119,8 @@ class Column(Frozen):
 class Study(Frozen):
     """A study file, whole."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    """A word of letters, digits, `-` and `_`: it names a folder and a run in MLflow."""
     description: str = ""
     columns: Annotated[dict[str, Column], Field(min_length=1)]
     base: Fragment = Field(default_factory=dict)

@@ -1,0 +1,76 @@
+"""`--dry-run` refuses what a run would be refused for, at once, in one line that names the field."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from titans_platform import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--set", "data.sources=[{kind: files, path: nowhere/*.txt}]"], "data.sources.0"),
+        (["--set", "data.tokenizer=none.model"], "none.model"),
+        (["--set", "eval.columns.x=[{task: recal}]"], "eval.columns.x.0.task: "),
+        (["--set", "optim.micro_batch_size=3"], "optim.micro_batch_size: 3 does not divide the 4 rows"),
+        (["--set", "optim.global_batch_size=1", "--workers", "2"], "optim.global_batch_size: 1 rows"),
+        (["--gpus", "1"], "1 GPU missing"),
+        (["--workers", "1000", "--set", "optim.global_batch_size=1000"], "workers: "),
+        (["--workers", "3", "--set", "optim.parallel=fsdp"], "optim.global_batch_size: 4 rows do not divide"),
+        (["--set", "model.memory.depth=10000"], "model.memory.depth"),
+        (["--set", "model.d_model=1000000", "--set", "model.n_layers=100"], "model: "),
+        (["--set", "model.n_layers=1000000000"], "model.n_layers"),
+        (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),
+        (["--set", "optim.lr=.nan"], "optim.lr"),
+        (["--set", "model.variant=lm"], "model.variant: 'lm' is not one of"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path, capsys, arguments, line):
+    root = tmp_path / "runs"
+    began = time.monotonic()
+    assert cli.run(["train", str(tiny_yaml), "--root", str(root), "--dry-run", *arguments]) == 2
+    assert time.monotonic() - began < 20
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert line in error
+    assert len(error.splitlines()) == 1
+    assert not root.exists()
+
+
+def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):
+    root = tmp_path / "runs"
+    assert cli.run(["train", str(tiny_yaml), "--root", str(root), "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens"] == 20 * 4 * 32
+    assert plan["parameters"] > 1000
+    assert plan["state_bytes"] > 1000
+    assert not root.exists()
+
+
+def test_too_many_seeds_are_not_counted(capsys):
+    began = time.monotonic()
+    assert cli.run(["sweep", "run", "ablation", "--scale", "smoke", "--seeds", "0-100000000"]) == 2
+    assert time.monotonic() - began < 20
+    assert "100,000,001 seeds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "", "..", "two words"])
+def test_a_study_s_name_is_a_word(tmp_path, capsys, name):
+    study = {"name": name, "columns": {"x": {"title": "X"}}, "scales": {"small": {}}, "rows": [{"name": "a"}]}
+    (tmp_path / "s.yaml").write_text(json.dumps(study))
+    path = str(tmp_path / "s.yaml")
+    assert cli.run(["sweep", "run", path, "--scale", "small", "--root", str(tmp_path / "r")]) == 2
+    assert "name" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.yaml"]
+
+
+def test_a_root_that_cannot_be_written_is_named(tiny_yaml, tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    assert cli.run(["train", str(tiny_yaml), "--root", str(tmp_path / "file")]) in (1, 2)
+    error = capsys.readouterr().err.strip()
+    assert str(tmp_path / "file") in error
+    assert len(error.splitlines()) == 1
