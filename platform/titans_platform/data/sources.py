@@ -93,13 +93,44 @@ class StdlibSource(TextSource):
                 continue
 
 
-class FilesSource(TextSource):
+class RecordSource(TextSource):
+    """Records that ``datasets`` streams; ``field`` names the source in errors."""
+
+    def __init__(self, source: SourceConfig, field: str, cache: Path, label: str):
+        self.source, self.field, self.cache = source, field, cache
+        self.label = f"{source.kind}:{label}"
+
+    def texts(self, what: str, builder: str, text_field: str, **options: Any) -> Iterator[str]:
+        """The ``text_field`` of every record; ``what`` names them in errors. Raises UsageError."""
+        if "HF_HOME" not in os.environ:
+            # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
+            os.environ.setdefault("HF_HUB_CACHE", str(self.cache / "hub"))
+        import datasets
+
+        options |= {"streaming": True, "cache_dir": str(self.cache)}
+        where = f"{self.field}.text_field"
+        try:
+            with _quiet(datasets):
+                for record in datasets.load_dataset(builder, **options):
+                    if text_field not in record:
+                        known = ", ".join(record)
+                        raise UsageError(f"{where}: {what} has no field {text_field}; it has {known}")
+                    if not isinstance(text := record[text_field] or "", str):
+                        raise UsageError(f"{where}: {text_field} of {what} is not text")
+                    yield text
+        except UsageError:
+            raise
+        except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
+            reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
+            raise UsageError(f"{self.field}: {what} cannot be read: {reason}") from error
+
+
+class FilesSource(RecordSource):
     """Local .txt and .py files (a file is one document), .jsonl and .parquet (a record is one)."""
 
     def __init__(self, source: SourceConfig, field: str, cache: Path):
-        self.source, self.field, self.cache = source, field, cache
         self.path = source.path or ""
-        self.label = f"files:{Path(self.path).name}"
+        super().__init__(source, field, cache, Path(self.path).name)
 
     def files(self) -> list[Path]:
         """The files the path means, sorted. Raises UsageError where it means none."""
@@ -134,27 +165,22 @@ class FilesSource(TextSource):
         for i, path in enumerate(files):
             # within a file nothing says how far the reader is
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
-            for text in self._texts(path):
+            builder = {".jsonl": "json", ".parquet": "parquet"}.get(kind_of(path) or "", "text")
+            text_field = "text" if builder == "text" else self.source.text_field
+            whole = {"sample_by": "document"} if builder == "text" else {}
+            # the library takes the name for a pattern
+            options = {"data_files": [glob.escape(str(path))], "split": "train"} | whole
+            for text in self.texts(str(path), builder, text_field, **options):
                 # keyed by text, so that a document met twice is never on both sides
                 yield Document(text, text, done)
 
-    def _texts(self, path: Path) -> Iterator[str]:
-        builder = {".jsonl": "json", ".parquet": "parquet"}.get(kind_of(path) or "", "text")
-        text_field = "text" if builder == "text" else self.source.text_field
-        # the library takes the name for a pattern
-        options: dict[str, Any] = {"data_files": [glob.escape(str(path))], "split": "train"}
-        if builder == "text":
-            options["sample_by"] = "document"
-        return stream_texts(self.field, str(path), builder, options, text_field, self.cache)
 
-
-class HubSource(TextSource):
+class HubSource(RecordSource):
     """A dataset of the Hugging Face Hub, streamed once; a record is one document."""
 
     def __init__(self, source: SourceConfig, field: str, cache: Path):
-        self.source, self.field, self.cache = source, field, cache
         self.dataset = source.dataset or ""
-        self.label = f"hub:{self.dataset}" + (f"/{source.subset}" if source.subset else "")
+        super().__init__(source, field, cache, self.dataset + (f"/{source.subset}" if source.subset else ""))
 
     def identity(self) -> Any:
         """Its name is in the config already; what is prepared stays until its folder is deleted."""
@@ -162,8 +188,7 @@ class HubSource(TextSource):
 
     def documents(self) -> Iterator[Document]:
         options = {"name": self.source.subset, "split": self.source.split}
-        field = self.source.text_field
-        for text in stream_texts(self.field, self.dataset, self.dataset, options, field, self.cache):
+        for text in self.texts(self.dataset, self.dataset, self.source.text_field, **options):
             yield Document(text, text, None)
 
 
@@ -178,31 +203,6 @@ def kind_of(path: Path) -> str | None:
     """One of KINDS, seen through a compression suffix; None for another."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
     return suffix if suffix in KINDS else None
-
-
-def stream_texts(
-    field: str, name: str, builder: str, options: dict[str, Any], text_field: str, cache: Path
-) -> Iterator[str]:
-    """The ``text_field`` of every record that ``datasets`` streams. Raises UsageError."""
-    if "HF_HOME" not in os.environ:
-        # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
-        os.environ.setdefault("HF_HUB_CACHE", str(cache / "hub"))
-    import datasets
-
-    try:
-        with _quiet(datasets):
-            for record in datasets.load_dataset(builder, streaming=True, cache_dir=str(cache), **options):
-                if text_field not in record:
-                    known = ", ".join(record)
-                    raise UsageError(f"{field}.text_field: {name} has no field {text_field}; it has {known}")
-                if not isinstance(text := record[text_field] or "", str):
-                    raise UsageError(f"{field}.text_field: {text_field} of {name} is not text")
-                yield text
-    except UsageError:
-        raise
-    except Exception as error:  # decompression, Arrow, JSON, HTTP and the library's own have no common base
-        reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
-        raise UsageError(f"{field}: {name} cannot be read: {reason}") from error
 
 
 @contextmanager

@@ -95,12 +95,9 @@ class RowStream:
         if not any(source.weight for source in sources):
             raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
         self._cycle = np.array(interleave([source.weight for source in sources]))
-        counts = np.zeros(len(sources), np.int64)
-        self._turn = np.empty(len(self._cycle), np.int64)
-        for place, source in enumerate(self._cycle):
-            self._turn[place] = counts[source]
-            counts[source] += 1
-        self._per_cycle = counts
+        taken = np.cumsum(self._cycle[:, None] == np.arange(len(sources)), axis=0)
+        self._turn = taken[np.arange(len(self._cycle)), self._cycle] - 1
+        self._per_cycle = taken[-1]
         # the last few are kept: a batch may span two epochs
         self._order = lru_cache(maxsize=2 * len(sources))(self._epoch_order)
 

@@ -162,10 +162,8 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(repository, "tokenizer.json"))
     except Exception as error:  # HTTP's and the library's own have no common base
-        raise UsageError(
-            f"data.tokenizer: {repository} is no file, and its tokenizer.json cannot be had from the Hub "
-            f"({_first_of(error)})"
-        ) from error
+        reason = f"is no file, and its tokenizer.json cannot be had from the Hub ({_first_of(error)})"
+        raise UsageError(f"data.tokenizer: {repository} {reason}") from error
 
 
 def _first_of(error: Exception) -> str:
