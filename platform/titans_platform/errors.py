@@ -1,4 +1,4 @@
-"""Failures a person can mend: each is one line that names what is wrong and the fix."""
+"""Errors that a user can fix: each is one line that names what is wrong and the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = TypeVar("Kind")
 
 
 class TitansError(Exception):
-    """Something went wrong that a person should read without a traceback. Exit code 1."""
+    """An error that is shown as one line, without a traceback. Exit code 1."""
 
     exit_code = 1
 

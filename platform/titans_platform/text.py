@@ -34,12 +34,12 @@ def short(value: float, decimals: int | None = None) -> str:
 
 
 def tokens(value: float) -> str:
-    """A number of tokens as it is said: 512, 2K, 16K, where K is 1024."""
+    """A number of tokens as people write it: 512, 2K, 16K, where K is 1024."""
     return f"{value / 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds as a person says them: 45s, 3m05s, 2h10m."""
+    """Seconds as people write them: 45s, 3m05s, 2h10m."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(int(seconds + 0.5), 60)

@@ -112,7 +112,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
-    # what the config gets wrong is said before a store is made and a cluster is up
+    # what the config gets wrong is reported before a store is made and a cluster is up
     check_data(cfg, data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)

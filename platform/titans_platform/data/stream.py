@@ -35,8 +35,8 @@ class Batch(NamedTuple):
 class SourceRows:
     """The rows of one prepared source.
 
-    Running text is cut into rows of T+1 tokens, T apart; a task item is a row, with a pad behind it that
-    nothing is asked about.
+    Running text is cut into rows of T+1 tokens, T apart; a task item is a row, followed by a pad that
+    has no loss.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, sequence_length: int, pad: int, weight: float):

@@ -50,7 +50,7 @@ def summary_csv(table: Table) -> str:
 
 
 def cells_csv(table: Table) -> str:
-    """A line for each finished cell: where it lies and what it measured, in the columns' units."""
+    """A line for each finished cell: its folder and what it measured, in the columns' units."""
     columns = table.study.columns
     fields = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
     lines = []

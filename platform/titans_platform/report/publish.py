@@ -55,7 +55,7 @@ def make(opened: Opened, console: Console, link: bool = True, address: str | Non
 
 
 def _near(path: Path) -> str:
-    """The path as a person here would type it."""
+    """The path as one would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 

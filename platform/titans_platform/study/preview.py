@@ -44,7 +44,7 @@ def planned(opened: Opened, plan: Plan, cell: Cell) -> dict[str, Any]:
 
 
 def print_plan(record: dict[str, Any], opened: Opened, console: Console) -> None:
-    """The plan for a person."""
+    """Print the plan as text."""
     grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("cell", "row", "seed", "parameters", "tokens", "state"):
         grid.add_column(name, justify="right" if name in ("seed", "parameters", "tokens") else "left")

@@ -247,7 +247,7 @@ def run_trials(
 ) -> Any:
     """The results of Tune's trials of ``trainable`` over ``space``; ``config`` is for its TuneConfig.
 
-    Tune keeps nothing: what a trial leaves lies in its run's folder.
+    Tune keeps nothing: what a trial leaves is in its run's folder.
     """
     from ray import tune
 

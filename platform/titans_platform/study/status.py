@@ -85,7 +85,7 @@ def _cell(entry: dict[str, Any]) -> Cell:
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """The status for a person."""
+    """Print the status as text."""
 
     def write(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
