@@ -25,9 +25,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, /) -> list[int]:
         """Token ids of `text`, without a document start."""
+        ...
 
     def decode(self, tokens: list[int], /) -> str:
         """Text of token ids."""
+        ...
 
 
 @dataclass(frozen=True)

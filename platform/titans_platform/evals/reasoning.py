@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -74,24 +73,22 @@ class Fact(NamedTuple):
     target: str
 
 
-@dataclass
 class World:
     """People who walk between places, pick things up and put them down; stories are its history.
 
     It is what is known after the facts so far: a person or thing no fact has named is nowhere.
     """
 
-    people: tuple[str, ...]
-    places: tuple[str, ...]
-    things: tuple[str, ...]
-    place_of: dict[str, str] = field(default_factory=dict)
-    """Where each person is."""
-    holder_of: dict[str, str | None] = field(default_factory=dict)
-    """Who carries each thing seen so far; None: it lies where it was put down."""
-    visits: dict[str, list[str]] = field(default_factory=dict)
-    """Places each thing has been at, in order, without immediate repeats."""
-    latest_place: str = ""
-    """Where someone went last."""
+    def __init__(self, people: Sequence[str], places: Sequence[str], things: Sequence[str]) -> None:
+        self.people, self.places, self.things = people, places, things
+        # where each person is
+        self.place_of: dict[str, str] = {}
+        # who carries each thing seen so far; None: it lies where it was put down
+        self.holder_of: dict[str, str | None] = {}
+        # places each thing has been at, in order, without immediate repeats
+        self.visits: dict[str, list[str]] = {}
+        # where someone went last
+        self.latest_place = ""
 
     def apply(self, fact: Fact) -> None:
         """Update the state by `fact`."""
