@@ -84,12 +84,8 @@ def run(
     progress("measuring the machine's matmul rate")
     torch.set_num_threads(threads)
     machine, rates = describe(CPU, None), ceilings(Clock(CPU), torch.float32, CPU)
-    rows = [
-        _row(
-            _subjects(replace(shape, length=length), against, base), pairs, threads, rates["matmul"], progress
-        )
-        for length in lengths
-    ]
+    of_lengths = [_subjects(replace(shape, length=length), against, base) for length in lengths]
+    rows = [_row(subjects, pairs, threads, rates["matmul"], progress) for subjects in of_lengths]
     return {
         "shape": {**_sizes(shape), "threads": threads, "pairs": pairs, "base_length": base},
         "machine": machine | {"ceilings": rates},
@@ -140,8 +136,11 @@ def _row(
 ) -> dict[str, Any]:
     shape = subjects["ours"].shape
     with ExitStack() as stack:
-        makers = {name: partial(_started, subject, threads, stack) for name, subject in subjects.items()}
-        rounds = Interleaved(makers)
+
+        def started(subject: Subject) -> Worker:
+            return stack.enter_context(subject.start(threads))
+
+        rounds = Interleaved({name: partial(started, subject) for name, subject in subjects.items()})
         rounds.run(pairs, lambda message: progress(f"T = {shape.length}, {message}"))
     if failed := [why for name, why in rounds.failed.items() if name != "peer"]:
         raise TitansError(failed[0])
@@ -150,17 +149,11 @@ def _row(
     work = flops(shape.pairs, shape.chunk_size)
     # what the backward computes again is not counted
     least = shape.heads * (work["forward"] + work["backward"] - work["again"])
-    row["operator"] |= {
-        "matmul_gflops": matmul / 1e9,
-        "share_of_matmul": row["operator"]["tokens_per_second"] * least / matmul,
-    }
+    share = row["operator"]["tokens_per_second"] * least / matmul
+    row["operator"] |= {"matmul_gflops": matmul / 1e9, "share_of_matmul": share}
     for other in row.keys() & {"peer", "base"}:
         row[f"times_{other}"] = _ratio(row["ours"], row[other])
     return row
-
-
-def _started(subject: Subject, threads: int, stack: ExitStack) -> Worker:
-    return stack.enter_context(subject.start(threads))
 
 
 def _summary(subject: Subject, worker: Worker) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Failures a person can mend: each is one line that names what is wrong and the fix."""
+"""Errors that a user can fix: each is one line that names what is wrong and the fix."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from titans_kernels.registry import find_class
-
 Kind = TypeVar("Kind")
 
 
 class TitansError(Exception):
-    """Something went wrong that a person should read without a traceback. Exit code 1."""
+    """An error that is shown as one line, without a traceback. Exit code 1."""
 
     exit_code = 1
 
@@ -51,6 +49,9 @@ def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
 
     Modules of the current directory are found too. Raises UsageError that begins with ``field``.
     """
+    # it brings torch, which a line of --help need not wait for
+    from titans_kernels.registry import find_class
+
     try:
         return find_class(field, name, known, base)
     except ValueError as error:

@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,10 +76,9 @@ def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def _without_empty(model: type[BaseModel], mapping: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for key, value in mapping.items():
-        below = _inside(model, key)
-        section = isinstance(below, type) and issubclass(below, BaseModel)
+        section = _model_at(model, [key])
         if value is not None or not section:
-            kept[key] = _without_empty(below, value) if section and isinstance(value, Mapping) else value
+            kept[key] = _without_empty(section, value) if section and isinstance(value, Mapping) else value
     return kept
 
 
@@ -144,37 +143,33 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
     dotted = dotted.strip()
     if not equals or not all(dotted.split(".")):
         raise UsageError(f"--set {override}: should be key=value, for example model.memory.depth=2")
-    value = parse_yaml(text, f"--set {dotted}")
-    *parents, last = dotted.split(".")
+    value, keys = parse_yaml(text, f"--set {dotted}"), dotted.split(".")
     holder: Any = mapping
-    for depth, part in enumerate(parents):
-        holder = _descend(holder, part, ".".join(parents[:depth]), dotted)
-    if isinstance(holder, list):
-        holder[_index(holder, last, ".".join(parents), dotted)] = value
-    elif isinstance(holder, dict):
-        holder[last] = value
-    else:
-        raise UsageError(f"--set {dotted}: {'.'.join(parents)} holds a value, not keys")
+    for depth, key in enumerate(keys):
+        at = ".".join(keys[:depth])
+        place = _place(holder, key, at, dotted)
+        if depth == len(keys) - 1:
+            holder[place] = value
+        elif isinstance(holder, dict) and holder.get(key) is None:
+            if key.isdigit() and key not in holder:
+                raise UsageError(
+                    f"--set {dotted}: the config file gives no list at {at}; write it there first"
+                )
+            holder[key] = {}
+        holder = holder[place]
 
 
-def _descend(holder: Any, part: str, at: str, dotted: str) -> Any:
-    if isinstance(holder, list):
-        return holder[_index(holder, part, at, dotted)]
-    if not isinstance(holder, dict):
+def _place(holder: Any, key: str, at: str, dotted: str) -> str | int:
+    """What stands for ``key`` in ``holder``, a mapping or a list, which is at ``at``."""
+    if isinstance(holder, dict):
+        return key
+    if not isinstance(holder, list):
         raise UsageError(f"--set {dotted}: {at} holds a value, not keys")
-    if part.isdigit() and part not in holder:
-        raise UsageError(f"--set {dotted}: the config file gives no list at {at}; write it there first")
-    if holder.get(part) is None:
-        holder[part] = {}
-    return holder[part]
-
-
-def _index(items: list[Any], part: str, at: str, dotted: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+    if not key.isdigit() or int(key) >= len(holder):
         raise UsageError(
-            f"--set {dotted}: {at} is a list of {len(items)}; give a place from 0 on, not {part!r}"
+            f"--set {dotted}: {at} is a list of {len(holder)}; give a place from 0 on, not {key!r}"
         )
-    return int(part)
+    return int(key)
 
 
 def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") -> Model:
@@ -183,9 +178,9 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
     The mapping goes through JSON, where pydantic's strict mode takes lists for tuples and still refuses
     a string for a number.
     """
-    for path in _not_finite(mapping):
-        field = ".".join([where] * bool(where) + path)
-        raise UsageError(f"{field}: .nan and .inf are not values a config can hold; give a number")
+    for field, value in _fields(mapping, where):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{field}: .nan and .inf are not values a config can hold; give a number")
     try:
         return model.model_validate_json(json.dumps(mapping, default=str))
     except ValidationError as error:
@@ -194,16 +189,12 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
         raise UsageError(_explain(model, first, where) + more) from None
 
 
-def _not_finite(value: Any, *path: str) -> Iterator[list[str]]:
-    """Where in a config a number is nan or infinite."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _not_finite(inner, *path, str(key))
-    elif isinstance(value, list | tuple):
-        for i, inner in enumerate(value):
-            yield from _not_finite(inner, *path, str(i))
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield list(path)
+def _fields(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a config with its dotted name."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, inner in items:
+        name = f"{path}.{key}".lstrip(".")
+        yield from _fields(inner, name) if isinstance(inner, Mapping | list | tuple) else [(name, inner)]
 
 
 def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
@@ -224,7 +215,7 @@ def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list
 
 def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
     loc = error["loc"]
-    field = ".".join([where] * bool(where) + [str(part) for part in loc])
+    field = ".".join(map(str, ([where] if where else []) + list(loc)))
     if error["type"] == "extra_forbidden":
         return f"{field}: unknown key; {nearest(str(loc[-1]), _valid_keys(model, loc[:-1]))}"
     if error["type"] == "missing":
@@ -236,33 +227,28 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
     return f"{field or 'config'}: {message}, got {json.dumps(error['input'], default=str)[:60]}"
 
 
-def _valid_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    annotation: Any = model
-    for part in loc:
-        annotation = _inside(annotation, part)
-    annotation = _model_of(annotation)
-    return list(annotation.model_fields) if annotation else []
-
-
-def _inside(annotation: Any, part: int | str) -> Any:
-    holder = _model_of(annotation)
-    if holder is not None:
-        field = holder.model_fields.get(str(part))
-        return field.annotation if field else None
-    arguments = [a for a in typing.get_args(_plain(annotation)) if a is not Ellipsis]
-    return arguments[-1] if arguments else None
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | None:
+    """The model that stands at ``loc`` below an annotation; None where there is something else."""
     annotation = _plain(annotation)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    if not loc:
+        return model
+    if model is not None:
+        field = model.model_fields.get(str(loc[0]))
+        below = field.annotation if field else None
+    else:
+        below = next((a for a in reversed(typing.get_args(annotation)) if a is not Ellipsis), None)
+    return _model_at(below, loc[1:])
+
+
+def _valid_keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
+    found = _model_at(model, loc)
+    return list(found.model_fields) if found else []
 
 
 def _plain(annotation: Any) -> Any:
     """The annotation without Annotated and without `| None`."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _plain(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
         return _plain(next(a for a in typing.get_args(annotation) if a is not type(None)))
     return annotation
 

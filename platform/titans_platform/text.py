@@ -1,6 +1,9 @@
-"""Numbers as text: every decimal, K and minute that a person reads is written here."""
+"""How numbers, times and nested settings are written: every decimal, K and minute that a person reads."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 NONE = "—"
 """What stands where there is no number."""
@@ -34,12 +37,12 @@ def short(value: float, decimals: int | None = None) -> str:
 
 
 def tokens(value: float) -> str:
-    """A number of tokens as it is said: 512, 2K, 16K, where K is 1024."""
+    """A number of tokens as people write it: 512, 2K, 16K, where K is 1024."""
     return f"{value / 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds as a person says them: 45s, 3m05s, 2h10m."""
+    """Seconds as people write them: 45s, 3m05s, 2h10m."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(int(seconds + 0.5), 60)
@@ -58,3 +61,18 @@ def commit(name: str) -> str:
     """A commit in 12 digits, with the mark of a tree that was changed after it."""
     head, dirty, _ = name.partition("-dirty")
     return head[:12] + dirty
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf of nested mappings by its dotted name: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``.
+
+    A list that holds mappings is opened too, its items named by their place; another list is a leaf.
+    """
+    if isinstance(value, list | tuple) and any(isinstance(inner, Mapping) for inner in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    fields: dict[str, Any] = {}
+    for key, inner in value.items():
+        fields |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return fields

@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,7 +31,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import UsageError
-from titans_platform.flatten import flatten
+from titans_platform.text import flatten
 
 # alembic tells of every migration, mlflow of every table
 for _name in ("mlflow", "alembic"):
@@ -63,9 +64,7 @@ def check_store(root: Path) -> None:
     """Refuse a store of ``root`` that cannot be opened; makes none. Raises UsageError."""
     if os.environ.get(STORE):
         _check_server(store_uri(root))
-        return
-    path = root.resolve() / "mlflow.db"
-    if path.exists():
+    elif (path := root.resolve() / "mlflow.db").exists():
         _check_sqlite(path)
 
 
@@ -91,69 +90,54 @@ def _connect(uri: str, artifacts: str | None) -> Store:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = client.get_experiment_by_name(EXPERIMENT)
-        if artifacts and found:
-            _check_place(uri, found.artifact_location, artifacts)
+        there = found.artifact_location if found else ""
+        if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
+            # MLflow would write the copy's files over those of the original
+            fix = "move mlflow.db away to begin a new store, or work in the original --root"
+            raise _refused(uri, f"was copied or moved here: MLflow keeps its files in {there}", fix)
         # its pages are those of training, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
         experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts, kind)
     except UsageError:
         raise
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
-        raise UsageError(
-            f"tracking store {uri}: cannot be opened: {_first_line(error)}; "
-            "move it away or give another --root"
-        ) from None
+        raise _refused(uri, "cannot be opened", "move it away or give another --root", error) from None
     return Store(client, uri, experiment)
-
-
-def _check_place(uri: str, found: str, own: str) -> None:
-    """Refuse a store that was copied: MLflow would write the copy's files over those of the original."""
-    if found.startswith("file:") and urlsplit(found).path != urlsplit(own).path:
-        raise UsageError(
-            f"tracking store {uri}: was copied or moved here: MLflow keeps its files in {found}; "
-            "move mlflow.db away to begin a new store, or work in the original --root"
-        )
 
 
 def _check_sqlite(path: Path) -> None:
     """Refuse at once what MLflow would try ten times to open."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(path, timeout=30)
-        try:
+        with closing(sqlite3.connect(path, timeout=30)) as connection:
             connection.execute("PRAGMA schema_version").fetchone()
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
-        finally:
-            connection.close()
     except (OSError, sqlite3.Error) as error:
-        raise UsageError(
-            f"tracking store {path}: cannot be opened: {_first_line(error)}; "
-            "move the file away or give another --root"
-        ) from None
+        raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
 def _check_server(uri: str) -> None:
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10):
-            pass
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10).close()
     except urllib.error.HTTPError as error:
         # a server that wants a password says so here and to nobody else
         if error.code not in (401, 403):
-            raise UsageError(f"tracking store {uri}: {_first_line(error)}; is it an MLflow server?") from None
+            raise _refused(uri, _first_line(error), "is it an MLflow server?") from None
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"tracking store {uri}: no answer: {_first_line(error)}; is the server up?"
-        ) from None
+        raise _refused(uri, "no answer", "is the server up?", error) from None
+
+
+def _refused(store: Path | str, what: str, fix: str, error: Exception | None = None) -> UsageError:
+    why = f": {_first_line(error)}" if error else ""
+    return UsageError(f"tracking store {store}: {what}{why}; {fix}")
 
 
 class Store:
     """An open MLflow store and our experiment in it."""
 
     def __init__(self, client: MlflowClient, uri: str, experiment: str):
-        self.client = client
-        self.uri = uri
-        self.experiment = experiment
+        self.client, self.uri, self.experiment = client, uri, experiment
 
     @property
     def server(self) -> str | None:
@@ -163,7 +147,7 @@ class Store:
     def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
         """The parent run of a study, created the first time; its run id."""
         run_id = self.find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
-        self._tag(run_id, tags or {})
+        self._log(run_id, tags=_tags(tags or {}))
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
@@ -186,11 +170,10 @@ class Store:
             nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self._create(name, {CELL_TAG: cell} | nested)
             columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
-            for start in range(0, len(columns), _BATCH_PARAMS):
-                self.client.log_batch(run_id, params=columns[start : start + _BATCH_PARAMS])
+            self._log(run_id, _BATCH_PARAMS, params=columns)
             if config:
                 self.client.log_dict(run_id, dict(config), "config.json")
-        self._tag(run_id, tags or {})
+        self._log(run_id, tags=_tags(tags or {}))
         return run_id
 
     def discard_cell(self, cell: str) -> None:
@@ -226,22 +209,16 @@ class Store:
         except MlflowException:
             # of a store that is no longer there
             return
-        now = int(time.time() * 1000)
-        new = [Metric(key, float(v), now, 0) for key, v in values.items() if v != have.get(key)]
-        for start in range(0, len(new), _BATCH_METRICS):
-            self.client.log_batch(run_id, metrics=new[start : start + _BATCH_METRICS])
+        self._log(run_id, metrics=_metrics({k: v for k, v in values.items() if v != have.get(k)}))
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; a run that is not there has none."""
-        found = {run_id: self._history(run_id, metric) for run_id in run_ids}
+        found: dict[str, list[tuple[int, float]]] = {}
+        for run_id in run_ids:
+            with suppress(MlflowException):
+                history = self.client.get_metric_history(run_id, metric)
+                found[run_id] = sorted({point.step: point.value for point in history}.items())
         return {run_id: curve for run_id, curve in found.items() if curve}
-
-    def _history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
-        try:
-            history = self.client.get_metric_history(run_id, metric)
-        except MlflowException:
-            return []
-        return sorted({point.step: point.value for point in history}.items())
 
     def url(self, run_id: str) -> str:
         """Where `titans ui` shows the run, below the address of the server."""
@@ -262,7 +239,7 @@ class Store:
         Experimental: saved views are what MLflow's own pages keep as a tag of the experiment, which no
         interface promises. A version of it that does not know them shows the list as it always is.
         """
-        now, key = int(time.time() * 1000), f"titans-{name}"
+        now = int(time.time() * 1000)
         state = {
             "searchFilter": f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'",
             # by time of start runs would be folded below their parent
@@ -278,45 +255,45 @@ class Store:
         }
         packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
         view = {"name": name, "createdAt": now, "updatedAt": now, "state": f"deflate;{packed}"}
-        self.client.set_experiment_tag(self.experiment, f"{_VIEW}{key}", json.dumps(view))
+        self.client.set_experiment_tag(self.experiment, f"{_VIEW}titans-{name}", json.dumps(view))
 
     @property
     def page(self) -> str:
         """Where a server shows the runs, below its address: in the view saved last, if there is one."""
         tags = self.client.get_experiment(self.experiment).tags
-        saved = {key.removeprefix(_VIEW): tags[key] for key in tags if key.startswith(_VIEW)}
-        newest = max(saved, key=lambda key: json.loads(saved[key])["updatedAt"], default=None)
-        view = f"?viewStateShareKey={newest}" if newest else ""
+        saved = [key for key in tags if key.startswith(_VIEW)]
+        newest = max(saved, key=lambda key: json.loads(tags[key])["updatedAt"], default="")
+        view = f"?viewStateShareKey={newest.removeprefix(_VIEW)}" if newest else ""
         return f"#/experiments/{self.experiment}/runs{view}"
 
     def _create(self, name: str, tags: dict[str, str]) -> str:
         tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags
         return self.client.create_run(self.experiment, tags=tags, run_name=name).info.run_id
 
-    def _tag(self, run_id: str, tags: Mapping[str, str]) -> None:
-        if tags:
-            self.client.log_batch(run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+    def _log(self, run_id: str, batch: int = _BATCH_METRICS, **entries: list[Any]) -> None:
+        """Log params, metrics or tags, in as many calls as it takes."""
+        ((kind, values),) = entries.items()
+        for start in range(0, len(values), batch):
+            part: dict[str, Any] = {kind: values[start : start + batch]}
+            self.client.log_batch(run_id, **part)
 
 
 class RunLog:
     """One run: metrics by step, gathered and written in batches; tables, texts and figures at once."""
 
     def __init__(self, store: Store, run_id: str, flush_every: float = 5.0):
-        self.run_id = run_id
-        self._client = store.client
-        self._flush_every = flush_every
+        self.run_id, self._store, self._client = run_id, store, store.client
+        self._flush_every, self._flushed = flush_every, time.monotonic()
         self._pending: list[Metric] = []
-        self._flushed = time.monotonic()
-        self._last_step = self._logged_to()
+        logged = self._client.get_metric_history(run_id, "loss")
+        self._last_step = max((metric.step for metric in logged), default=-1)
         self._client.update_run(run_id, status="RUNNING")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log values at a step. A step logged before the run was interrupted is not logged again."""
         if step <= self._last_step:
             return
-        now = int(time.time() * 1000)
-        # MLflow shows a NaN as a run's latest value for ever
-        self._pending += [Metric(k, float(v), now, step) for k, v in values.items() if math.isfinite(v)]
+        self._pending += _metrics(values, step)
         if time.monotonic() - self._flushed > self._flush_every or len(self._pending) > _BATCH_METRICS // 2:
             self.flush()
 
@@ -327,11 +304,9 @@ class RunLog:
         """
         self._flushed = time.monotonic()
         while self._pending:
-            cut = len(self._pending)
-            if cut > _BATCH_METRICS:
-                cut = _BATCH_METRICS
-                while self._pending[cut - 1].step == self._pending[cut].step:
-                    cut -= 1
+            cut = min(len(self._pending), _BATCH_METRICS)
+            while cut < len(self._pending) and self._pending[cut - 1].step == self._pending[cut].step:
+                cut -= 1
             try:
                 self._client.log_batch(self.run_id, metrics=self._pending[:cut])
             except MlflowException as error:
@@ -341,14 +316,11 @@ class RunLog:
 
     def summary(self, values: Mapping[str, float]) -> None:
         """Log the run's final numbers, which have no step; the latest value is the one shown."""
-        now = int(time.time() * 1000)
-        metrics = [Metric(k, float(v), now, 0) for k, v in values.items() if math.isfinite(v)]
-        for start in range(0, len(metrics), _BATCH_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _BATCH_METRICS])
+        self._store._log(self.run_id, metrics=_metrics(values))
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
-        self._client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+        self._store._log(self.run_id, tags=_tags(tags))
 
     def note(self, markdown: str) -> None:
         """The description MLflow shows at the top of the run; the place for links to other runs."""
@@ -356,10 +328,11 @@ class RunLog:
 
     def table(self, rows: Iterable[Mapping[str, Any]], name: str) -> None:
         """Put a table (``name`` ends in .json) on the run, in place of an earlier one of that name."""
-        listed = [dict(row) for row in rows]
-        columns = {key: [row.get(key) for row in listed] for key in (listed[0] if listed else {})}
+        listed = list(rows)
+        columns = list(listed[0]) if listed else []
+        data = [[row.get(key) for key in columns] for row in listed]
         # log_table appends to the table of an earlier call
-        self._client.log_dict(self.run_id, {"columns": list(columns), "data": _rows(columns)}, name)
+        self._client.log_dict(self.run_id, {"columns": columns, "data": data}, name)
         tag = json.dumps([{"path": name, "type": "table"}])
         self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tag)
 
@@ -376,13 +349,15 @@ class RunLog:
         self.flush()
         self._client.set_terminated(self.run_id, status)
 
-    def _logged_to(self) -> int:
-        history = self._client.get_metric_history(self.run_id, "loss")
-        return max((metric.step for metric in history), default=-1)
+
+def _metrics(values: Mapping[str, float], step: int = 0) -> list[Metric]:
+    now = int(time.time() * 1000)
+    # MLflow shows a NaN as a run's latest value for ever
+    return [Metric(key, float(v), now, step) for key, v in values.items() if math.isfinite(v)]
 
 
-def _rows(columns: Mapping[str, list[Any]]) -> list[list[Any]]:
-    return [list(row) for row in zip(*columns.values(), strict=True)]
+def _tags(tags: Mapping[str, str]) -> list[RunTag]:
+    return [RunTag(key, str(value)) for key, value in tags.items()]
 
 
 def _first_line(error: BaseException) -> str:

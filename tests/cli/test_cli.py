@@ -40,10 +40,10 @@ FROZEN = {
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "
-    "--cluster --dry-run --json",
+    "--checkpoint-every --cluster --dry-run --json",
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
-    "train": "CONFIG --set --root --workers --gpus --name --dry-run --json",
+    "train": "CONFIG --set --root --workers --gpus --checkpoint-every --name --dry-run --json",
     "ui": "--root --store --host --port --no-browser --dry-run",
 }
 
@@ -164,6 +164,10 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
         ),
         (["train", "{yaml}", "--set", "model.memory.depth=0"], "model.memory.depth: should be greater than"),
         (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
+        (
+            ["train", "{yaml}", "--set", "model.variant=mac"],
+            "model.attention.segment_size: variant mac needs one",
+        ),
         (["train", "{yaml}", "--workers", "-1"], "--workers"),
         (["eval", "abc123"], "abc123: no such run under"),
         (["eval", "../no-such-run"], "../no-such-run: no such run under"),

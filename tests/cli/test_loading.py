@@ -96,7 +96,6 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
         ("model: {memory: {conv: maybe}}", 'model.memory.conv: should be a valid boolean, got "maybe"'),
         ("model: 3", "model: should be an object, got 3"),
         ("seed: 1.5\nthreads: 0", "seed: should be a valid integer, got 1.5 (and 1 more)"),
-        ("model: {variant: mac}", "model.attention.segment_size: variant mac needs one"),
         ("data: {sources: [{kind: files}]}", "data.sources.0.path: a source of kind files needs it"),
         (
             "data: {sources: [{kind: web}]}",

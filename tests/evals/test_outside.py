@@ -68,9 +68,12 @@ def test_it_is_trained_on_and_measured_and_its_version_counts(sums, tiny_run, tm
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("my_lab.task:Sums", "task: my_lab.task:Sums cannot be imported: No module named 'my_lab.task'"),
-        ("my_lab.tasks:Sum", "task: module my_lab.tasks has no 'Sum'"),
-        ("my_lab.tasks:not_a_task", "task: my_lab.tasks:not_a_task is not a class derived from"),
+        ("my_lab.task:Sums", "task: my_lab.task:Sums: 'my_lab.task' cannot be imported: ModuleNotFoundError"),
+        ("my_lab.tasks:Sum", "task: my_lab.tasks:Sum: my_lab.tasks has no 'Sum'; did you mean Sums"),
+        (
+            "my_lab.tasks:not_a_task",
+            "task: my_lab.tasks:not_a_task is not a subclass of titans_platform.evals",
+        ),
     ],
 )
 @pytest.mark.usefixtures("sums")

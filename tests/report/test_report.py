@@ -13,11 +13,10 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
 from titans_platform.report import export, plot
+from titans_platform.report.content import Links
 from titans_platform.report.figure import pictures
-from titans_platform.report.origin import Links
-from titans_platform.report.page import Extras, html
-from titans_platform.report.palette import DARK, LIGHT
-from titans_platform.report.picture import svg
+from titans_platform.report.picture import DARK, LIGHT, svg
+from titans_platform.report.publish import Extras, html
 from titans_platform.report.series import sheet
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder

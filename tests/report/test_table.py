@@ -13,9 +13,9 @@ from titans_platform.config import RunConfig
 from titans_platform.files import write_json
 from titans_platform.report import export
 from titans_platform.report.content import bold_note, footnotes, shown
+from titans_platform.report.export import terminal
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
-from titans_platform.report.terminal import terminal
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
-from titans_platform.flatten import flatten
+from titans_platform.text import flatten
 from titans_platform.tracking import Store, check_store, open_store
 
 
@@ -176,7 +176,7 @@ def test_a_saved_view_holds_the_columns_of_a_studys_cells(store):
 
 def test_a_discarded_run_is_made_anew(store):
     run_id = store.cell_run("again", "again")
-    store.discard_run(run_id)
+    store.discard_cell("again")
     assert store.cell_run("again", "again") != run_id
 
 

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from titans_platform.config import OptimConfig
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.training import checkpoint, manifest
+from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
-from titans_platform.training.loop import Hooks, Trainer
-from titans_platform.training.timing import Phases
+from titans_platform.training.loop import Hooks, Phases, Trainer
 
 VOCAB, LENGTH = 11, 8
 
@@ -188,10 +187,10 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 def rewrite(point: Path, **changes) -> None:
     """Change fields of a manifest and give it the hash it should have."""
-    path = point / manifest.MANIFEST
+    path = point / checkpoint.MANIFEST
     content = json.loads(path.read_text()) | changes
     content.pop("hash", None)
-    path.write_text(json.dumps(content | {"hash": manifest._hash_of(content)}))
+    path.write_text(json.dumps(content | {"hash": checkpoint._hash_of(content)}))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 
 from titans_core import LanguageModel, ModelConfig
 from titans_platform.config import OptimConfig
-from titans_platform.training.loader import batches_ahead
-from titans_platform.training.loop import Diverged, Hooks, Trainer, deterministic
-from titans_platform.training.optim import adamw, learning_rate
-from titans_platform.training.timing import Phases
+from titans_platform.training.loop import (
+    Diverged,
+    Hooks,
+    Phases,
+    Trainer,
+    adamw,
+    batches_ahead,
+    deterministic,
+    learning_rate,
+)
 
 VOCAB, LENGTH = 11, 8
 

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of the leaves."""
+        """Names of the leaves."""
         numbered = lambda kind, layers: [f"{kind}[{l}]" for l in range(len(layers))]  # noqa: E731
         return [*NAMES, *numbered("weights", self.weights), *numbered("momentum", self.momentum)]
 

@@ -18,7 +18,7 @@ Result = tuple[Tensor, Layers, Layers]
 
 
 class Inputs(NamedTuple):
-    """What the tokens bring."""
+    """The inputs of a call that have an entry for each token."""
 
     q: Tensor  # [B, T, H, D]
     k: Tensor

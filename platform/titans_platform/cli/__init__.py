@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("bench", "bench", "Measure the speed and memory of the neural memory, and of others."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Turn sources into token shards, and look at them."),
-    "eval": ("eval", "evaluate", "Measure a run or one of its checkpoints."),
+    "eval": ("train", "evaluate", "Measure a run or one of its checkpoints."),
     "init": ("init", "init", "Write a run file to begin with, every field explained."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "train": ("train", "train", "Train and measure one model."),

@@ -11,14 +11,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from titans_platform.cli.options import echo_json, json_option, root_option, set_option
+from titans_platform.cli.options import config_options, echo_json, json_option
 
 if TYPE_CHECKING:
     from titans_platform.config import DataConfig
     from titans_platform.data import PreparedData
     from titans_platform.data.prepare import Progress
-
-config_argument = click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 
 
 @click.group()
@@ -27,9 +25,7 @@ def data() -> None:
 
 
 @data.command(short_help="Tokenise sources into shards.")
-@config_argument
-@set_option
-@root_option
+@config_options
 @json_option
 def prepare(config: Path, overrides: tuple[str, ...], root: Path, as_json: bool) -> None:
     """Tokenise the sources under `data` of CONFIG (a run's YAML file) into shards.
@@ -49,9 +45,7 @@ def prepare(config: Path, overrides: tuple[str, ...], root: Path, as_json: bool)
 
 
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
-@config_argument
-@set_option
-@root_option
+@config_options
 @click.option("--verify", is_flag=True, help="Read every shard and compare its hash.")
 @json_option
 def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_json: bool) -> None:
@@ -84,26 +78,17 @@ def _progress_bars() -> Iterator[Progress | None]:
     numbers = TextColumn(
         "{task.fields[documents]:,} documents, {task.fields[rate]:,.0f}/s, {task.fields[tokens]:,} tokens"
     )
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        numbers,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
+    about, times = TextColumn("{task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(about, BarColumn(), numbers, *times, console=console) as bars:
         tasks: dict[str, Any] = {}
 
         def show(label: str, documents: int, tokens: int, done: float | None) -> None:
             if label not in tasks:
                 tasks[label] = bars.add_task(label, total=None, documents=0, tokens=0, rate=0.0)
             task = next(one for one in bars.tasks if one.id == tasks[label])
-            fields = {
-                "documents": documents,
-                "tokens": tokens,
-                "rate": documents / max(task.elapsed or 0, 1e-3),
-            }
-            bars.update(tasks[label], total=done and 1.0, completed=done or 0.0, **fields)
+            rate = documents / max(task.elapsed or 0, 1e-3)
+            shown: dict[str, Any] = {"documents": documents, "tokens": tokens, "rate": rate}
+            bars.update(tasks[label], total=done and 1.0, completed=done or 0.0, **shown)
 
         yield show
 

@@ -8,16 +8,17 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
+import yaml
+from pydantic import BaseModel, TypeAdapter
 
 from titans_platform.errors import UsageError
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
 WIDTH = 100
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+WORDS = {"int": "integer", "float": "number", "str": "text", "bool": "true, false", "NoneType": "null"}
 
 
 @click.command()
@@ -74,9 +75,8 @@ def run_file(data: str | None, preset: str) -> str:
 
 def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """The fields of a model as YAML: those ``given`` switched on, the others as comments."""
-    extra = {key: value for key, value in given.items() if key not in type(config).model_fields}
-    for key, value in extra.items():
-        yield f"{indent}{key}: {_yaml(value)}"
+    for key in (key for key in given if key not in type(config).model_fields):
+        yield f"{indent}{key}: {_yaml(given[key])}"
     for field in fields_of(type(config)):
         value = getattr(config, field.name)
         if field.about:
@@ -138,8 +138,7 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[Bas
 
     yield path, model
     for field in fields_of(model):
-        if field.model not in (None, TaskConfig):
-            assert field.model is not None
+        if field.model and field.model is not TaskConfig:
             below = f"{path}.{field.name}".lstrip(".") + (".0" if field.many else "")
             yield from _sections(field.model, below)
 
@@ -181,18 +180,12 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
 
 
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    from pydantic import BaseModel
-
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for inner in typing.get_args(annotation):
         if (found := _model_in(inner)[0]) is not None:
             return found, True
     return None, False
-
-
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-WORDS = {"int": "integer", "float": "number", "str": "text", "bool": "true, false", "NoneType": "null"}
 
 
 def _values(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
@@ -211,26 +204,18 @@ def _values(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
     name = getattr(annotation, "__name__", str(annotation))
     if _model_in(annotation)[0]:
         return "a section"
-    bounds = [f"{sign} {bound:g}" for one in _flat(metadata) for key, sign in SIGNS.items()
-              if (bound := getattr(one, key, None)) is not None]  # fmt: skip
+    # an Annotated inside another keeps its bounds in a FieldInfo
+    flat = [inner for one in metadata for inner in getattr(one, "metadata", None) or [one]]
+    found = ((sign, getattr(one, key, None)) for one in flat for key, sign in SIGNS.items())
+    bounds = [f"{sign} {bound:,}" for sign, bound in found if bound is not None]
     return " ".join([WORDS.get(name, "any value"), ", ".join(bounds)]).strip()
-
-
-def _flat(metadata: typing.Sequence[Any]) -> Iterator[Any]:
-    for one in metadata:
-        # an Annotated inside another keeps its bounds in a FieldInfo
-        yield from getattr(one, "metadata", None) or [one]
 
 
 def _plain(value: Any) -> Any:
     """A value of a config as JSON holds it."""
-    from pydantic import TypeAdapter
-
     return TypeAdapter(Any).dump_python(value, mode="json")
 
 
 def _yaml(value: Any) -> str:
-    import yaml
-
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...").strip()

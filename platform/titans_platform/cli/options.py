@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,19 @@ checkpoint_option = click.option(
     type=click.IntRange(1),
     metavar="STEPS",
     help="Optimiser steps between checkpoints  [a tenth of the run, at most 500]",
+    # as the overrides that it stands for
+    callback=lambda ctx, option, steps: () if steps is None else (f"checkpoint.every={steps}",),
 )
-
-
-def saved_every(steps: int | None) -> tuple[str, ...]:
-    """--checkpoint-every as the override that it stands for."""
-    return () if steps is None else (f"checkpoint.every={steps}",)
-
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
+
+
+def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """CONFIG, the YAML file of a run, with --set and --root."""
+    path = click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+    return path(set_option(root_option(command)))
 
 
 def echo_json(value: Any) -> None:

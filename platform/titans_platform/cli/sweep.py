@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +19,35 @@ from titans_platform.cli.options import (
     echo_json,
     json_option,
     root_option,
-    saved_every,
     set_option,
 )
+from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
-    from titans_platform.config import TaskConfig
+    from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.report.table import Table
-    from titans_platform.study.spec import Cell, Study
+    from titans_platform.study.spec import Study
 
 MAX_SEEDS = 1000
 """Seeds of one command; more are a slip of the keyboard, and would be counted for minutes."""
 
 scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
 rows_option = click.option(
-    "--rows", multiple=True, metavar="NAME", help="Only this row, or several with commas. May be repeated."
+    "--rows",
+    multiple=True,
+    metavar="NAME",
+    help="Only this row, or several with commas. May be repeated.",
+    callback=lambda ctx, option, values: parse_rows(values),
 )
 seeds_option = click.option(
     "--seeds", metavar="LIST", help="Seeds in place of the scale's own, e.g. 0,1,2 or 0-4."
 )
+
+
+def study_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """STUDY with --scale, --rows, --seeds, --set and --root."""
+    options = (click.argument("study"), scale_option, rows_option, seeds_option, set_option, root_option)
+    return reduce(lambda below, option: option(below), reversed(options), command)
 
 
 @click.group()
@@ -57,17 +69,14 @@ def list_studies(as_json: bool) -> None:
     Example:
       titans sweep list
     """
-    from titans_platform.errors import UsageError
     from titans_platform.study.spec import known_studies, load_study
 
-    studies, wrong = [], []
+    studies = []
     for path in known_studies().values():
         try:
             studies.append((load_study(str(path)), path))
         except UsageError as error:
-            wrong.append(str(error))
-    for line in wrong:
-        click.echo(f"wrong: {line}", err=True)
+            click.echo(f"wrong: {error}", err=True)
     if as_json:
         echo_json([_about(study, path) for study, path in studies])
         return
@@ -80,13 +89,8 @@ def list_studies(as_json: bool) -> None:
 def _about(study: Study, path: Path) -> dict[str, Any]:
     scales = {name: {"about": scale.about, "seeds": scale.seeds} for name, scale in study.scales.items()}
     rows = [row.name for row in study.rows_at(next(iter(study.scales)))]
-    return {
-        "name": study.name,
-        "description": study.description,
-        "path": path,
-        "scales": scales,
-        "rows": rows,
-    }
+    about = {"name": study.name, "description": study.description, "path": path}
+    return about | {"scales": scales, "rows": rows}
 
 
 @sweep.command(short_help="Show a study's rows, columns and sizes.")
@@ -109,24 +113,21 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         configs = {cell.row: cell.config.model_dump(mode="json") for cell in cells}
         echo_json({"study": found.name, "scale": scale, "seeds": found.scale(scale).seeds, "rows": configs})
         return
-    _show(Console(), found, scale, cells[0])
+    _show(Console(highlight=False), found, scale, cells[0].config)
 
 
-def _show(console: Console, study: Study, scale: str, first: Cell) -> None:
-    from titans_platform.flatten import flatten
+def _show(console: Console, study: Study, scale: str, config: RunConfig) -> None:
+    from titans_platform.text import flatten
 
-    size, config = study.scale(scale), first.config
-    console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}", highlight=False)
-    steps, batch, length = config.optim.steps, config.optim.global_batch_size, config.data.sequence_length
-    console.print(
-        f"{steps} steps of {batch} rows of {length} tokens, seeds {', '.join(map(str, size.seeds))}",
-        highlight=False,
-    )
+    size, steps, batch = study.scale(scale), config.optim.steps, config.optim.global_batch_size
+    console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}")
+    rows = f"{batch} rows of {config.data.sequence_length} tokens"
+    console.print(f"{steps} steps of {rows}, seeds {', '.join(map(str, size.seeds))}")
     for key, tasks in config.eval.columns.items():
-        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}", highlight=False)
+        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}")
     for row in study.rows_at(study.scale_name(scale)):
         changes = ", ".join(f"{field}={value}" for field, value in flatten(row.set).items()) or "the base"
-        console.print(f"  {row.name:22} {changes}", highlight=False, markup=False)
+        console.print(f"  {row.name:22} {changes}", markup=False)
 
 
 def _task_text(task: TaskConfig) -> str:
@@ -136,12 +137,7 @@ def _task_text(task: TaskConfig) -> str:
 
 
 @sweep.command(short_help="Run the cells that are missing, then draw table and figure.")
-@click.argument("study")
-@scale_option
-@rows_option
-@seeds_option
-@set_option
-@root_option
+@study_options
 @click.option("--rerun-stale", is_flag=True, help="Run again the cells that another commit made.")
 @click.option("--concurrency", type=click.IntRange(1), help="Cells at once; as many as fit by default.")
 @checkpoint_option
@@ -151,13 +147,13 @@ def _task_text(task: TaskConfig) -> str:
 def run(
     study: str,
     scale: str,
-    rows: tuple[str, ...],
+    rows: list[str],
     seeds: str | None,
     overrides: tuple[str, ...],
     root: Path,
     rerun_stale: bool,
     concurrency: int | None,
-    checkpoint_every: int | None,
+    checkpoint_every: tuple[str, ...],
     cluster: str | None,
     dry_run: bool,
     as_json: bool,
@@ -174,7 +170,6 @@ def run(
       titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.report.publish import make as report_study
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import run_study
@@ -182,14 +177,12 @@ def run(
 
     began = time.time()
     console = _console(as_json)
-    overrides += saved_every(checkpoint_every)
-    opened = open_study(
-        study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
-    )
+    overrides += checkpoint_every
+    opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
-        chosen = {"--rows": ",".join(parse_rows(rows)), "--seeds": seeds, "--concurrency": concurrency}
+        chosen = {"--rows": ",".join(rows), "--seeds": seeds, "--concurrency": concurrency}
         options = [part for key, value in chosen.items() if value for part in (key, str(value))]
         options += [part for override in overrides for part in ("--set", override)]
         options += ["--rerun-stale"] * rerun_stale
@@ -201,6 +194,9 @@ def run(
         if refusal:
             raise refusal
         return 0
+    # half a second of imports that a plan need not wait for
+    from titans_platform.report.publish import make as report_study
+
     with joined(root):
         table = run_study(
             opened,
@@ -210,9 +206,7 @@ def run(
             concurrency=concurrency,
             began=began,
         )
-    if as_json:
-        echo_json(_table_json(table))
-    return 4 if table.unfinished else 0
+    return _exit_code(table, as_json)
 
 
 @sweep.command(short_help="Tell how a study is going, running or dead.")
@@ -246,18 +240,13 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")
-@click.argument("study")
-@scale_option
-@rows_option
-@seeds_option
-@set_option
-@root_option
+@study_options
 @click.option("--ui", metavar="ADDRESS", help="Where the page's links lead, e.g. http://127.0.0.1:5001.")
 @json_option
 def report(
     study: str,
     scale: str,
-    rows: tuple[str, ...],
+    rows: list[str],
     seeds: str | None,
     overrides: tuple[str, ...],
     root: Path,
@@ -274,14 +263,8 @@ def report(
     from titans_platform.report.publish import make as report_study
     from titans_platform.study.opened import open_study
 
-    console = _console(as_json)
-    opened = open_study(
-        study, scale, root, rows=parse_rows(rows), seeds=parse_seeds(seeds), overrides=overrides
-    )
-    table = report_study(opened, console, address=ui)
-    if as_json:
-        echo_json(_table_json(table))
-    return 4 if table.unfinished else 0
+    opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
+    return _exit_code(report_study(opened, _console(as_json), address=ui), as_json)
 
 
 def _console(as_json: bool) -> Console:
@@ -289,10 +272,12 @@ def _console(as_json: bool) -> Console:
     return Console(file=sys.stderr if as_json else sys.stdout)
 
 
-def _table_json(table: Table) -> dict[str, Any]:
+def _exit_code(table: Table, as_json: bool) -> int:
     from titans_platform.report.table import as_record
 
-    return as_record(table)
+    if as_json:
+        echo_json(as_record(table))
+    return 4 if table.unfinished else 0
 
 
 def split(values: tuple[str, ...]) -> list[str]:
@@ -302,8 +287,6 @@ def split(values: tuple[str, ...]) -> list[str]:
 
 def parse_rows(values: tuple[str, ...]) -> list[str]:
     """The rows of --rows; none given means all. Raises UsageError."""
-    from titans_platform.errors import UsageError
-
     rows = split(values)
     if values and not rows:
         raise UsageError("--rows: names no row; give a name, or leave the option out for all")
@@ -312,8 +295,6 @@ def parse_rows(values: tuple[str, ...]) -> list[str]:
 
 def parse_seeds(text: str | None) -> list[int]:
     """`0,2,5-7` as a list. Raises UsageError."""
-    from titans_platform.errors import UsageError
-
     if text is None:
         return []
     seeds: list[int] = []

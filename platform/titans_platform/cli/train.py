@@ -1,29 +1,31 @@
-"""`titans train`: one run, from config to measurements."""
+"""`titans train`: one run, from config to measurements; `titans eval`: a checkpoint of it, measured again."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from titans_platform.cli.measures import measures_table
 from titans_platform.cli.options import (
     checkpoint_option,
+    config_options,
     dry_run_option,
     echo_json,
     json_option,
     root_option,
-    saved_every,
     set_option,
 )
+from titans_platform.errors import UsageError
 
 PLAIN_EVERY = 15.0
 """Seconds between lines where there is no terminal."""
@@ -37,9 +39,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@set_option
-@root_option
+@config_options
 @click.option(
     "--workers",
     type=click.IntRange(0),
@@ -58,7 +58,7 @@ def train(
     root: Path,
     workers: int,
     gpus: float,
-    checkpoint_every: int | None,
+    checkpoint_every: tuple[str, ...],
     name: str | None,
     dry_run: bool,
     as_json: bool,
@@ -77,7 +77,7 @@ def train(
     from titans_platform.runs.resources import Resources
 
     console = Console(stderr=as_json)
-    cfg = load_config(config, overrides + saved_every(checkpoint_every))
+    cfg = load_config(config, overrides + checkpoint_every)
     resources = Resources(workers=max(1, workers), cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
@@ -112,7 +112,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
-    # what the config gets wrong is said before a store is made and a cluster is up
+    # what the config gets wrong is reported before a store is made and a cluster is up
     check_data(cfg, data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
@@ -134,13 +134,8 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
 @contextmanager
 def _display(folder: RunFolder, console: Console) -> Iterator[None]:
     """A live line fed by the run's progress.json; without a terminal, a line now and then."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeElapsedColumn(),
-    )
+    about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
+    columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
     over, began = threading.Event(), time.time()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None, shown="")
@@ -151,17 +146,12 @@ def _display(folder: RunFolder, console: Console) -> Iterator[None]:
                 state = folder.progress()
                 if not state or state["age"] > time.time() - began + 1:
                     continue
-                bars.update(
-                    bar,
-                    description=state["phase"],
-                    total=state["steps"],
-                    completed=state["step"],
-                    shown=shown(state),
-                )
+                phase, step, steps, line = state["phase"], state["step"], state["steps"], shown(state)
+                bars.update(bar, description=phase, total=steps, completed=step, shown=line)
                 if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
                     printed = time.monotonic()
-                    line = f"{state['phase']} {state['step']}/{state['steps']}  {shown(state)}"
-                    console.print(line.rstrip(), highlight=False, soft_wrap=True)
+                    text = f"{phase} {step}/{steps}  {line}"
+                    console.print(text.rstrip(), highlight=False, soft_wrap=True)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -184,32 +174,83 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import (
-        check_config,
-        check_data,
-        check_resources,
-        check_sources,
-        run_name,
-        sizes,
-    )
+    from titans_platform.runs import check
     from titans_platform.runs.folder import RunFolder
 
-    check_config(cfg)
-    check_resources(cfg, resources, shared=True)
+    check.check_config(cfg)
+    check.check_resources(cfg, resources, shared=True)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         data = build_objective(cfg).open(root)
     except NotPrepared:
-        check_sources(cfg)
+        check.check_sources(cfg)
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
-        check_data(cfg, data)
-        folder = RunFolder(root.resolve(), run_name(cfg, data.fingerprint, resources))
+        check.check_data(cfg, data)
+        folder = RunFolder(root.resolve(), check.run_name(cfg, data.fingerprint, resources))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    plan |= {"tokens": cfg.tokens} | asdict(check.sizes(cfg))
     if as_json:
         echo_json(plan)
         return
     for key, value in plan.items():
         text = f"{value:,}" if isinstance(value, int) else str(value)
         console.print(f"{key:12} {text}", highlight=False)
+
+
+@click.command("eval")
+@click.argument("run")
+@set_option
+@root_option
+@json_option
+def evaluate(run: str, overrides: tuple[str, ...], root: Path, as_json: bool) -> None:
+    """Measure RUN and print the table, chance beside each value.
+
+    RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one checkpoint.
+    --set changes what is measured: only eval.* may be set.
+
+    \b
+    Example:
+      titans eval 3f2a91c0 --set eval.items=500
+    """
+    import torch
+
+    from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
+    from titans_platform.training.loop import deterministic
+
+    console = Console(stderr=as_json)
+    point = find_checkpoint(run, root)
+    if other := next((o for o in overrides if not o.startswith("eval.")), None):
+        raise UsageError(f"--set {other}: the run is trained; only eval.* may be set")
+    cfg = read_config(point, overrides)
+    with console.status(f"measuring {point.name}"), deterministic(cfg.seed, cfg.threads):
+        model, step, objective = load_checkpoint(point, cfg)
+        data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
+        measured = objective.evaluate(model.to(device), data, device=device)
+    if as_json:
+        echo_json({"cell": point.parents[1].name, "step": step, **measured})
+    else:
+        console.print(measures_table(measured))
+        console.print(f"run {point.parents[1].name}, step {step:,}")
+
+
+def measures_table(result: Mapping[str, Any]) -> Table:
+    """The result of ``evaluate`` as a table: each column, and under it its tasks at their lengths."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for heading in ("value", "± s.e.", "chance", "items"):
+        table.add_column(heading, justify="right")
+    for column, value in result["columns"].items():
+        table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result["chance"].get(column)))
+        for name, task in result["tasks"].items():
+            if name.partition("/")[0] == column:
+                measured = (number(task[key]) for key in ("value", "stderr", "chance"))
+                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task['items']:,}")
+    return table
+
+
+def number(value: float | None) -> str:
+    """Three decimals below ten, fewer above; a dash where there is nothing."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -1,7 +1,6 @@
 """Sources to tokens to Arrow shards to batches, in an order that one counter resumes exactly."""
 
-from titans_platform.data.prepare import prepare
-from titans_platform.data.prepared import NotPrepared, PreparedData, open_prepared
+from titans_platform.data.prepare import NotPrepared, PreparedData, open_prepared, prepare
 from titans_platform.data.stream import Batch, RowStream
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from titans_platform.config import DataConfig, SourceConfig, TaskConfig
+from titans_platform.config import DataConfig, SourceConfig
 from titans_platform.data.shards import BoolArray
 from titans_platform.data.sources import Document, TextSource
 from titans_platform.data.tokenizer import Tokenizer
@@ -49,7 +49,8 @@ def encode_documents(
 ) -> Iterator[Encoded]:
     """The source's documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut)."""
     left = config.max_tokens
-    placed = place(_not_blank(source.documents()), config.validation_fraction, seed)
+    documents = (document for document in source.documents() if document.text.strip())
+    placed = place(documents, config.validation_fraction, seed)
     for document, validation, ids in _tokenise(placed, tokenizer):
         limit = None if left is None else math.ceil(left * document.share)
         tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
@@ -78,13 +79,15 @@ def place(documents: Iterator[Document], fraction: float, seed: int) -> Iterator
             break
         window.append(document)
         characters += len(document.text)
+    following = list(islice(documents, 1))
     threshold = fraction
     if len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
-        threshold = _rank_threshold([_unit(seed, document.key) for document in window], fraction)
-    following = list(islice(documents, 1))
-    if len(window) == 1 and not following and 0 < fraction < 1:
-        yield from _split_by_position(window[0], fraction)
-        return
+        if len(window) == 1 and not following:
+            yield from _split_by_position(window[0], fraction)
+            return
+        kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
+        ranked = sorted(_unit(seed, document.key) for document in window)
+        threshold = ranked[kept] if len(window) > 1 else 0.0
     for document in chain(window, following, documents):
         yield document, _unit(seed, document.key) < threshold
 
@@ -104,22 +107,10 @@ def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Do
     yield document._replace(text=text[cut:]), True
 
 
-def _rank_threshold(places: list[float], fraction: float) -> float:
-    """Threshold under which ``fraction`` of the places lie, at least one and not all; 0 for a single one."""
-    if len(places) < 2:
-        return 0.0
-    kept = min(max(round(fraction * len(places)), 1), len(places) - 1)
-    return sorted(places)[kept]
-
-
 def _unit(seed: int, key: str) -> float:
     """A number in [0, 1) that is a function of seed and key alone."""
     name = f"{seed}:{key}".encode("utf-8", "replace")
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
-
-
-def _not_blank(documents: Iterator[Document]) -> Iterator[Document]:
-    return (document for document in documents if document.text.strip())
 
 
 def _tokenise(
@@ -164,13 +155,13 @@ def task_identity(config: SourceConfig) -> list[Any]:
     """JSON that changes when the items of a task source would: versions, and files that tasks read."""
     from titans_platform.evals import build_task
 
-    return [[task.task, build_task(task).version, _stamps(task)] for task in config.tasks]
-
-
-def _stamps(task: TaskConfig) -> list[Any]:
-    files = [Path(value) for value in task.options.values() if isinstance(value, str)]
-    stats = [path.stat() for path in files if path.is_file()]
-    return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+    identity = []
+    for task in config.tasks:
+        files = [Path(value) for value in task.options.values() if isinstance(value, str)]
+        stats = [path.stat() for path in files if path.is_file()]
+        stamps = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+        identity.append([task.task, build_task(task).version, stamps])
+    return identity
 
 
 def generate_items(

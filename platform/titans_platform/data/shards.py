@@ -79,14 +79,6 @@ class Span(NamedTuple):
     loss: BoolArray
 
 
-class _Mapped(NamedTuple):
-    """Columns of a shard as they lie in the file: the flags eight to a byte."""
-
-    tokens: NDArray[np.unsignedinteger]
-    starts: NDArray[np.uint8]
-    loss: NDArray[np.uint8]
-
-
 class SplitWriter:
     """Gathers documents and writes a shard whenever one is full; holds one shard in memory."""
 
@@ -120,12 +112,8 @@ class SplitWriter:
         """Write what is left; what the split holds."""
         if self._filled:
             self._flush()
-        return SplitInfo(
-            documents=self.documents,
-            tokens=self.tokens,
-            shard_tokens=self.shard_tokens,
-            shards=tuple(self._shards),
-        )
+        held = {"documents": self.documents, "tokens": self.tokens, "shard_tokens": self.shard_tokens}
+        return SplitInfo(**held, shards=tuple(self._shards))
 
     def _flush(self) -> None:
         tokens, starts, loss = (values[: self._filled] for values in self._buffer)
@@ -144,14 +132,9 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
     batch = pa.record_batch({name: pa.array(values) for name, values in columns.items()})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    stat = path.stat()
-    return ShardInfo(
-        file=path.name,
-        rows=batch.num_rows,
-        bytes=stat.st_size,
-        sha256=_file_sha256(path),
-        mtime_ns=stat.st_mtime_ns,
-    )
+    size, mtime_ns = path.stat().st_size, path.stat().st_mtime_ns
+    rows, sha256 = batch.num_rows, _file_sha256(path)
+    return ShardInfo(file=path.name, rows=rows, bytes=size, sha256=sha256, mtime_ns=mtime_ns)
 
 
 def read_table(path: Path, rows: int) -> pa.RecordBatch:
@@ -170,7 +153,7 @@ class Split:
 
     def __init__(self, folder: Path, info: SplitInfo):
         self.folder, self.info = folder, info
-        self._open: dict[int, _Mapped] = {}
+        self._open: dict[int, pa.RecordBatch] = {}
 
     def read(self, start: int, stop: int) -> Span:
         """Tokens ``start`` up to ``stop`` of the split; a view where they lie in one shard."""
@@ -178,24 +161,16 @@ class Split:
         parts = []
         for shard in range(start // size, (stop - 1) // size + 1):
             first, last = max(start - shard * size, 0), min(stop - shard * size, size)
-            tokens, starts, loss = self._shard(shard)
-            parts.append(Span(tokens[first:last], _bits(starts, first, last), _bits(loss, first, last)))
-        return parts[0] if len(parts) == 1 else Span(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+            columns = self._shard(shard).slice(first, last - first).columns
+            # flags lie eight to a byte in the file
+            parts.append(Span(*(column.to_numpy(zero_copy_only=False) for column in columns)))
+        return parts[0] if len(parts) == 1 else Span(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _shard(self, number: int) -> _Mapped:
+    def _shard(self, number: int) -> pa.RecordBatch:
         if number not in self._open:
             info = self.info.shards[number]
-            batch = read_table(self.folder / info.file, info.rows)
-            tokens = batch.column("token").to_numpy(zero_copy_only=True)
-            flags = (np.frombuffer(batch.column(c).buffers()[1], np.uint8) for c in ("start", "loss"))
-            self._open[number] = _Mapped(tokens, *flags)
+            self._open[number] = read_table(self.folder / info.file, info.rows)
         return self._open[number]
-
-
-def _bits(packed: NDArray[np.uint8], start: int, stop: int) -> BoolArray:
-    """Bits ``start`` up to ``stop`` of an Arrow bitmap."""
-    whole = np.unpackbits(packed[start // 8 : (stop + 7) // 8], bitorder="little")
-    return whole[start % 8 : start % 8 + stop - start].view(np.bool_)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -210,22 +185,19 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest:
     Sizes are always compared; a file's hash only where its time of writing is not the manifest's, or with
     ``verify``: hashing a corpus at every start would take minutes.
     """
-    manifest = _parse_manifest(folder / MANIFEST)
-    for info in manifest.files:
-        _check(folder / info.file, info, verify)
-    return manifest
-
-
-def _parse_manifest(path: Path) -> Manifest:
+    path = folder / MANIFEST
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
-        return Manifest.model_validate_json(json.dumps(fields))
+        manifest = Manifest.model_validate_json(json.dumps(fields))
     except FileNotFoundError:
         raise UsageError(f"{path}: missing; {REPAIR}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: is not a manifest or was changed; {REPAIR}") from error
+    for info in manifest.files:
+        _check(folder / info.file, info, verify)
+    return manifest
 
 
 def _check(path: Path, info: ShardInfo, verify: bool) -> None:

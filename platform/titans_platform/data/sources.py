@@ -8,10 +8,11 @@ import platform
 import sysconfig
 import textwrap
 import tokenize
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError
@@ -37,29 +38,24 @@ class Document(NamedTuple):
     """Share of what is left of ``max_tokens`` that it may take."""
 
 
-class TextSource(Protocol):
+class TextSource(ABC):
     """A stream of documents, the same at every reading of an unchanged source."""
 
-    @property
-    def label(self) -> str:
-        """Its name in tables."""
-        ...
+    label: str
+    """Its name in tables."""
+    python: str | None = None
+    """Version of the Python whose own text it is."""
 
-    @property
-    def python(self) -> str | None:
-        """Version of the Python whose own text it is."""
-        ...
-
+    @abstractmethod
     def identity(self) -> Any:
         """JSON that changes when the source changes. Raises UsageError where it cannot be found."""
-        ...
 
+    @abstractmethod
     def documents(self) -> Iterator[Document]:
         """The documents in order. Raises UsageError naming what cannot be read."""
-        ...
 
 
-class StdlibSource:
+class StdlibSource(TextSource):
     """The Python standard library's source text, by file; a file is one document."""
 
     label = "stdlib"
@@ -97,86 +93,102 @@ class StdlibSource:
                 continue
 
 
-class FilesSource:
+class RecordSource(TextSource):
+    """Records that ``datasets`` streams; ``field`` names the source in errors."""
+
+    def __init__(self, source: SourceConfig, field: str, cache: Path, label: str):
+        self.source, self.field, self.cache = source, field, cache
+        self.label = f"{source.kind}:{label}"
+
+    def texts(self, what: str, builder: str, text_field: str, **options: Any) -> Iterator[str]:
+        """The ``text_field`` of every record; ``what`` names them in errors. Raises UsageError."""
+        if "HF_HOME" not in os.environ:
+            # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
+            os.environ.setdefault("HF_HUB_CACHE", str(self.cache / "hub"))
+        import datasets
+
+        options |= {"streaming": True, "cache_dir": str(self.cache)}
+        where = f"{self.field}.text_field"
+        try:
+            with _quiet(datasets):
+                for record in datasets.load_dataset(builder, **options):
+                    if text_field not in record:
+                        known = ", ".join(record)
+                        raise UsageError(f"{where}: {what} has no field {text_field}; it has {known}")
+                    if not isinstance(text := record[text_field] or "", str):
+                        raise UsageError(f"{where}: {text_field} of {what} is not text")
+                    yield text
+        except UsageError:
+            raise
+        except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
+            reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
+            raise UsageError(f"{self.field}: {what} cannot be read: {reason}") from error
+
+
+class FilesSource(RecordSource):
     """Local .txt and .py files (a file is one document), .jsonl and .parquet (a record is one)."""
 
-    python = None
-
     def __init__(self, source: SourceConfig, field: str, cache: Path):
-        self.source, self.field, self.cache = source, field, cache
         self.path = source.path or ""
-        self.label = f"files:{Path(self.path).name}"
+        super().__init__(source, field, cache, Path(self.path).name)
 
     def files(self) -> list[Path]:
         """The files the path means, sorted. Raises UsageError where it means none."""
+        kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
         expanded = os.path.abspath(os.path.expanduser(self.path))
         if os.path.isfile(expanded):
             found = [expanded]
             if kind_of(Path(expanded)) is None:
-                raise UsageError(f"{self.field}.path: {self.path} is none of {_kinds()}")
+                raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         elif os.path.isdir(expanded):
             found = glob.glob(os.path.join(glob.escape(expanded), "**", "*"), recursive=True)
         else:
             found = glob.glob(expanded, recursive=True)
             if not found:
                 raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
-        files = sorted(Path(name) for name in found if os.path.isfile(name))
-        files = [path for path in files if kind_of(path) is not None]
+        files = sorted(Path(name) for name in found if os.path.isfile(name) and kind_of(Path(name)))
         if not files:
-            raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {_kinds()}")
+            raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
         return files
 
     def identity(self) -> Any:
         """Name, size and time of every file: an edited file is read again."""
         files = self.files()
-        stats = ((str(path), path.stat()) for path in files)
-        found: list[Any] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        found: list[Any] = [[str(file), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
         one_document = len(files) == 1 and kind_of(files[0]) in (".txt", ".py")
         # what was prepared when one document could not be split is prepared again
         return [*found, "split by position"] if one_document and self.source.validation_fraction else found
 
     def documents(self) -> Iterator[Document]:
-        """The documents of all files in order."""
         files = self.files()
         sizes = [path.stat().st_size for path in files]
         for i, path in enumerate(files):
             # within a file nothing says how far the reader is
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
-            for text in self._texts(path):
+            builder = {".jsonl": "json", ".parquet": "parquet"}.get(kind_of(path) or "", "text")
+            text_field = "text" if builder == "text" else self.source.text_field
+            whole = {"sample_by": "document"} if builder == "text" else {}
+            # the library takes the name for a pattern
+            options = {"data_files": [glob.escape(str(path))], "split": "train"} | whole
+            for text in self.texts(str(path), builder, text_field, **options):
                 # keyed by text, so that a document met twice is never on both sides
                 yield Document(text, text, done)
 
-    def _texts(self, path: Path) -> Iterator[str]:
-        loaders: dict[str | None, tuple[str, dict[str, Any]]] = {
-            ".jsonl": ("json", {}),
-            ".parquet": ("parquet", {}),
-        }
-        builder, options = loaders.get(kind_of(path), ("text", {"sample_by": "document"}))
-        # the library takes the name for a pattern
-        options |= {"data_files": [glob.escape(str(path))], "split": "train"}
-        field = "text" if builder == "text" else self.source.text_field
-        return stream_texts(self.field, str(path), builder, options, field, self.cache)
 
-
-class HubSource:
+class HubSource(RecordSource):
     """A dataset of the Hugging Face Hub, streamed once; a record is one document."""
 
-    python = None
-
     def __init__(self, source: SourceConfig, field: str, cache: Path):
-        self.source, self.field, self.cache = source, field, cache
         self.dataset = source.dataset or ""
-        self.label = f"hub:{self.dataset}" + (f"/{source.subset}" if source.subset else "")
+        super().__init__(source, field, cache, self.dataset + (f"/{source.subset}" if source.subset else ""))
 
     def identity(self) -> Any:
         """Its name is in the config already; what is prepared stays until its folder is deleted."""
         return None
 
     def documents(self) -> Iterator[Document]:
-        """The records in the order the Hub streams them."""
         options = {"name": self.source.subset, "split": self.source.split}
-        field = self.source.text_field
-        for text in stream_texts(self.field, self.dataset, self.dataset, options, field, self.cache):
+        for text in self.texts(self.dataset, self.dataset, self.source.text_field, **options):
             yield Document(text, text, None)
 
 
@@ -191,35 +203,6 @@ def kind_of(path: Path) -> str | None:
     """One of KINDS, seen through a compression suffix; None for another."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
     return suffix if suffix in KINDS else None
-
-
-def stream_texts(
-    field: str, name: str, builder: str, options: dict[str, Any], text_field: str, cache: Path
-) -> Iterator[str]:
-    """The ``text_field`` of every record that ``datasets`` streams. Raises UsageError."""
-    try:
-        for record in _stream(builder, options, cache):
-            if text_field not in record:
-                known = ", ".join(record)
-                raise UsageError(f"{field}.text_field: {name} has no field {text_field}; it has {known}")
-            if not isinstance(text := record[text_field] or "", str):
-                raise UsageError(f"{field}.text_field: {text_field} of {name} is not text")
-            yield text
-    except UsageError:
-        raise
-    except Exception as error:  # decompression, Arrow, JSON, HTTP and the library's own have no common base
-        reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
-        raise UsageError(f"{field}: {name} cannot be read: {reason}") from error
-
-
-def _stream(builder: str, options: dict[str, Any], cache: Path) -> Iterator[dict[str, Any]]:
-    if "HF_HOME" not in os.environ:
-        # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
-        os.environ.setdefault("HF_HUB_CACHE", str(cache / "hub"))
-    import datasets
-
-    with _quiet(datasets):
-        yield from datasets.load_dataset(builder, streaming=True, cache_dir=str(cache), **options)
 
 
 @contextmanager
@@ -239,7 +222,3 @@ def _quiet(datasets: Any) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()
-
-
-def _kinds() -> str:
-    return f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"

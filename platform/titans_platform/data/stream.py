@@ -6,8 +6,8 @@ B rows of a batch, T tokens a row predicts (`sequence_length`).
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ class Batch(NamedTuple):
 class SourceRows:
     """The rows of one prepared source.
 
-    Running text is cut into rows of T+1 tokens, T apart; a task item is a row, with a pad behind it that
-    nothing is asked about.
+    Running text is cut into rows of T+1 tokens, T apart; a task item is a row, followed by a pad that
+    has no loss.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, sequence_length: int, pad: int, weight: float):
@@ -57,9 +57,8 @@ class SourceRows:
         if self.manifest.item_tokens is None:
             return split.read(first, first + self.length + 1)
         tokens, starts, loss = split.read(first, first + self.length)
-        return Span(
-            np.append(tokens, tokens.dtype.type(self.pad)), np.append(starts, False), np.append(loss, False)
-        )
+        tokens = np.append(tokens, tokens.dtype.type(self.pad))
+        return Span(tokens, np.append(starts, False), np.append(loss, False))
 
 
 def collate(rows: Sequence[Span], length: int) -> Batch:
@@ -96,13 +95,11 @@ class RowStream:
         if not any(source.weight for source in sources):
             raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
         self._cycle = np.array(interleave([source.weight for source in sources]))
-        counts = np.zeros(len(sources), np.int64)
-        self._turn = np.empty(len(self._cycle), np.int64)
-        for place, source in enumerate(self._cycle):
-            self._turn[place] = counts[source]
-            counts[source] += 1
-        self._per_cycle = counts
-        self._orders: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+        taken = np.cumsum(self._cycle[:, None] == np.arange(len(sources)), axis=0)
+        self._turn = taken[np.arange(len(self._cycle)), self._cycle] - 1
+        self._per_cycle = taken[-1]
+        # the last few are kept: a batch may span two epochs
+        self._order = lru_cache(maxsize=2 * len(sources))(self._epoch_order)
 
     def batch(self, step: int) -> Batch:
         """This worker's rows of the global batch of ``step`` (from 0)."""
@@ -124,39 +121,22 @@ class RowStream:
         epoch, position = divmod(drawn, self.rows[source])
         return source, int(self._order(source, epoch)[position])
 
-    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
-        """Order of a source's rows in an epoch; the last few are kept, a batch may span two epochs."""
-        key = source, epoch
-        if key not in self._orders:
-            self._orders[key] = shuffled(self.rows[source], f"{self.seed}/{source}/{epoch}")
-            while len(self._orders) > 2 * len(self.sources):
-                self._orders.popitem(last=False)
-        self._orders.move_to_end(key)
-        return self._orders[key]
+    def _epoch_order(self, source: int, epoch: int) -> NDArray[np.int64]:
+        return shuffled(self.rows[source], f"{self.seed}/{source}/{epoch}")
 
 
-class ValidationRows:
-    """Validation rows of all sources in one fixed, mixed order: a prefix is a fair sample of the whole."""
+def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
+    """All validation rows once, ``batch_size`` at a time, in one fixed order that mixes the sources.
 
-    def __init__(self, sources: Sequence[SourceRows]):
-        self.sources = sources
-        self._ends = np.cumsum([source.count(source.validation) for source in sources])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def batches(self, batch_size: int) -> Iterator[Batch]:
-        """All rows once, ``batch_size`` at a time; the last batch may be smaller."""
-        order = shuffled(len(self), "validation").tolist()
-        for first in range(0, len(order), batch_size):
-            rows = [self._row(number) for number in order[first : first + batch_size]]
-            yield collate(rows, self.sources[0].length)
-
-    def _row(self, number: int) -> Span:
-        which = int(np.searchsorted(self._ends, number, side="right"))
-        source = self.sources[which]
-        before = int(self._ends[which - 1]) if which else 0
-        return source.row(source.validation, number - before)
+    A prefix is a fair sample of the whole; the last batch may be smaller.
+    """
+    counts = np.array([source.count(source.validation) for source in sources])
+    order, ends = shuffled(int(counts.sum()), "validation"), counts.cumsum()
+    which = np.searchsorted(ends, order, side="right")
+    rows = np.stack([which, order - (ends - counts)[which]], axis=1).tolist()
+    for first in range(0, len(rows), batch_size):
+        batch = [sources[s].row(sources[s].validation, row) for s, row in rows[first : first + batch_size]]
+        yield collate(batch, sources[0].length)
 
 
 def shuffled(n: int, key: str) -> NDArray[np.int64]:

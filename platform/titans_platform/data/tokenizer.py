@@ -49,6 +49,9 @@ class Tokenizer(ABC):
         """Ids of each text, as arrays: what a whole corpus is tokenised with."""
         return [np.asarray(self.encode(text), np.uint32) for text in texts]
 
+    def _plain(self, ids: Iterable[int]) -> list[int]:
+        return [i for i in map(int, ids) if i not in (self.bos, self.pad)]
+
     def _add_special(self, ids: int, bos: int | None, pad: int | None) -> None:
         """Set bos and pad, on new ids behind the ``ids`` known ones where the model has none of its own."""
         self.bos = ids if bos is None else bos
@@ -66,11 +69,10 @@ class ByteTokenizer(Tokenizer):
         self._add_special(256, None, None)
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of ``text``."""
         return list(text.encode("utf-8", "replace"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Ids of each text, without a Python object per byte."""
+        # without a Python object per byte
         raw = (np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts)
         return [ids.astype(np.uint32) for ids in raw]
 
@@ -85,28 +87,23 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path):
         import sentencepiece
 
-        self.path = path
-        self.fingerprint = f"spm-{_file_digest(path)}"
+        self.path, self.fingerprint = path, f"spm-{_file_digest(path)}"
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        own = [i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0]
-        bos = own[0] if own else None
-        spare = [i for i in (self._model.pad_id(), self._model.eos_id(), self._model.unk_id()) if i >= 0]
-        self._add_special(self._model.vocab_size(), bos, next((i for i in spare if i != bos), None))
+        starts = self._model.bos_id(), self._model.eos_id()
+        bos = next((i for i in starts if i >= 0), None)
+        pads = self._model.pad_id(), self._model.eos_id(), self._model.unk_id()
+        pad = next((i for i in pads if i >= 0 and i != bos), None)
+        self._add_special(self._model.vocab_size(), bos, pad)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
         return self._model.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Ids of each text; SentencePiece takes its own threads."""
+        # SentencePiece takes its own threads
         return [np.asarray(ids, np.uint32) for ids in self._model.encode(list(texts))]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids the model knows."""
-        special = {self.bos, self.pad}
-        return self._model.decode(
-            [i for i in map(int, ids) if i < self._model.vocab_size() and i not in special]
-        )
+        return self._model.decode([i for i in self._plain(ids) if i < self._model.vocab_size()])
 
 
 class JsonTokenizer(Tokenizer):
@@ -115,35 +112,26 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Model
 
-        self.path = path
-        self.fingerprint = f"json-{_file_digest(path)}"
+        self.path, self.fingerprint = path, f"json-{_file_digest(path)}"
         self._model = Model.from_file(str(path))
         self._model.no_truncation()
         self._model.no_padding()
-        bos = self._first(BOS_NAMES)
-        pads = tuple(name for name in PAD_NAMES if bos is None or self._model.token_to_id(name) != bos)
-        self._add_special(self._ids(), bos, self._first(pads))
-
-    def _ids(self) -> int:
-        """One more than the highest id: added tokens may leave gaps in the count."""
-        return max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    def _first(self, names: Sequence[str]) -> int | None:
-        return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
+        known = self._model.get_vocab(with_added_tokens=True)
+        bos = next((known[name] for name in BOS_NAMES if name in known), None)
+        pad = next((known[name] for name in PAD_NAMES if name in known and known[name] != bos), None)
+        # added tokens may leave gaps in the count
+        self._add_special(max(known.values(), default=-1) + 1, bos, pad)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Ids of each text; the library takes its own threads."""
+        # the library takes its own threads
         encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, np.uint32) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids the model knows."""
-        special = {self.bos, self.pad}
-        return self._model.decode([i for i in map(int, ids) if i not in special])
+        return self._model.decode(self._plain(ids))
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -153,10 +141,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "byte":
         return ByteTokenizer()
     path = Path(spec).expanduser()
-    kinds: dict[str, type[SentencePieceTokenizer | JsonTokenizer]] = {
-        ".model": SentencePieceTokenizer,
-        ".json": JsonTokenizer,
-    }
+    kinds = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
     if not path.is_file():
         if path.suffix in kinds or not re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
             raise UsageError(f"data.tokenizer: no file {spec}; give {FORMS}")
@@ -166,9 +151,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     try:
         return kinds[path.suffix](path)
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, TypeError, ValueError
-        raise UsageError(
-            f"data.tokenizer: {spec} cannot be read ({_first_of(error)}); give {FORMS}"
-        ) from error
+        reason = f"{spec} cannot be read ({_first_of(error)})"
+        raise UsageError(f"data.tokenizer: {reason}; give {FORMS}") from error
 
 
 def _from_hub(repository: str) -> Path:
@@ -178,10 +162,8 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(repository, "tokenizer.json"))
     except Exception as error:  # HTTP's and the library's own have no common base
-        raise UsageError(
-            f"data.tokenizer: {repository} is no file, and its tokenizer.json cannot be had from the Hub "
-            f"({_first_of(error)})"
-        ) from error
+        reason = f"is no file, and its tokenizer.json cannot be had from the Hub ({_first_of(error)})"
+        raise UsageError(f"data.tokenizer: {repository} {reason}") from error
 
 
 def _first_of(error: Exception) -> str:

@@ -6,14 +6,22 @@ package is named by its import path, `task: my_lab.tasks:MyTask`, and needs neit
 
 from __future__ import annotations
 
-from titans_platform.evals import babi, lm_harness, needle, perplexity, reasoning, recall, texts, throughput
-from titans_platform.evals.generated import GeneratedTask, build_generated
+from titans_platform.evals import lm_harness, needle, perplexity, reasoning, recall, texts, throughput
 from titans_platform.evals.items import Item, encode_item
-from titans_platform.evals.registry import TASKS, Measurement, Task, build_task, eval_version, register
+from titans_platform.evals.registry import (
+    TASKS,
+    GeneratedTask,
+    Measurement,
+    Task,
+    build_generated,
+    build_task,
+    eval_version,
+    register,
+)
 from titans_platform.evals.runner import evaluate, row_length
 from titans_platform.evals.scoring import Request, Score, Scorer
 
-TASK_MODULES = (babi, lm_harness, needle, perplexity, reasoning, recall, texts, throughput)
+TASK_MODULES = (lm_harness, needle, perplexity, reasoning, recall, texts, throughput)
 
 __all__ = [
     "TASKS",

@@ -19,16 +19,12 @@ MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.
 # draws for standard errors that have no closed form; the harness's 100 000 take longer than the evaluation
 BOOTSTRAPS = 1000
 CHANCES = {
-    "piqa": 1 / 2,
-    "hellaswag": 1 / 4,
-    "winogrande": 1 / 2,
-    "arc_easy": 1 / 4,
-    "arc_challenge": 1 / 4,
+    **dict.fromkeys(("piqa", "winogrande"), 1 / 2),
+    **dict.fromkeys(("hellaswag", "arc_easy", "arc_challenge"), 1 / 4),
+    **dict.fromkeys(("lambada_openai", "lambada_standard"), 0.0),
     "social_iqa": 1 / 3,
     # the share of yes in its validation set
     "boolq": 0.6217,
-    "lambada_openai": 0.0,
-    "lambada_standard": 0.0,
 }
 
 
@@ -54,19 +50,17 @@ class HarnessModel:
     """
 
     def __init__(self, scorer: Scorer, max_length: int) -> None:
-        self.scorer = scorer
-        self.max_length = max_length
+        super().__init__()
+        self.scorer, self.max_length = scorer, max_length
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, greedy decoding gives it) of each `(context, continuation)`."""
-        del disable_tqdm
         tokenizer = self.scorer.tokenizer
         pairs = [encode_pair(request.args[0], request.args[1], tokenizer) for request in requests]
         return [(score.logprob, score.greedy) for score in self.scorer.score(pairs, self.max_length)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood in nats of each whole `(text,)`, in windows that do not overlap."""
-        del disable_tqdm
         totals = []
         for request in requests:
             tokens = self.scorer.tokenizer.encode(request.args[0])
@@ -79,14 +73,12 @@ class HarnessModel:
         if not tokens:
             return []
         width = self.max_length - 1
-        windows = [Request([], tokens[:width])]
-        for start in range(width, len(tokens), width - 1):
-            windows.append(Request(tokens[start - 1 : start], tokens[start : start + width - 1]))
-        return windows
+        later = range(width, len(tokens), width - 1)
+        windows = [Request(tokens[start - 1 : start], tokens[start : start + width - 1]) for start in later]
+        return [Request([], tokens[:width]), *windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy continuation of each `(context, {until, max_gen_toks})`, up to the first stop string."""
-        del disable_tqdm
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
@@ -120,12 +112,7 @@ def harness_model(scorer: Scorer, max_length: int) -> Any:
     except ImportError:
         raise UsageError(MISSING) from None
 
-    class TitansLM(HarnessModel, LM):
-        def __init__(self) -> None:
-            LM.__init__(self)
-            HarnessModel.__init__(self, scorer, max_length)
-
-    return TitansLM()
+    return type("TitansLM", (HarnessModel, LM), {})(scorer, max_length)
 
 
 @register
@@ -160,7 +147,7 @@ class LmEval(Task):
         import lm_eval  # pyright: ignore[reportMissingImports]
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-        chance = self.chance
+        chance, metric = self.chance, self.options.metric
         manager = TaskManager(include_path=self.options.include_path)
         for name in self.options.names:
             if name not in manager.all_tasks:
@@ -177,23 +164,15 @@ class LmEval(Task):
         )
         if found is None:
             raise UsageError("task: lm_eval gave no results; it answers on rank 0 only")
-        results = [found["results"][name] for name in self.options.names]
-        values = [self._value(result, name) for result, name in zip(results, self.options.names, strict=True)]
-        errors = [_metric(result, f"{self.options.metric}_stderr") or 0.0 for result in results]
+        values, errors = [], []
+        for name in self.options.names:
+            # the harness names a result `metric,filter`; N/A, where it has no standard error, counts as none
+            result = {key.partition(",")[0]: value for key, value in reversed(found["results"][name].items())}
+            numbers = {key: float(value) for key, value in result.items() if isinstance(value, int | float)}
+            if metric not in numbers:
+                have = ", ".join(sorted(numbers))
+                raise UsageError(f"options.metric: {name} has no {metric}; it has {have}")
+            values.append(numbers[metric])
+            errors.append(numbers.get(f"{metric}_stderr", 0.0))
         documents = sum(count["effective"] for count in found["n-samples"].values())
         return Measurement(fmean(values), math.hypot(*errors) / len(errors), chance, documents)
-
-    def _value(self, result: dict[str, Any], name: str) -> float:
-        value = _metric(result, self.options.metric)
-        if value is None:
-            have = sorted({key.partition(",")[0] for key in result if isinstance(result[key], float)})
-            raise UsageError(f"options.metric: {name} has no {self.options.metric}; it has {', '.join(have)}")
-        return value
-
-
-def _metric(result: dict[str, Any], metric: str) -> float | None:
-    """The harness names a result `metric,filter`; N/A, where it has no standard error, counts as none."""
-    for key, value in result.items():
-        if key.partition(",")[0] == metric and isinstance(value, (int, float)):
-            return float(value)
-    return None

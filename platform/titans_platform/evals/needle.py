@@ -13,6 +13,7 @@ import random
 import re
 import string
 import uuid
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -20,11 +21,19 @@ from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.files import read_jsonl, read_text
-from titans_platform.evals.generated import GeneratedTask
-from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import register
-from titans_platform.evals.words import murmur, prose, random_key
+from titans_platform.evals.items import (
+    ADJECTIVES,
+    NOUNS,
+    Item,
+    Tokenizer,
+    fill,
+    item_of,
+    murmur,
+    prose,
+    scatter,
+)
+from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.texts import read_jsonl, read_text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 COMPACT_NOISE = "grass is green sky is blue sun is yellow "
@@ -32,10 +41,10 @@ INTRODUCTION = (
     "{some} special magic {thing} hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the {noun} afterwards.\n"
 )
-NEEDLE = "One of the special magic {things} for {key} is: {value}."
+NEEDLE = "One of the special magic NOUNs for {key} is: {value}."
 QUESTION = (
-    "\nWhat is the special magic {thing} for {key} mentioned in the provided text? "
-    "The special magic {thing} for {key} mentioned in the provided text is"
+    "\nWhat is the special magic NOUN for {key} mentioned in the provided text? "
+    "The special magic NOUN for {key} mentioned in the provided text is"
 )
 UUID_VALUES = 2**122
 """A version-4 uuid has 122 random bits."""
@@ -74,98 +83,79 @@ class Needle(GeneratedTask):
     @property
     def chance(self) -> float:
         """One over the number of possible values."""
+        uuids = self.options.kind == "uuid"
         if self.options.style == "compact":
-            return self._base**-self.options.digits
-        return 1 / UUID_VALUES if self.options.kind == "uuid" else 1 / 9_000_000
-
-    @property
-    def _base(self) -> float:
-        return 16.0 if self.options.kind == "uuid" else 10.0
+            return (16.0 if uuids else 10.0) ** -self.options.digits
+        return 1 / UUID_VALUES if uuids else 1 / 9_000_000
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """Needles at independent uniform depths, queries of different keys in random order at the end."""
-        compact = self.options.style == "compact"
-        bindings = self._compact_bindings(rng) if compact else self._ruler_bindings(rng)
-        queried = rng.sample(list(bindings), self.options.queries)
-        depths = sorted(rng.random() for _ in bindings)
+        values = self._values(rng)
+        queried = rng.sample(list(values), self.options.queries)
+        depths = sorted(rng.random() for _ in values)
         seed = rng.getrandbits(64)
-        build = self._build_compact if compact else self._build_ruler
+        opening, needle, question, answer = self._templates()
+        needles = [[(needle.format(key=key, value=value), False)] for key, value in values.items()]
 
-        def with_filler(characters: int) -> Item:
-            return build(bindings, queried, depths, characters, random.Random(seed))
+        def build(characters: int) -> Item:
+            haystack, borders = self._haystack(characters, random.Random(seed))
+            spots = [borders[int(depth * len(borders))] for depth in depths]
+            pieces = [(opening, False), *scatter(haystack, needles, spots)]
+            for key in queried:
+                pieces += [(question.format(key=key), False), (answer.format(value=values[key]), True)]
+            return item_of(pieces)
 
-        return fill(with_filler, length, tokenizer)
+        return fill(build, length, tokenizer)
 
-    def _compact_bindings(self, rng: random.Random) -> dict[str, str]:
-        keys = rng.sample(string.ascii_uppercase, self.options.needles)
-        alphabet = "0123456789abcdef"[: int(self._base)]
-        return {key: "".join(rng.choices(alphabet, k=self.options.digits)) for key in keys}
-
-    def _ruler_bindings(self, rng: random.Random) -> dict[str, str]:
-        bindings: dict[str, str] = {}
-        while len(bindings) < self.options.needles:
-            if self.options.kind == "uuid":
+    def _values(self, rng: random.Random) -> dict[str, str]:
+        """The value of each key."""
+        kind, needles = self.options.kind, self.options.needles
+        if self.options.style == "compact":
+            alphabet = "0123456789abcdef" if kind == "uuid" else string.digits
+            keys = rng.sample(string.ascii_uppercase, needles)
+            return {key: "".join(rng.choices(alphabet, k=self.options.digits)) for key in keys}
+        values: dict[str, str] = {}
+        while len(values) < needles:
+            if kind == "uuid":
                 value = str(uuid.UUID(int=rng.getrandbits(128), version=4))
             else:
                 value = str(rng.randint(1_000_000, 9_999_999))
-            bindings.setdefault(random_key(rng), value)
-        return bindings
+            # an adjective and a noun, as RULER's keys are
+            values.setdefault(f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}", value)
+        return values
 
-    def _build_compact(
-        self,
-        bindings: dict[str, str],
-        queried: list[str],
-        depths: list[float],
-        characters: int,
-        rng: random.Random,
-    ) -> Item:
-        if self.options.kind == "passkey":
-            filler = _cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters)
-        else:
-            filler = murmur(rng, characters)
-        needles = [[(f"{key}:{value};", False)] for key, value in bindings.items()]
-        pieces = scatter(filler, needles, [int(depth * (characters + 1)) for depth in depths])
-        for key in queried:
-            pieces += [(f"?{key}:", False), (bindings[key], True)]
-        return item_of(pieces)
-
-    def _build_ruler(
-        self,
-        bindings: dict[str, str],
-        queried: list[str],
-        depths: list[float],
-        characters: int,
-        rng: random.Random,
-    ) -> Item:
+    def _templates(self) -> tuple[str, str, str, str]:
+        """How a row opens; and a needle, a question, an answer, to be filled with a key and a value."""
+        if self.options.style == "compact":
+            return "", "{key}:{value};", "?{key}:", "{value}"
         noun = "uuid" if self.options.kind == "uuid" else "number"
-        haystack, gap = self._haystack(characters, rng)
-        borders = [0, *(match.end() for match in re.finditer(gap, haystack))]
-        needles = [NEEDLE.format(things=f"{noun}s", key=key, value=value) for key, value in bindings.items()]
-        spots = [borders[int(depth * len(borders))] for depth in depths]
-        pieces = [(_introduction(noun, len(needles)), False)]
-        pieces += scatter(haystack, [[(needle + gap[-1], False)] for needle in needles], spots)
-        for key in queried:
-            pieces += [(QUESTION.format(thing=noun, key=key), False), (f" {bindings[key]}", True)]
-        return item_of(pieces)
+        if self.options.needles == 1:
+            opening = INTRODUCTION.format(some="A", thing=f"{noun} is", noun=noun)
+        else:
+            opening = INTRODUCTION.format(some="Some", thing=f"{noun}s are", noun=f"{noun}s")
+        end = "\n" if self.options.kind == "passkey" else " "
+        return opening, NEEDLE.replace("NOUN", noun) + end, QUESTION.replace("NOUN", noun), " {value}"
 
-    def _haystack(self, characters: int, rng: random.Random) -> tuple[str, str]:
-        """Exactly `characters` characters, and the pattern after which a needle may stand."""
-        if self.options.kind == "passkey":
+    def _haystack(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
+        """Exactly `characters` characters, and the places at which a needle may stand."""
+        passkey = self.options.kind == "passkey"
+        if self.options.style == "compact":
+            if passkey:
+                haystack = _cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters)
+            else:
+                haystack = murmur(rng, characters)
+            return haystack, range(characters + 1)
+        if passkey:
             # ends with a whole line, so the cut falls at the beginning
-            return _cycle(NOISE, -characters % len(NOISE), characters), "\n"
-        if self.options.path is None:
+            haystack = _cycle(NOISE, -characters % len(NOISE), characters)
+        elif self.options.path is None:
             # the space after the last sentence belongs to the haystack: needles may stand there
-            return (prose(rng, characters - 1) + " " if characters else ""), r"[.!?] "
-        text = _prose_of(self.options.path)
-        start = rng.randrange(len(text))
-        return _cycle(text, start, characters), r"[.!?] "
-
-
-def _introduction(noun: str, needles: int) -> str:
-    """RULER's opening; its wording for one needle is the singular."""
-    if needles == 1:
-        return INTRODUCTION.format(some="A", thing=f"{noun} is", noun=noun)
-    return INTRODUCTION.format(some="Some", thing=f"{noun}s are", noun=f"{noun}s")
+            haystack = prose(rng, characters - 1) + " " if characters else ""
+        else:
+            text = _prose_of(self.options.path)
+            haystack = _cycle(text, rng.randrange(len(text)), characters)
+        ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
+        return haystack, [0, *(match.end() for match in ends)]
 
 
 def _cycle(text: str, start: int, characters: int) -> str:

@@ -11,18 +11,16 @@ bytes of context: people are A-M, places a-m, things n-z;
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.generated import GeneratedTask
-from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import register
-from titans_platform.evals.words import murmur, prose
-from titans_platform.evals.world import Fact, Names, World
+from titans_platform.evals.items import Item, Tokenizer, fill, item_of, murmur, prose, scatter
+from titans_platform.evals.registry import GeneratedTask, register
 
 Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
 
@@ -37,6 +35,15 @@ VERBS = {
     "get": ("got", "picked up", "took", "grabbed"),
     "drop": ("dropped", "put down", "left", "discarded"),
 }
+MARKS = {"move": "", "get": "+", "drop": "-"}
+QUESTIONS = {
+    "one_fact": ("?{subject}", "Where is {subject}?"),
+    "two_facts": ("?{subject}", "Where is the {subject}?"),
+    "three_facts": ("?{subject}<{place}", "Where was the {subject} before the {place}?"),
+    "yes_no": ("?{subject}@{place}", "Is {subject} in the {place}?"),
+    "counting": ("?{subject}#", "How many things is {subject} carrying?"),
+}
+"""Of each kind, in compact style and in prose."""
 NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
 ATTEMPTS = 2000
 Count = Annotated[int, Field(ge=2, le=13)]
@@ -58,19 +65,72 @@ class ReasoningOptions(Frozen):
     """counting: answers are 0 to this, equally often."""
 
 
+class Fact(NamedTuple):
+    """One thing that happened: `person` moved to place `target`, or got or dropped thing `target`."""
+
+    action: Literal["move", "get", "drop"]
+    person: str
+    target: str
+
+
+class World:
+    """People who walk between places, pick things up and put them down; stories are its history.
+
+    It is what is known after the facts so far: a person or thing no fact has named is nowhere.
+    """
+
+    def __init__(self, people: Sequence[str], places: Sequence[str], things: Sequence[str]) -> None:
+        self.people, self.places, self.things = people, places, things
+        # where each person is
+        self.place_of: dict[str, str] = {}
+        # who carries each thing seen so far; None: it lies where it was put down
+        self.holder_of: dict[str, str | None] = {}
+        # places each thing has been at, in order, without immediate repeats
+        self.visits: dict[str, list[str]] = {}
+        # where someone went last
+        self.latest_place = ""
+
+    def apply(self, fact: Fact) -> None:
+        """Update the state by `fact`."""
+        if fact.action == "move":
+            self.place_of[fact.person] = self.latest_place = fact.target
+            for thing in self.carried(fact.person):
+                self.visits[thing].append(fact.target)
+        elif fact.action == "get":
+            self.holder_of[fact.target] = fact.person
+            self.visits.setdefault(fact.target, [self.place_of[fact.person]])
+        else:
+            self.holder_of[fact.target] = None
+
+    def carried(self, person: str) -> list[str]:
+        """Things `person` carries."""
+        return [thing for thing, holder in self.holder_of.items() if holder == person]
+
+    def reachable(self, person: str) -> list[str]:
+        """Things `person` could pick up here: those lying here, and those nobody has seen yet."""
+        here = self.place_of[person]
+        lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
+        return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
+
+    def next_fact(self, rng: random.Random, *, things: bool) -> Fact:
+        """Something that may happen now; `things`: picking up and putting down too."""
+        person = rng.choice(self.people)
+        here = self.place_of.get(person)
+        if things and here is not None:
+            roll = rng.random()
+            if roll < 0.35 and (near := self.reachable(person)):
+                return Fact("get", person, rng.choice(near))
+            if roll > 0.85 and (held := self.carried(person)):
+                return Fact("drop", person, rng.choice(held))
+        return Fact("move", person, rng.choice([place for place in self.places if place != here]))
+
+
 class Question(NamedTuple):
     """Whom or what is asked about, the second name the question holds if any, and the answer."""
 
     subject: str
     place: str
     answer: str
-
-
-class Ask(NamedTuple):
-    """A question to be put after `time` facts; `target` is the answer it must have, None: whatever it is."""
-
-    target: str | None
-    time: int
 
 
 @register
@@ -86,12 +146,11 @@ class Reasoning(GeneratedTask):
 
     def __init__(self, options: ReasoningOptions | None = None) -> None:
         super().__init__(options)
-        compact = self.options.style == "compact"
-        self.names = Names(
-            (tuple("ABCDEFGHIJKLM") if compact else PEOPLE)[: self.options.people],
-            (tuple("abcdefghijklm") if compact else PLACES)[: self.options.places],
-            (tuple("nopqrstuvwxyz") if compact else THINGS)[: self.options.things],
-        )
+        self._compact = self.options.style == "compact"
+        letters = "ABCDEFGHIJKLM", "abcdefghijklm", "nopqrstuvwxyz"
+        names = letters if self._compact else (PEOPLE, PLACES, THINGS)
+        sizes = self.options.people, self.options.places, self.options.things
+        self._names = [tuple(known[:size]) for known, size in zip(names, sizes, strict=True)]
         if self.options.kind == "counting" and self.options.max_count > self.options.things:
             raise UsageError(
                 f"options.max_count: {self.options.max_count} exceeds things: {self.options.things}"
@@ -113,8 +172,8 @@ class Reasoning(GeneratedTask):
         """A story with its questions; filler (compact: small letters) takes what is left of the row."""
         targets = [self._draw_target(rng) for _ in range(self.options.questions)]
         for _ in range(ATTEMPTS):
-            facts = self._story(rng, length, tokenizer)
-            asks = self._place_asks(rng, facts, targets)
+            story = self._story(rng, length, tokenizer)
+            asks = self._place_asks(rng, story, targets)
             if asks is not None:
                 break
         else:
@@ -122,16 +181,21 @@ class Reasoning(GeneratedTask):
                 f"options.facts: no story that {length} tokens hold answers {self.options.kind};"
                 " use longer rows, more facts, or fewer people"
             )
-        sentences = list(self._tell(rng, facts, asks))
-        depths = sorted(rng.random() for _ in sentences[:-1])
+        *sentences, last = self._tell(rng, story, asks)
+        depths = sorted(rng.random() for _ in sentences)
         seed = rng.getrandbits(64)
 
         def build(characters: int) -> Item:
-            return self._lay_out(sentences, depths, characters, random.Random(seed))
+            filler, borders = self._filler(characters, random.Random(seed))
+            if self.options.facts is None:
+                borders = [characters]
+            offsets = [borders[int(depth * len(borders))] for depth in depths]
+            return item_of([*scatter(filler, sentences, offsets), *last])
 
         return fill(build, length, tokenizer)
 
     def _draw_target(self, rng: random.Random) -> str | None:
+        """The answer a question must have; None: whatever it is."""
         if self.options.kind == "yes_no":
             return rng.choice("YN")
         if self.options.kind == "counting":
@@ -141,7 +205,7 @@ class Reasoning(GeneratedTask):
     def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> list[tuple[Fact, str]]:
         """Facts with their sentences: `options.facts`, or as many as leave space for the questions."""
         things = self.options.kind in ("two_facts", "three_facts", "counting")
-        world = World(self.names)
+        world = World(*self._names)
         space = length - 1 - self.options.questions * self._question_cost(tokenizer)
         story: list[tuple[Fact, str]] = []
         while self.options.facts is None or len(story) < self.options.facts:
@@ -156,33 +220,36 @@ class Reasoning(GeneratedTask):
 
     def _question_cost(self, tokenizer: Tokenizer) -> int:
         """Most tokens a question and its answer take."""
-        longest = [max(names, key=len) for names in (self.names.people, self.names.places, self.names.things)]
-        subject = longest[2] if self.options.kind in ("two_facts", "three_facts") else longest[0]
-        answer = longest[1] if "fact" in self.options.kind else "Y" if self.options.kind == "yes_no" else "1"
-        pieces = self._question(Question(subject, longest[1], answer))
+        kind = self.options.kind
+        person, place, thing = (max(names, key=len) for names in self._names)
+        subject = thing if kind in ("two_facts", "three_facts") else person
+        answer = {"yes_no": "Y", "counting": "1"}.get(kind, place)
         # three: how much longer than `one` or `yes` a number can be, in characters
-        slack = 3 if self.options.style == "prose" and "fact" not in self.options.kind else 0
+        slack = 3 if not self._compact and kind in ("yes_no", "counting") else 0
+        pieces = self._question(Question(subject, place, answer))
         return slack + sum(len(tokenizer.encode(text)) for text, _ in pieces)
 
     def _place_asks(
-        self, rng: random.Random, facts: list[tuple[Fact, str]], targets: list[str | None]
-    ) -> list[Ask] | None:
-        """A time for each question at which it can have its answer; None where one cannot."""
+        self, rng: random.Random, story: list[tuple[Fact, str]], targets: list[str | None]
+    ) -> list[tuple[int, str | None]] | None:
+        """After how many facts each question is put, where it can have its target; None where one cannot."""
         times: dict[str | None, list[int]] = {target: [] for target in targets}
-        world = World(self.names)
-        for time, (fact, _) in enumerate(facts, start=1):
+        world = World(*self._names)
+        for time, (fact, _) in enumerate(story, start=1):
             world.apply(fact)
             for target, feasible in times.items():
                 if self._candidates(world, target):
                     feasible.append(time)
         asks = []
         for index, target in enumerate(targets):
-            last = index == len(targets) - 1
-            feasible = [time for time in times[target][-1:] if time == len(facts)] if last else times[target]
+            feasible = times[target]
+            if index == len(targets) - 1:
+                # it ends the row
+                feasible = [time for time in feasible if time == len(story)]
             if not feasible:
                 return None
-            asks.append(Ask(target, rng.choice(feasible)))
-        return sorted(asks[:-1], key=lambda ask: ask.time) + asks[-1:]
+            asks.append((rng.choice(feasible), target))
+        return sorted(asks, key=lambda ask: ask[0])
 
     def _candidates(self, world: World, target: str | None) -> list[Question]:
         """What can be asked now with `target` as the answer."""
@@ -210,20 +277,30 @@ class Reasoning(GeneratedTask):
         yes names the one's own place, no the other's: person and place alone then say nothing about
         the answer, each pair of them being asked about as often with either.
         """
-        apart = [
-            (person, here if yes else there)
-            for person, here in world.place_of.items()
-            for there in world.place_of.values()
-            if here != there
-        ]
-        # everyone is in one place: any other will do
-        alone = [
-            (person, place)
-            for person, here in world.place_of.items()
-            for place in self.names.places
-            if (place == here) == yes
-        ]
-        return [Question(person, place, "Y" if yes else "N") for person, place in apart or alone]
+        places = world.place_of.items()
+        others = [(person, here, there) for person, here in places for there in world.place_of.values()]
+        apart = [(person, here if yes else there) for person, here, there in others if here != there]
+        if not apart:
+            # everyone is in one place: any other will do
+            apart = [(person, p) for person, here in places for p in world.places if (p == here) == yes]
+        return [Question(person, place, "Y" if yes else "N") for person, place in apart]
+
+    def _tell(
+        self, rng: random.Random, story: list[tuple[Fact, str]], asks: list[tuple[int, str | None]]
+    ) -> Iterator[list[tuple[str, bool]]]:
+        """The story's sentences and questions in order, each as pieces."""
+        world = World(*self._names)
+        before = ""
+        for time, (fact, sentence) in enumerate(story, start=1):
+            world.apply(fact)
+            yield [(sentence, False)]
+            while asks and asks[0][0] == time:
+                (_, target), *asks = asks
+                question = self._pose(rng, world, target, before)
+                before = question.subject
+                pieces = self._question(question)
+                # nothing follows the last answer
+                yield pieces if asks else pieces[:-1]
 
     def _pose(self, rng: random.Random, world: World, target: str | None, before: str) -> Question:
         """A question that holds in `world`, on another subject than `before` where there is one.
@@ -238,65 +315,26 @@ class Reasoning(GeneratedTask):
             questions = fitting or questions
         return rng.choice(questions)
 
-    def _tell(
-        self, rng: random.Random, facts: list[tuple[Fact, str]], asks: list[Ask]
-    ) -> Iterator[list[tuple[str, bool]]]:
-        """The story's sentences and questions in order, each as pieces."""
-        world = World(self.names)
-        pending = list(asks)
-        before = ""
-        for time, (fact, sentence) in enumerate(facts, start=1):
-            world.apply(fact)
-            yield [(sentence, False)]
-            while pending and pending[0].time == time:
-                question = self._pose(rng, world, pending.pop(0).target, before)
-                before = question.subject
-                pieces = self._question(question)
-                # nothing follows the last answer
-                yield pieces if pending else pieces[:-1]
-
-    def _lay_out(
-        self,
-        sentences: list[list[tuple[str, bool]]],
-        depths: list[float],
-        characters: int,
-        rng: random.Random,
-    ) -> Item:
-        """Sentences spread over the filler, the last one (a question) at the end."""
-        if self.options.style == "compact":
-            filler = murmur(rng, characters)
-            offsets = [int(depth * (characters + 1)) for depth in depths]
-        else:
-            filler = prose(rng, characters - 1) + "\n" if characters else ""
-            borders = [0, *(i + 2 for i in range(characters - 2) if filler.startswith(". ", i)), characters]
-            offsets = [borders[int(depth * len(borders))] for depth in depths]
-        if self.options.facts is None:
-            offsets = [characters] * len(depths)
-        return item_of([*scatter(filler, sentences[:-1], offsets), *sentences[-1]])
+    def _filler(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
+        """Exactly `characters` characters, and the places at which a sentence may stand."""
+        if self._compact:
+            return murmur(rng, characters), range(characters + 1)
+        filler = prose(rng, characters - 1) + "\n" if characters else ""
+        return filler, [0, *(match.end() for match in re.finditer(r"\. ", filler)), characters]
 
     def _sentence(self, fact: Fact, rng: random.Random) -> str:
-        if self.options.style == "compact":
-            mark = {"move": "", "get": "+", "drop": "-"}[fact.action]
-            return f"{fact.person}{mark}{fact.target}."
+        if self._compact:
+            return f"{fact.person}{MARKS[fact.action]}{fact.target}."
         return f"{fact.person} {rng.choice(VERBS[fact.action])} the {fact.target}.\n"
 
     def _question(self, question: Question) -> list[tuple[str, bool]]:
         """Prompt, answer, and what separates it from what follows."""
         subject, place, answer = question
-        if self.options.style == "compact":
-            mark = {"three_facts": f"<{place}", "yes_no": f"@{place}", "counting": "#"}.get(
-                self.options.kind, ""
-            )
-            return [(f"?{subject}{mark}", False), (answer, True), (".", False)]
-        prompt = {
-            "one_fact": f"Where is {subject}?",
-            "two_facts": f"Where is the {subject}?",
-            "three_facts": f"Where was the {subject} before the {place}?",
-            "yes_no": f"Is {subject} in the {place}?",
-            "counting": f"How many things is {subject} carrying?",
-        }[self.options.kind]
-        if self.options.kind == "yes_no":
-            answer = {"Y": "yes", "N": "no"}[answer]
-        elif self.options.kind == "counting":
+        compact, plain = QUESTIONS[self.options.kind]
+        prompt = (compact if self._compact else plain).format(subject=subject, place=place)
+        if self._compact:
+            return [(prompt, False), (answer, True), (".", False)]
+        if self.options.kind == "counting":
             answer = NUMBERS[int(answer)]
+        answer = {"Y": "yes", "N": "no"}.get(answer, answer)
         return [(prompt, False), (f" {answer}", True), ("\n", False)]

@@ -16,9 +16,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
-from titans_platform.evals.generated import GeneratedTask
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import register
+from titans_platform.evals.registry import GeneratedTask, register
 
 KEYS = string.ascii_uppercase
 VALUES = string.digits + string.ascii_lowercase

@@ -1,18 +1,25 @@
-"""The registry of tasks: what a task is, and how one is built from its config."""
+"""The registry of tasks: what a task is, what one that generates items is, how a config builds one."""
 
 from __future__ import annotations
 
-import json
+import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean, pvariance
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
+import torch
 
 from titans_core.config import Frozen
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError, find_named, nearest
-from titans_platform.evals.scoring import Scorer
+from titans_platform.evals.items import Item, Tokenizer, answer_spans, encode_item
+from titans_platform.evals.scoring import Scorer, measure_shared
+from titans_platform.loading import validate
+
+# how many items in a row may have been seen before, until a task counts as used up
+PATIENCE = 1000
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,70 @@ class Task(ABC):
         """Value at `context.length` tokens."""
 
 
+class GeneratedTask(Task):
+    """A task that generates items, for training rows too; all it needs beside `chance` is `item`."""
+
+    @abstractmethod
+    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+        """A new item of `length` tokens, document start included (`encode_item` pads what is missing).
+
+        Raises:
+            UsageError: no item of this task fits in `length` tokens.
+        """
+
+    def measure(self, context: Context) -> Measurement:
+        """Accuracy: an answer is right when greedy decoding gives all of its tokens.
+
+        The standard error takes the item, not the answer, as what is drawn independently; with one answer
+        an item it is sqrt(p (1 - p) / n).
+        """
+        items = self._fresh_items(context)
+        rows = context.scorer.rows(context.length)
+        batches = (items[start : start + rows] for start in range(0, len(items), rows))
+        measured = measure_shared(batches, partial(_right_shares, context))
+        shares = [share for batch in measured for share in batch]
+        stderr = (pvariance(shares) / len(shares)) ** 0.5
+        return Measurement(fmean(shares), stderr, self.chance, len(items))
+
+    def _fresh_items(self, context: Context) -> list[Item]:
+        """Up to `config.items` different items, none of which occurs in the training rows.
+
+        Raises:
+            UsageError: not one unseen item was found.
+        """
+        config, length = context.config, context.length
+        options = self.options.model_dump(mode="json")
+        identity = digest({"seed": config.seed, "task": self.name, "options": options, "length": length})
+        rng = random.Random(identity)
+        items: dict[str, Item] = {}
+        misses = 0
+        while len(items) < config.items and misses < PATIENCE:
+            item = self.item(rng, length, context.scorer.tokenizer)
+            known = item.hash in items or item.hash in context.prepared.item_hashes
+            misses = misses + 1 if known else 0
+            if not known:
+                items[item.hash] = item
+        if not items:
+            raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
+        return list(items.values())
+
+
+def _right_shares(context: Context, items: list[Item]) -> list[float]:
+    """Per item, the share of its answers that are right.
+
+    Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
+    decoding from the question gives the whole answer: one forward pass does for generation.
+    """
+    encoded = [encode_item(item, context.scorer.tokenizer, context.length) for item in items]
+    tokens = torch.tensor([row for row, _ in encoded])
+    greedy = context.scorer.logits(tokens[:, :-1]).argmax(-1).cpu()
+    right = (greedy == tokens[:, 1:]).tolist()
+    return [
+        fmean(all(row[start - 1 : end - 1]) for start, end in answer_spans(is_answer))
+        for (_, is_answer), row in zip(encoded, right, strict=True)
+    ]
+
+
 PROTOCOL = 1
 """Version of what all tasks share: filling, encoding, scoring, drawing items. Raise it as a task's own."""
 
@@ -92,11 +163,7 @@ def register(task: T) -> T:
 
 
 def find_task(name: str) -> type[Task]:
-    """The task class of a name in the registry, or of an import path `package.module:Class`.
-
-    Raises:
-        UsageError: no such task, or what the path names is none.
-    """
+    """The task class of a registered name or an import path ``module:Class``. Raises UsageError."""
     return find_named("task", name, TASKS, Task)
 
 
@@ -111,14 +178,20 @@ def build_task(config: TaskConfig) -> Task:
     for key in config.options:
         if key not in valid:
             raise UsageError(f"options: task {config.task} has no option {key!r}; {nearest(key, valid)}")
-    try:
-        # through JSON, so that lists become tuples under strict validation
-        return task(task.Options.model_validate_json(json.dumps(config.options)))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["options", *map(str, first["loc"])])
-        message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{where}: {message} (task {config.task})") from None
+    return task(validate(task.Options, config.options, "options"))
+
+
+def build_generated(config: TaskConfig) -> GeneratedTask:
+    """`build_task` for tasks that generate items, which is what training rows come from.
+
+    Raises:
+        UsageError: as `build_task`, or the task only measures.
+    """
+    task = build_task(config)
+    if not isinstance(task, GeneratedTask):
+        able = sorted(name for name, kind in TASKS.items() if issubclass(kind, GeneratedTask))
+        raise UsageError(f"task: {config.task} makes no items to train on; use one of {', '.join(able)}")
+    return task
 
 
 def eval_version(config: EvalConfig) -> str:

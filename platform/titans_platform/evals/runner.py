@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -14,9 +15,8 @@ from torch import nn
 
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.errors import UsageError
-from titans_platform.evals.ranks import is_sharded, reshard
 from titans_platform.evals.registry import Context, Measurement, Task, build_task
-from titans_platform.evals.scoring import Scorer
+from titans_platform.evals.scoring import Scorer, sharded_modules
 
 
 def evaluate(
@@ -59,13 +59,15 @@ def evaluate(
         for column, labelled in tasks.items():
             values, chances = [], []
             for label, task, multiples in labelled:
-                found = []
+                found: list[Measurement] = []
                 for multiple in multiples:
                     length = row_length(multiple, sequence_length)
+                    found.append(task.measure(Context(scorer, prepared, config, length)))
                     key = f"{column}/{label}@{length}"
-                    measured = task.measure(Context(scorer, prepared, config, length))
-                    found.append(measured)
-                    _record(result, key, measured)
+                    fields = asdict(found[-1]) | {"chance": _known(found[-1].chance)}
+                    if buckets := fields.pop("buckets"):
+                        result["buckets"][key] = buckets
+                    result["tasks"][key] = fields
                 values.append(fmean(m.value for m in found))
                 chances.append(fmean(m.chance for m in found))
             result["columns"][column] = fmean(values)
@@ -82,25 +84,14 @@ def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, tuple[fl
     """The tasks of a column, each with a label no other task of the column has, and its lengths."""
     if not configs:
         raise UsageError("columns: a column needs at least one task")
-    tasks = [build_task(config) for config in configs]
     seen: Counter[str] = Counter()
     labelled = []
-    for task, config in zip(tasks, configs, strict=True):
+    for config in configs:
+        task = build_task(config)
         seen[task.label] += 1
         label = task.label if seen[task.label] == 1 else f"{task.label}-{seen[task.label]}"
         labelled.append((label, task, config.lengths))
     return labelled
-
-
-def _record(result: dict[str, Any], key: str, measured: Measurement) -> None:
-    result["tasks"][key] = {
-        "value": measured.value,
-        "stderr": measured.stderr,
-        "chance": _known(measured.chance),
-        "items": measured.items,
-    }
-    if measured.buckets:
-        result["buckets"][key] = measured.buckets
 
 
 def _known(chance: float) -> float | None:
@@ -115,9 +106,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         # parameters gathered in inference mode could not be trained with afterwards
-        with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        with torch.no_grad() if sharded_modules(model) else torch.inference_mode():
             yield
     finally:
-        reshard(model)
+        # free what the last forward pass gathered, as a backward pass would
+        for module in sharded_modules(model):
+            module.reshard()
         for module, mode in modes.items():
             module.training = mode

@@ -1,19 +1,89 @@
-"""Forward passes for evaluation: logits of whole rows, and log-likelihoods of continuations.
+"""Forward passes for evaluation, shared by the workers of a process group: each measures its share of the
+batches, and all get every result.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
-from titans_platform.evals.ranks import measure_shared
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+
+
+def measure_shared(batches: Iterable[Batch], measure: Callable[[Batch], Result]) -> list[Result]:
+    """``measure`` of every batch, in order and on every worker; worker r measures r, r + W, r + 2W, ...
+
+    A batch is measured as it is given, by one worker, so the results do not depend on W. All workers make
+    the same number of passes, since those of a sharded model need all of them: one that has no batch left
+    measures another's and drops the result.
+
+    Raises:
+        TitansError: another worker could not measure; the own error is raised as it is.
+    """
+    rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    batches, own, total = iter(batches), [], 0
+    error: Exception | None = None
+    try:
+        while group := list(islice(batches, workers)):
+            total += len(group)
+            own.append(measure(group[min(rank, len(group) - 1)]))
+    except Exception as raised:
+        error = raised
+    gathered = _gather(own, error)
+    return [gathered[i % workers][i // workers] for i in range(total)]
+
+
+def measure_alone(model: nn.Module, measure: Callable[[], Result]) -> Result:
+    """What ``measure`` gives on the first worker, on every worker.
+
+    The others wait, so that it can time what it does; of a sharded model all take part.
+    """
+    if not dist.is_initialized():
+        return measure()
+    found, error = None, None
+    if dist.get_rank() == 0 or sharded_modules(model):
+        try:
+            found = measure()
+        except Exception as raised:
+            error = raised
+    return _gather(found, error)[0]
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Modules whose parameters the workers share out (FSDP2), so that each pass needs all workers."""
+    if not dist.is_initialized():
+        return []
+    # a second of imports that a single worker need not wait for
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _gather(found: Any, error: Exception | None) -> list[Any]:
+    """``found`` of every worker, unless one has an error: a worker that raised alone would leave the others
+    waiting for it."""
+    outcomes: list[Any] = [(found, error and str(error))]
+    if dist.is_initialized():
+        own, outcomes = outcomes[0], [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, own)
+    if error:
+        raise error
+    for rank, (_, reason) in enumerate(outcomes):
+        if reason is not None:
+            raise TitansError(f"evaluation failed on worker {rank}: {reason}")
+    return [result for result, _ in outcomes]
 
 
 class Request(NamedTuple):
@@ -26,13 +96,11 @@ class Request(NamedTuple):
 def encode_pair(context: str, continuation: str, tokenizer: Tokenizer) -> Request:
     """Tokens of both, cut where the context ends.
 
-    As the harness does it: spaces that end the context belong to the continuation, and both are
+    As lm-evaluation-harness does it: spaces that end the context belong to the continuation, and both are
     tokenised as one text.
     """
-    stripped = context.rstrip()
-    continuation = context[len(stripped) :] + continuation
-    before = tokenizer.encode(stripped)
-    whole = tokenizer.encode(stripped + continuation)
+    before = tokenizer.encode(context.rstrip())
+    whole = tokenizer.encode(context + continuation)
     return Request(whole[: len(before)], whole[len(before) :])
 
 
@@ -68,7 +136,10 @@ class Scorer:
         Rows of similar length share a pass, padded on the right, which a causal model does not see.
         Every worker of a process group calls this with the same requests.
         """
-        sequences = [self._sequence(request, max_length) for request in requests]
+        sequences = []
+        for request in requests:
+            tokens = request.context + request.continuation
+            sequences.append([self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]])
         order = sorted(range(len(requests)), key=lambda i: -len(sequences[i]))
         batches = []
         while order:
@@ -79,15 +150,9 @@ class Scorer:
         def measure(batch: list[int]) -> list[Score]:
             return self._pass([sequences[i] for i in batch], [len(requests[i].continuation) for i in batch])
 
-        scores: list[Score] = [Score(0.0, True, 0)] * len(requests)
-        for batch, results in zip(batches, measure_shared(batches, measure), strict=True):
-            for i, result in zip(batch, results, strict=True):
-                scores[i] = result
-        return scores
-
-    def _sequence(self, request: Request, max_length: int) -> list[int]:
-        tokens = request.context + request.continuation
-        return [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
+        measured = chain.from_iterable(measure_shared(batches, measure))
+        scores = dict(zip(chain.from_iterable(batches), measured, strict=True))
+        return [scores[i] for i in range(len(requests))]
 
     def _pass(self, sequences: list[list[int]], widths: list[int]) -> list[Score]:
         length = max(map(len, sequences))

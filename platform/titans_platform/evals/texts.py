@@ -1,25 +1,73 @@
-"""The common-sense columns of the paper's Table 1 from local .jsonl files: multiple choice and LAMBADA.
+"""Tasks that read local files: the common-sense columns of the paper's Table 1 (multiple choice, LAMBADA)
+from .jsonl, and the questions of bAbI, which can be trained on too.
 
-Prompts and normalisation are those of lm-evaluation-harness, zero-shot: `acc` takes the likeliest
-continuation, `acc_norm` the likeliest a character.
+Prompts and normalisation of the columns are those of lm-evaluation-harness, zero-shot: `acc` takes the
+likeliest continuation, `acc_norm` the likeliest a character.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import lzma
 import math
 import random
 import re
+import tarfile
+import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.files import read_jsonl
-from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.items import Item, Tokenizer, count_tokens, item_of
+from titans_platform.evals.registry import Context, GeneratedTask, Measurement, Task, register
 from titans_platform.evals.scoring import encode_pair
+
+T = TypeVar("T")
+
+
+def read_text(path: str) -> str:
+    """Text of a UTF-8 file, plain, .gz or .xz. Raises UsageError where it cannot be read."""
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix, open)
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise UsageError(f"options.path: cannot read {path}: {error}") from None
+
+
+def read_jsonl(path: str) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file. Raises UsageError: cannot be read, empty, or a line is no JSON object."""
+    records = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UsageError(f"options.path: {path}, line {number}: {error.msg}") from None
+            if not isinstance(record, dict):
+                raise UsageError(f"options.path: {path}, line {number}: not a JSON object")
+            records.append(record)
+    if not records:
+        raise UsageError(f"options.path: {path} holds no records")
+    return records
+
+
+def sample(records: list[T], context: Context) -> list[T]:
+    """`config.items` of `records`, the same for every model; all where there are no more."""
+    count = min(context.config.items, len(records))
+    return random.Random(context.config.seed).sample(records, count)
+
+
+def accuracy(right: list[bool], chance: float) -> Measurement:
+    """The share that is right, with its binomial standard error."""
+    p = fmean(right)
+    return Measurement(p, (p * (1 - p) / len(right)) ** 0.5, chance, len(right))
 
 
 class Choices(NamedTuple):
@@ -30,58 +78,38 @@ class Choices(NamedTuple):
     label: str = ""
 
 
-Record = dict[str, Any]
-T = TypeVar("T")
+def choices(form: str, record: dict[str, Any]) -> Choices:
+    """The question of a record of a data set. Raises KeyError and others where it is none of that set's."""
+    label = ""
+    match form:
+        case "winogrande":
+            before, _, after = record["sentence"].partition("_")
+            # the continuation is the same: what is compared is how well either name leads to it
+            pairs = [(before + record[name], f" {after.strip()}") for name in ("option1", "option2")]
+            return Choices(pairs, int(record["answer"]) - 1)
+        case "hellaswag":
+            context = _clean(record["ctx"])
+            answers, gold = [_clean(ending) for ending in record["endings"]], int(record["label"])
+        case "piqa":
+            context = f"Question: {record['goal']}\nAnswer:"
+            answers, gold = [record["sol1"], record["sol2"]], int(record["label"])
+        case "arc":
+            context = f"Question: {record['question']}\nAnswer:"
+            answers, gold = record["choices"], int(record["gold"])
+        case "siqa":
+            context = f"Q: {record['context']} {record['question']}\nA:"
+            answers, gold = [record[f"answer{i}"] for i in "ABC"], int(record["label"]) - 1
+        case _:
+            context = f"{record['passage']}\nQuestion: {record['question'].rstrip('?')}?\nAnswer:"
+            answers, said = ["no", "yes"], record["answer"]
+            gold = int(said) if isinstance(said, bool) else answers.index(said)
+            label = answers[gold]
+    return Choices([(context, f" {answer}") for answer in answers], gold, label)
 
 
-def _hellaswag(record: Record) -> Choices:
-    def clean(text: str) -> str:
-        # WikiHow's artefacts
-        text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-        return text.replace("  ", " ")
-
-    context = clean(record["ctx"])
-    return Choices([(context, f" {clean(ending)}") for ending in record["endings"]], int(record["label"]))
-
-
-def _piqa(record: Record) -> Choices:
-    context = f"Question: {record['goal']}\nAnswer:"
-    return Choices([(context, f" {record[name]}") for name in ("sol1", "sol2")], int(record["label"]))
-
-
-def _arc(record: Record) -> Choices:
-    context = f"Question: {record['question']}\nAnswer:"
-    return Choices([(context, f" {choice}") for choice in record["choices"]], int(record["gold"]))
-
-
-def _winogrande(record: Record) -> Choices:
-    before, _, after = record["sentence"].partition("_")
-    # the continuation is the same: what is compared is how well either name leads to it
-    pairs = [(before + record[name], f" {after.strip()}") for name in ("option1", "option2")]
-    return Choices(pairs, int(record["answer"]) - 1)
-
-
-def _siqa(record: Record) -> Choices:
-    context = f"Q: {record['context']} {record['question']}\nA:"
-    pairs = [(context, f" {record[name]}") for name in ("answerA", "answerB", "answerC")]
-    return Choices(pairs, int(record["label"]) - 1)
-
-
-def _boolq(record: Record) -> Choices:
-    context = f"{record['passage']}\nQuestion: {record['question'].rstrip('?')}?\nAnswer:"
-    answer = record["answer"]
-    gold = answer if isinstance(answer, bool) else {"no": False, "yes": True}[answer]
-    return Choices([(context, " no"), (context, " yes")], int(gold), label="yes" if gold else "no")
-
-
-FORMATS: dict[str, Callable[[Record], Choices]] = {
-    "hellaswag": _hellaswag,
-    "piqa": _piqa,
-    "arc": _arc,
-    "winogrande": _winogrande,
-    "siqa": _siqa,
-    "boolq": _boolq,
-}
+def _clean(text: str) -> str:
+    """HellaSwag's text without the marks of WikiHow."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 class ChoiceOptions(Frozen):
@@ -113,17 +141,16 @@ class MultipleChoice(Task):
     def _questions(self) -> list[Choices]:
         return [self._parse(record) for record in read_jsonl(self.options.path)]
 
-    def _parse(self, record: Record) -> Choices:
+    def _parse(self, record: dict[str, Any]) -> Choices:
+        path, form = self.options.path, self.options.format
         try:
-            choices = FORMATS[self.options.format](record)
+            question = choices(form, record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(
-                f"options.format: a record of {self.options.path} is not {self.options.format}'s:"
-                f" {type(error).__name__} {error}"
-            ) from None
-        if not 0 <= choices.gold < len(choices.pairs):
-            raise UsageError(f"options.path: a record of {self.options.path} has a label beyond its choices")
-        return choices
+            reason = f"{type(error).__name__} {error}"
+            raise UsageError(f"options.format: a record of {path} is not {form}'s: {reason}") from None
+        if not 0 <= question.gold < len(question.pairs):
+            raise UsageError(f"options.path: a record of {path} has a label beyond its choices")
+        return question
 
     def measure(self, context: Context) -> Measurement:
         """Accuracy on `config.items` questions; contexts keep their end where a row is too short."""
@@ -137,7 +164,7 @@ class MultipleChoice(Task):
             if self.options.metric == "acc_norm":
                 widths = [max(1, len(text.removeprefix(" "))) for _, text in question.pairs]
                 totals = [total / width for total, width in zip(totals, widths, strict=True)]
-            right.append(float(totals.index(max(totals)) == question.gold))
+            right.append(totals.index(max(totals)) == question.gold)
         return accuracy(right, chance_of(questions))
 
 
@@ -146,18 +173,6 @@ def chance_of(questions: list[Choices]) -> float:
     guess = fmean(1 / len(question.pairs) for question in questions)
     labels = Counter(question.label for question in questions if question.label)
     return max(guess, max(labels.values()) / len(questions)) if labels else guess
-
-
-def sample(records: list[T], context: Context) -> list[T]:
-    """`config.items` of `records`, the same for every model; all where there are no more."""
-    count = min(context.config.items, len(records))
-    return random.Random(context.config.seed).sample(records, count)
-
-
-def accuracy(right: list[float], chance: float) -> Measurement:
-    """Mean of 0s and 1s with its binomial standard error."""
-    p = fmean(right)
-    return Measurement(p, (p * (1 - p) / len(right)) ** 0.5, chance, len(right))
 
 
 class LambadaOptions(Frozen):
@@ -187,20 +202,123 @@ class Lambada(Task):
 
     def measure(self, context: Context) -> Measurement:
         """The metric on `config.items` passages; contexts keep their end where a row is too short."""
-        scorer = context.scorer
-        texts = [record.get("text") for record in read_jsonl(self.options.path)]
+        path, scorer = self.options.path, context.scorer
+        texts = [record.get("text") for record in read_jsonl(path)]
         passages = [text.strip() for text in texts if isinstance(text, str) and " " in text.strip()]
         if not passages:
-            raise UsageError(
-                f"options.path: no record of {self.options.path} has a `text` of two words or more"
-            )
+            raise UsageError(f"options.path: no record of {path} has a `text` of two words or more")
         pairs = [passage.rsplit(" ", 1) for passage in sample(passages, context)]
         requests = [encode_pair(before, f" {last}", scorer.tokenizer) for before, last in pairs]
         scores = scorer.score(requests, context.length)
         if self.options.metric == "acc":
-            return accuracy([float(score.greedy) for score in scores], self.chance)
+            return accuracy([score.greedy for score in scores], self.chance)
         nlls = [-score.logprob for score in scores]
         value = math.exp(min(fmean(nlls), 700))
         stderr = value * math.sqrt(pvariance(nlls) / len(nlls))
         uniform = fmean(score.tokens for score in scores) * math.log(scorer.tokenizer.vocab_size)
         return Measurement(value, stderr, math.exp(min(uniform, 700)), len(scores))
+
+
+class BabiOptions(Frozen):
+    """Which questions of which file."""
+
+    path: str
+    """A .zip or .tar(.gz) of bAbI files, a folder of them, or one file."""
+    kind: str = "qa1"
+    """Task of bAbI; files whose name begins with it and an underscore are read."""
+    split: str = "train"
+    """Part of the file's name: train, valid or test."""
+
+
+@register
+class Babi(GeneratedTask):
+    """Story, question, answer as the files have them, no filler; stories longer than a row are left out."""
+
+    name = "babi"
+    Options = BabiOptions
+
+    def __init__(self, options: BabiOptions) -> None:
+        super().__init__(options)
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def chance(self) -> float:
+        """One over the number of different answers."""
+        return 1 / len({item.pieces[-1][0] for item in self._questions()})
+
+    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+        """A question drawn from those of at most `length` tokens, shorter ones included."""
+        questions = self._questions()
+
+        def fits(index: int) -> bool:
+            if index not in self._sizes:
+                self._sizes[index] = count_tokens(questions[index], tokenizer)
+            return self._sizes[index] <= length
+
+        order = range(len(questions))
+        for index in rng.sample(order, min(len(order), 200)):
+            if fits(index):
+                return questions[index]
+        fitting = [index for index in order if fits(index)]
+        if not fitting:
+            raise UsageError(
+                f"lengths: no story of {self.options.kind} in {self.options.path} fits in {length} tokens"
+            )
+        return questions[rng.choice(fitting)]
+
+    def _questions(self) -> tuple[Item, ...]:
+        return babi_questions(self.options.path, self.options.kind, self.options.split)
+
+
+@lru_cache(maxsize=8)
+def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
+    """Every question of the files of a kind and split. Raises UsageError: none there, or cannot be read."""
+    pattern = re.compile(rf"{re.escape(kind)}_.*{re.escape(split)}.*\.txt$")
+    try:
+        files = _babi_files(Path(path), lambda name: bool(pattern.match(Path(name).name)))
+        texts = [(name, raw.decode()) for name, raw in files]
+    except (OSError, UnicodeDecodeError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise UsageError(f"options.path: cannot read {path}: {error}") from None
+    found = tuple(item for name, text in texts for item in _parse_babi(text, name))
+    if not found:
+        raise UsageError(f"options.kind: no {kind}_*{split}*.txt with questions in {path}")
+    return found
+
+
+def _babi_files(path: Path, wanted: Callable[[Path | str], bool]) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the wanted files of a folder, of an archive, or of the one at `path`."""
+    if path.is_dir():
+        yield from ((file.name, file.read_bytes()) for file in sorted(path.rglob("*.txt")) if wanted(file))
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            yield from ((name, archive.read(name)) for name in sorted(archive.namelist()) if wanted(name))
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if wanted(member.name) and (file := archive.extractfile(member)) is not None:
+                    yield member.name, file.read()
+    elif wanted(path):
+        yield path.name, path.read_bytes()
+
+
+def _parse_babi(text: str, name: str) -> Iterator[Item]:
+    """Items of one file: lines `n sentence` or `n question<TAB>answer<TAB>facts`; n = 1 begins a story.
+
+    Raises:
+        UsageError: a line has no number.
+    """
+    story: list[str] = []
+    for row, line in enumerate(text.splitlines(), start=1):
+        number, _, rest = line.strip().partition(" ")
+        if not line.strip():
+            continue
+        if not number.isdigit():
+            raise UsageError(f"options.path: {name}, line {row}: a bAbI line begins with its number")
+        if number == "1":
+            story = []
+        question, *answer = rest.split("\t")
+        if answer:
+            prompt = "".join(f"{sentence}\n" for sentence in story) + question.strip()
+            yield item_of([(prompt, False), (f" {answer[0].strip()}", True)])
+        else:
+            story.append(rest)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from titans_core.config import Frozen, PositiveInt
 from titans_kernels.bench.timing import Clock
-from titans_platform.evals.ranks import is_sharded, measure_alone
 from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.scoring import measure_alone, sharded_modules
 
 
 class ThroughputOptions(Frozen):
@@ -65,7 +65,7 @@ class Throughput(Task):
         with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
             logits_BTV = model(tokens_BT[:, :-1], document_starts=None).logits
         loss = nn.functional.cross_entropy(logits_BTV.float().transpose(1, 2), tokens_BT[:, 1:])
-        if is_sharded(model):
+        if sharded_modules(model):
             # the graph holds gathered parameters, not those of the model
             loss.backward()
             model.zero_grad()

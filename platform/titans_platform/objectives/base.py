@@ -13,6 +13,7 @@ from torch import Tensor
 from titans_core import Model
 from titans_core.config import Frozen
 from titans_platform.config import ObjectiveConfig, RunConfig
+from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, find_named, within
 from titans_platform.evals import Task, build_task, eval_version, evaluate
 from titans_platform.evals.registry import NoOptions
@@ -79,6 +80,10 @@ class Objective(ABC, Generic[D]):
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row; 0 for a row that does not count."""
 
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into the model's tokens; None where it takes no tokens. Raises UsageError."""
+        return None
+
     def counts(self, batch: Any) -> Tensor:
         """[B] bool: the row has something to predict. All do unless a subclass says otherwise."""
         return torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
@@ -110,11 +115,7 @@ class Objective(ABC, Generic[D]):
             )
 
     def evaluate(
-        self,
-        model: Model,
-        data: D,
-        columns: Sequence[str] = (),
-        device: torch.device | str = "cpu",
+        self, model: Model, data: D, columns: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> dict[str, Any]:
         """What `evals.evaluate` returns, of all columns or of those given.
 

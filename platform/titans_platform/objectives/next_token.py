@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from titans_core import LanguageModel
-from titans_platform.data import PreparedData, open_prepared, prepare
+from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
-from titans_platform.data.stream import Batch
-from titans_platform.data.tokenizer import load_tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.perplexity import Perplexity
 from titans_platform.objectives.base import Objective, Report, register
-from titans_platform.training.loop import NEXT_TOKEN
+from titans_platform.training.loop import CrossEntropy
 
 
 @register("next_token")
-class NextToken(Objective[PreparedData]):
+class NextToken(CrossEntropy, Objective[PreparedData]):
     """Cross-entropy of each row's next tokens, in nats."""
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
@@ -41,13 +37,9 @@ class NextToken(Objective[PreparedData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
-    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """[B] mean cross-entropy over the positions of a row that count."""
-        return NEXT_TOKEN.losses(model, batch)
-
-    def counts(self, batch: Batch) -> Tensor:
-        """[B] bool: a position of the row counts."""
-        return NEXT_TOKEN.counts(batch)
+    def tokenizer(self) -> Tokenizer:
+        """The one of ``data``."""
+        return load_tokenizer(self.cfg.data.tokenizer)
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens, each row one document."""
@@ -59,7 +51,7 @@ class NextToken(Objective[PreparedData]):
 
     def check_sources(self) -> None:
         """The tokenizer's file, and files of text."""
-        load_tokenizer(self.cfg.data.tokenizer)
+        self.tokenizer()
         for i, source in enumerate(self.cfg.data.sources):
             if source.kind == "files":
                 FilesSource(source, f"data.sources.{i}", Path()).files()

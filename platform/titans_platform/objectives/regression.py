@@ -19,18 +19,10 @@ from titans_platform.config import DataConfig, Fraction, digest
 from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals import register as register_task
-from titans_platform.evals.ranks import measure_shared
 from titans_platform.evals.registry import Context
+from titans_platform.evals.scoring import measure_shared
 from titans_platform.objectives.base import Objective, Report, register
-from titans_platform.objectives.series import (
-    SeriesData,
-    Table,
-    Windows,
-    keep,
-    kept,
-    read_series,
-    sines,
-)
+from titans_platform.objectives.series import SeriesData, Table, Windows, keep, kept, read_series, sines
 
 PATH = "objective.options.path"
 

@@ -11,6 +11,7 @@ import io
 import lzma
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,20 +113,17 @@ class WindowStream:
     """
 
     def __init__(self, data: SeriesData, batch_size: int, seed: int, rank: int, world_size: int):
-        self.data, self.batch_size, self.seed = data, batch_size, seed
-        self.rank, self.world_size = rank, world_size
-        self._order: tuple[int, NDArray[np.int64]] = -1, np.empty(0, np.int64)
+        self.data, self.batch_size = data, batch_size
+        self.share = slice(rank, None, world_size)
+        # a batch may span two epochs
+        self._order = lru_cache(2)(lambda epoch: shuffled(data.windows, f"{seed}/{epoch}"))
 
     def batch(self, step: int) -> Windows:
         """This worker's windows of the global batch of ``step`` (from 0)."""
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.rank :: self.world_size]
-        return self.data.cut(np.array([self._start(sample) for sample in samples]), self.data.length)
-
-    def _start(self, sample: int) -> int:
-        epoch, position = divmod(sample, self.data.windows)
-        if self._order[0] != epoch:
-            self._order = epoch, shuffled(self.data.windows, f"{self.seed}/{epoch}")
-        return int(self._order[1][position])
+        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
+        drawn = [divmod(sample, self.data.windows) for sample in samples]
+        starts = np.array([self._order(epoch)[position] for epoch, position in drawn])
+        return self.data.cut(starts, self.data.length)
 
 
 def keep(table: Table, index: Path) -> None:
@@ -136,7 +134,7 @@ def keep(table: Table, index: Path) -> None:
     with partial.open("wb") as file:
         np.save(file, table.values_NC)
     # also over one that is there: a damaged file is mended
-    os.replace(partial, _file(index, content))
+    os.replace(partial, index.with_name(f"{content}.npy"))
     write_json(index, {"content": content, "channels": table.channels})
 
 
@@ -144,7 +142,7 @@ def kept(index: Path) -> Table:
     """The series that ``index`` names. Raises NotPrepared, and UsageError where its file is damaged."""
     if (noted := read_json(index)) is None:
         raise NotPrepared("objective.options: the series is not prepared; run titans train on it first")
-    path = _file(index, noted["content"])
+    path = index.with_name(f"{noted['content']}.npy")
     try:
         table = Table(np.load(path), tuple(noted["channels"]))
     except (OSError, ValueError) as error:
@@ -152,10 +150,6 @@ def kept(index: Path) -> Table:
     if _content(table) != noted["content"]:
         raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
     return table
-
-
-def _file(index: Path, content: str) -> Path:
-    return index.with_name(f"{content}.npy")
 
 
 def _content(table: Table) -> str:
@@ -170,58 +164,42 @@ def read_series(name: str, columns: Sequence[str], field: str) -> Table:
     """
     path = Path(name).expanduser()
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-    readers = {".csv": _read_csv, ".parquet": _read_parquet, ".npy": _read_npy}
-    if suffix not in readers:
-        raise UsageError(f"{field}: {name} is none of {', '.join(readers)} (or with .gz or .xz)")
+    if suffix not in READERS:
+        raise UsageError(f"{field}: {name} is none of {', '.join(READERS)} (or with .gz or .xz)")
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            table = readers[suffix](file)
+            return _checked(READERS[suffix](file), columns, f"{field}: {name}")
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
         raise UsageError(f"{field}: {name} cannot be read: {' '.join(str(error).split())}") from None
-    return _checked(_chosen(table, columns, field, name), field, name)
 
 
-def _read_csv(file: Any) -> Table:
-    return _numeric(csv.read_csv(file))
-
-
-def _read_parquet(file: Any) -> Table:
-    return _numeric(parquet.read_table(io.BytesIO(file.read())))
-
-
-def _read_npy(file: Any) -> Table:
-    values = np.load(file, allow_pickle=False)
-    values_NC = values.astype(np.float64).reshape(len(values), -1)
-    return Table(values_NC, tuple(map(str, range(values_NC.shape[1]))))
-
-
-def _numeric(table: pa.Table) -> Table:
-    """The columns that hold numbers, in their order; a missing number is NaN."""
+def _checked(table: pa.Table, columns: Sequence[str], where: str) -> Table:
+    """The columns that were named, or all that hold numbers; a missing number is refused."""
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
-    columns = [table.column(name).cast(pa.float64()).to_numpy() for name in numbers]
-    return Table(np.stack(columns, 1) if columns else np.empty((0, 0)), tuple(numbers))
-
-
-def _chosen(table: Table, columns: Sequence[str], field: str, name: str) -> Table:
-    if not columns:
-        return table
-    missing = next((column for column in columns if column not in table.channels), None)
-    if missing is not None:
-        raise UsageError(
-            f"{field}: {name} has no numeric column {missing}; it has {', '.join(table.channels)}"
-        )
-    places = [table.channels.index(column) for column in columns]
-    return Table(table.values_NC[:, places], tuple(columns))
-
-
-def _checked(table: Table, field: str, name: str) -> Table:
-    if not table.values_NC.size:
-        raise UsageError(f"{field}: {name} has no numbers")
-    wrong = np.argwhere(~np.isfinite(table.values_NC))
+    if missing := next((column for column in columns if column not in numbers), ""):
+        raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")
+    chosen = tuple(columns or numbers)
+    if not chosen or not len(table):
+        raise UsageError(f"{where} has no numbers")
+    values_NC = np.stack([table.column(name).cast(pa.float64()).to_numpy() for name in chosen], 1)
+    wrong = np.argwhere(~np.isfinite(values_NC))
     if len(wrong):
         step, channel = wrong[0]
-        raise UsageError(f"{field}: {name} has no finite number in row {step} of {table.channels[channel]}")
-    return table
+        raise UsageError(f"{where} has no finite number in row {step} of {chosen[channel]}")
+    return Table(values_NC, chosen)
+
+
+def _read_npy(file: Any) -> pa.Table:
+    values = np.load(file, allow_pickle=False)
+    values_NC = values.astype(np.float64).reshape(len(values), -1)
+    return pa.table({str(i): column for i, column in enumerate(values_NC.T)})
+
+
+READERS: dict[str, Callable[..., pa.Table]] = {
+    ".csv": csv.read_csv,
+    ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
+    ".npy": _read_npy,
+}
 
 
 def sines(steps: int, channels: int, seed: int) -> Table:

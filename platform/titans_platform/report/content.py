@@ -1,19 +1,40 @@
-"""What every view of the table shows: its numbers as text, its title, and the notes below it."""
+"""What every view of a table shows: headings, numbers as text, notes, and where the numbers come from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titans_platform.report.table import Discrimination, Table, TableRow, best_rows, discriminate
-from titans_platform.text import NONE, commit, count, number, plural
+from titans_platform.study.spec import Column
+from titans_platform.text import NONE, commit, count, flatten, number, plural
 
 DAGGERS = "†‡§¶"
-ERRORS = (
-    "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's interval at "
-    "one standard error, which is not 0 where all are right or all are wrong."
-)
-BOLD = "Bold: the best row of a column, where it is better than chance"
+SIZES = ("parameters", "state_bytes")
+
+
+def titled(column: Column, name: str = "") -> str:
+    """A measure, by its title or another name, with its unit."""
+    return f"{name or column.title} ({column.unit})" if column.unit else name or column.title
+
+
+def arrow(column: Column) -> str:
+    """The way that is better, as a sign."""
+    return "↑" if column.higher_is_better else "↓"
+
+
+def better(column: Column) -> str:
+    """The way that is better, in words."""
+    return "higher is better" if column.higher_is_better else "lower is better"
+
+
+def heading(column: Column) -> str:
+    """A measure with its unit and the way that is better."""
+    return f"{titled(column)} {arrow(column)}"
 
 
 @dataclass(frozen=True)
@@ -46,45 +67,41 @@ def shown(table: Table, row: TableRow, key: str) -> Shown:
     )
 
 
-def sizes(row: TableRow) -> list[str]:
-    """Parameters and state bytes of a row's model."""
-    return [count(row.figure_of("parameters")), count(row.figure_of("state_bytes"))]
-
-
-def body(
-    table: Table, keys: Sequence[str] | None = None, ours: Callable[[Shown], str] = str
-) -> list[list[str]]:
-    """The lines of the table: name, ours and the paper's for each column, parameters, state bytes.
-
-    A column for which the paper has no number has none for it here.
-    """
-    lines = []
-    for row in table.rows:
-        fields = [body_name(table, row)]
-        for key in keys or table.study.columns:
-            found = shown(table, row, key)
-            fields += [ours(found), *[found.paper] * has_paper(table, key)]
-        lines.append([*fields, *sizes(row)])
-    return lines
-
-
-def chance_line(table: Table, keys: Sequence[str] | None = None) -> list[str]:
-    """What guessing measures in each column, laid out as a line of the body."""
-    fields = ["chance"]
-    for key in keys or table.study.columns:
-        level = number(table.chance.get(key), table.study.columns[key].decimals)
-        fields += [level, *[""] * has_paper(table, key)]
-    return [*fields, "", ""]
-
-
 def has_paper(table: Table, key: str) -> bool:
     """Whether the paper has a number in this column."""
     return any(row.entries[key].paper is not None for row in table.rows)
 
 
-def body_name(table: Table, row: TableRow) -> str:
-    """The row's name with the marks of other commits."""
-    return row.row.name + marks_of(table, row)
+def fields(table: Table, keys: Sequence[str] | None = None) -> list[tuple[str, bool]]:
+    """The fields of a line between name and sizes: a column's key, and whether it is the paper's number."""
+    return [
+        (key, printed)
+        for key in keys or table.study.columns
+        for printed in (False, True)[: 1 + has_paper(table, key)]
+    ]
+
+
+def body(
+    table: Table, keys: Sequence[str] | None = None, ours: Callable[[Shown], str] = str
+) -> list[list[str]]:
+    """The lines of the table: name, ours and the paper's for each column, parameters, state bytes."""
+    lines = []
+    for row in table.rows:
+        numbers = [(shown(table, row, key), printed) for key, printed in fields(table, keys)]
+        sizes = [count(row.figure_of(size)) for size in SIZES]
+        texts = [found.paper if printed else ours(found) for found, printed in numbers]
+        lines.append([row.row.name + marks_of(table, row), *texts, *sizes])
+    return lines
+
+
+def chance_line(table: Table, keys: Sequence[str] | None = None) -> list[str]:
+    """What guessing measures in each column, laid out as a line of the body."""
+    columns = table.study.columns
+    levels = [
+        "" if printed else number(table.chance.get(key), columns[key].decimals)
+        for key, printed in fields(table, keys)
+    ]
+    return ["chance", *levels, "", ""]
 
 
 def marks_of(table: Table, row: TableRow) -> str:
@@ -115,8 +132,9 @@ def title(table: Table) -> str:
 
 def bold_note(table: Table) -> str:
     """What bold means, and which rows it leaves out."""
-    apart = [row.row.name for row in table.rows if row.row.reference]
-    return BOLD + (f"; {', '.join(apart)} left out, for reference only." if apart else ".")
+    apart = ", ".join(row.row.name for row in table.rows if row.row.reference)
+    note = "Bold: the best row of a column, where it is better than chance"
+    return f"{note}; {apart} left out, for reference only." if apart else f"{note}."
 
 
 def footnotes(table: Table, failures: bool = True) -> list[str]:
@@ -130,16 +148,18 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
     if table.scale.note:
         lines.append(" ".join(table.scale.note.split()))
     if any(found.above_chance is not None for found in discriminate(table)):
-        lines.append(ERRORS)
+        lines.append(
+            "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's "
+            "interval at one standard error, which is not 0 where all are right or all are wrong."
+        )
     if table.side_by_side and table.timed:
         timed = ", ".join(table.study.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
     for made, mark in footmarks(table).items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale redoes them.")
     if (made := only_commit(table)) not in ("", table.commit):
-        lines.append(
-            f"All cells were made by commit {commit(made)}; the code here is {commit(table.commit)}."
-        )
+        here = commit(table.commit)
+        lines.append(f"All cells were made by commit {commit(made)}; the code here is {here}.")
     for row in table.rows if failures else ():
         lines += [f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures]
     if table.missing:
@@ -166,3 +186,81 @@ def _clauses(table: Table, found: Discrimination) -> list[str]:
         side = "above" if found.above_chance >= 0 else "below"
         parts.append(f"{found.first} {number(abs(found.above_chance), 1)} standard errors {side} chance")
     return parts
+
+
+@dataclass(frozen=True)
+class Links:
+    """Where runs can be looked at: the address of a running MLflow, and our experiment in it."""
+
+    address: str
+    experiment: str
+    view: str = ""
+    """Name of the saved view of the study's cells."""
+
+    @property
+    def cells(self) -> str:
+        """The list of the study's cells with its columns chosen."""
+        return f"{self.address}/#/experiments/{self.experiment}/runs?viewStateShareKey=titans-{self.view}"
+
+    def run(self, run_id: str) -> str:
+        """The page of one run."""
+        return f"{self.address}/#/experiments/{self.experiment}/runs/{run_id}"
+
+    def compare(self, run_ids: Sequence[str]) -> str:
+        """One run's page, or several runs side by side."""
+        if len(run_ids) == 1:
+            return self.run(run_ids[0])
+        runs, experiments = json.dumps(run_ids, separators=(",", ":")), json.dumps([self.experiment])
+        return f"{self.address}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def again(table: Table) -> str:
+    """The command that makes the whole table from nothing."""
+    changed = "".join(f" --set {shlex.quote(override)}" for override in table.overrides)
+    seeds = ",".join(map(str, table.seeds))
+    return f"titans sweep run {table.study.name} --scale {table.scale_name} --seeds {seeds}{changed}"
+
+
+def facts(table: Table) -> dict[str, str]:
+    """What the cells say of how they were made; where they differ, how many say what."""
+    results = table.results
+    named = {
+        "commit": "commit",
+        "data fingerprint": "data_fingerprint",
+        "version of the evaluation": "eval_version",
+    }
+    found = {name: _counted(result.get(key) for result in results) for name, key in named.items()}
+    made = [result.get("environment") or {} for result in results]
+    found |= {name: _counted(each.get(name) for each in made) for each in made for name in each}
+    trained, measured, tokens = (
+        sum(float(result.get(key) or 0) for result in results)
+        for key in ("train_seconds", "eval_seconds", "tokens")
+    )
+    return found | {
+        "cells": f"{len(results)} of {len(results) + table.missing} done",
+        "training": f"{tokens:,.0f} tokens in {trained / 3600:.2f} hours, summed over the cells",
+        "measuring": f"{measured / 3600:.2f} hours",
+    }
+
+
+def _counted(values: Iterable[Any]) -> str:
+    counts = Counter(str(value) for value in values if value is not None)
+    if len(counts) <= 1:
+        return next(iter(counts), "not recorded")
+    return ", ".join(f"{value} ({count} cells)" for value, count in counts.most_common())
+
+
+def configs(table: Table) -> dict[str, dict[str, str]]:
+    """The fields that all rows share, and for each row those that differ between rows."""
+    fields: dict[str, dict[str, str]] = {}
+    for row in table.rows:
+        leaves = flatten(row.cells[0].config.model_dump(mode="json", exclude={"seed"}))
+        fields[row.row.name] = {k: v if isinstance(v, str) else json.dumps(v) for k, v in leaves.items()}
+    named = dict.fromkeys(key for each in fields.values() for key in each)
+    values = {key: {each.get(key, NONE) for each in fields.values()} for key in named}
+    common = {key: next(iter(found)) for key, found in values.items() if len(found) == 1}
+    own = {
+        name: {key: each[key] for key in named if key in each and key not in common}
+        for name, each in fields.items()
+    }
+    return {"all rows": common} | own

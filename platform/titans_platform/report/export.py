@@ -1,4 +1,4 @@
-"""The table as files: CSV for a spreadsheet, LaTeX for a paper, Markdown for a web page."""
+"""The table as CSV for a spreadsheet, LaTeX for a paper, Markdown for a web page, lines for a terminal."""
 
 from __future__ import annotations
 
@@ -7,91 +7,94 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from titans_platform.report.content import (
     DAGGERS,
+    SIZES,
     Shown,
+    arrow,
     body,
     bold_note,
     chance_line,
+    fields,
     footnotes,
     has_paper,
+    heading,
     summaries,
     title,
+    titled,
 )
-from titans_platform.report.headings import heading, machine
 from titans_platform.report.table import Table
 from titans_platform.text import NONE, commit
 
-ESCAPES = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-    "±": r"$\pm$",
-    "·": r"$\cdot$",
-    NONE: "--",
-    "³": "$^3$",
-    **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
-}
+ESCAPES = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "↑": r"$\uparrow$",
+        "↓": r"$\downarrow$",
+        "±": r"$\pm$",
+        "·": r"$\cdot$",
+        NONE: "--",
+        "³": "$^3$",
+        **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
+    }
+)
+SHORTEST = 12
+"""Characters of a row's name that must be left to tell rows apart in a terminal."""
 
 
 def summary_csv(table: Table) -> str:
     """A line for each row and column, in the column's unit: mean, sd, seeds done, the paper's number."""
-    names = ["row", "column", "mean", "sd", "seeds", "chance", "paper", "parameters", "state_bytes"]
-    lines: list[list[Any]] = []
+    lines: list[list[Any]] = [["row", "column", "mean", "sd", "seeds", "chance", "paper", *SIZES]]
     for row in table.rows:
-        models = [row.figure_of("parameters"), row.figure_of("state_bytes")]
         for key, entry in row.entries.items():
-            numbers = [entry.mean, entry.sd, len(entry.values), table.chance.get(key), entry.paper, *models]
-            lines.append([row.row.name, key, *numbers])
-    return _csv(names, lines)
+            numbers = [entry.mean, entry.sd, len(entry.values), table.chance.get(key), entry.paper]
+            lines.append([row.row.name, key, *numbers, *map(row.figure_of, SIZES)])
+    return _csv(lines)
 
 
 def cells_csv(table: Table) -> str:
-    """A line for each finished cell: where it lies and what it measured, in the columns' units."""
+    """A line for each finished cell: its folder and what it measured, in the columns' units."""
     columns = table.study.columns
-    fields = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
-    lines = []
+    names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
+    lines: list[list[Any]] = [["row", *names, *(titled(column, key) for key, column in columns.items())]]
     for row in table.rows:
         for result in row.results:
             values = [(column.factor, result["columns"].get(key)) for key, column in columns.items()]
             numbers = [value if value is None else factor * value for factor, value in values]
-            lines.append([row.row.name, *map(result.get, fields), *numbers])
-    return _csv(["row", *fields, *(machine(key, column) for key, column in columns.items())], lines)
+            lines.append([row.row.name, *map(result.get, names), *numbers])
+    return _csv(lines)
 
 
-def _csv(names: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+def _csv(lines: Iterable[Sequence[Any]]) -> str:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
     # None is written as nothing
-    writer.writerows(lines)
+    csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
-
-
-def tex(text: str) -> str:
-    """Text as LaTeX prints it."""
-    return "".join(ESCAPES.get(sign, sign) for sign in text)
 
 
 def latex(table: Table) -> str:
     """The table with booktabs: mean and spread, the best of each column in bold, the paper's beside."""
-    paired = [has_paper(table, key) for key in table.study.columns]
-    notes = " ".join([bold_note(table), *footnotes(table)])
+    caption = " ".join([f"{title(table)}.", bold_note(table), *footnotes(table)])
     chance = [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, chance_line(table)[1:])])]
     lines = [
         "% \\usepackage{booktabs}",
         "\\begin{table}[t]",
         "\\centering",
-        f"\\caption{{{tex(f'{title(table)}. {notes}')}}}",
+        f"\\caption{{{tex(caption)}}}",
         f"\\label{{tab:{table.study.name}-{table.scale_name}}}",
-        f"\\begin{{tabular}}{{l{''.join('rr' if pair else 'r' for pair in paired)}rr}}",
+        f"\\begin{{tabular}}{{l{'r' * len(fields(table))}rr}}",
         "\\toprule",
-        *_tex_heads(table, paired),
+        *_tex_heads(table),
         "\\midrule",
-        *(_tex_line(_tex_fields(line)) for line in body(table, ours=_tex_number)),
+        *(_tex_line([tex(name), *map(_tex_field, line)]) for name, *line in body(table, ours=_tex_number)),
         *(chance if table.chance else ()),
         "\\bottomrule",
         "\\end{tabular}",
@@ -101,23 +104,29 @@ def latex(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _tex_line(fields: Iterable[str]) -> str:
-    return " & ".join(fields) + r" \\"
+def tex(text: str) -> str:
+    """Text as LaTeX prints it."""
+    return text.translate(ESCAPES)
 
 
-def _tex_fields(line: Sequence[str]) -> list[str]:
-    """The fields escaped, but for those that are LaTeX already."""
-    return [tex(line[0]), *(field if field.startswith("$") else tex(field) for field in line[1:])]
+def _tex_line(texts: Iterable[str]) -> str:
+    return " & ".join(texts) + r" \\"
 
 
-def _tex_heads(table: Table, paired: Sequence[bool]) -> list[str]:
-    over, rules, under, at = [""], [], [""], 2
-    for column, pair in zip(table.study.columns.values(), paired, strict=True):
-        over.append(f"\\multicolumn{{{1 + pair}}}{{c}}{{{tex(heading(column))}}}")
-        rules.append(f"\\cmidrule(lr){{{at}-{at + pair}}}")
-        under += ["ours", "paper"] if pair else ["ours"]
-        at += 1 + pair
-    return [_tex_line([*over, "", ""]), " ".join(rules), _tex_line([*under, "params", "state"])]
+def _tex_field(text: str) -> str:
+    """Text of the body, of which numbers are LaTeX already."""
+    return text if text.startswith("$") else tex(text)
+
+
+def _tex_heads(table: Table) -> list[str]:
+    over, rules, at = [""], [], 2
+    for key, column in table.study.columns.items():
+        width = 1 + has_paper(table, key)
+        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(heading(column))}}}")
+        rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
+        at += width
+    under = ["paper" if printed else "ours" for _, printed in fields(table)]
+    return [_tex_line([*over, "", ""]), " ".join(rules), _tex_line(["", *under, "params", "state"])]
 
 
 def _tex_number(found: Shown) -> str:
@@ -130,10 +139,9 @@ def _tex_number(found: Shown) -> str:
 
 def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """The table as Markdown, with the notes, the pictures (title, path), and where its numbers come from."""
-    heads = [""]
-    for key, column in table.study.columns.items():
-        heads += [heading(column), *["paper"] * has_paper(table, key)]
-    heads += ["parameters", "state bytes"]
+    columns = table.study.columns
+    heads = ["paper" if printed else heading(columns[key]) for key, printed in fields(table)]
+    heads = ["", *heads, "parameters", "state bytes"]
     lines = [f"**{title(table)}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
     lines += [_md(line) for line in body(table)]
     lines += [_md([f"*{text}*" if text else "" for text in chance_line(table)]), ""]
@@ -148,5 +156,71 @@ def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
     return "\n".join([*lines, "", "</details>", ""])
 
 
-def _md(fields: Iterable[str]) -> str:
-    return "| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |"
+def _md(texts: Iterable[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def terminal(table: Table, width: int = 80) -> RenderableType:
+    """The whole view for a terminal; at 80 columns only a long row name loses its end.
+
+    Columns that do not fit beside each other stand in tables below each other.
+    """
+    grids = _fitting(table, list(table.study.columns), width)
+    notes = [Text(note, style="dim") for note in footnotes(table)]
+    found = [Text(_broken(clauses, width)) for clauses in summaries(table)]
+    return Group(title(table), *grids, *found, "", *notes)
+
+
+def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:
+    """One table, or several of fewer columns; the last has the sizes of the models."""
+    grid = _grid(table, keys, width)
+    over = Console(width=1000).measure(grid).maximum - width
+    if over <= 0:
+        return [grid]
+    # one line a row, and no number cut
+    room = max((len(line[0]) for line in body(table, keys)), default=0) - over
+    if room < SHORTEST and len(keys) > 1:
+        half = (len(keys) + 1) // 2
+        return _fitting(table, keys[:half], width) + _fitting(table, keys[half:], width)
+    return [_grid(table, keys, width, room)]
+
+
+def _grid(table: Table, keys: Sequence[str], width: int, room: int = 1000) -> RichTable:
+    """A table of these columns whose row names have ``room`` characters."""
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1) if width >= 100 else 0, show_edge=False)
+    grid.add_column("", vertical="bottom")
+    heads = []
+    for key, printed in fields(table, keys):
+        column = table.study.columns[key]
+        # word by word, one below the other: narrow enough for a terminal of 80 columns
+        stacked = "\n".join([*column.title.split(), f"{column.unit} {arrow(column)}".strip()])
+        heads.append(("paper", "dim") if printed else (stacked, ""))
+    last = keys[-1] == list(table.study.columns)[-1]
+    heads += [("para-\nmeters", ""), ("state\nbytes", "")] if last else []
+    for head, style in heads:
+        grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
+    kept = None if last else -2
+    for row, (name, *line) in zip(table.rows, body(table, keys), strict=True):
+        grid.add_row(_cut(name, room), *line[:kept], style="dim" if row.row.reference else "")
+    grid.add_section()
+    grid.add_row(*chance_line(table, keys)[:kept], style="italic dim")
+    return grid
+
+
+def _cut(name: str, room: int) -> str:
+    """The name in ``room`` characters where that leaves some of it; its marks stay."""
+    bare = name.rstrip(DAGGERS)
+    kept = room - 1 - (len(name) - len(bare))
+    return name if len(name) <= room or kept < 4 else f"{bare[:kept].rstrip()}…{name[len(bare) :]}"
+
+
+def _broken(clauses: list[str], width: int) -> str:
+    """The clauses on as few lines as hold them whole, later lines indented."""
+    lines = [clauses[0]]
+    for clause in clauses[1:]:
+        if len(lines[-1]) + len(clause) + 2 < width:
+            lines[-1] += f"; {clause}"
+        else:
+            lines[-1] += ";"
+            lines.append(f"  {clause}")
+    return "\n".join(lines)

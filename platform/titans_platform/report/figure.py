@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from titans_platform.report import plot
-from titans_platform.report.headings import better, heading, titled
-from titans_platform.report.palette import KINDS, MARKERS, STEPS, ordered
-from titans_platform.report.picture import NARROW, Line, Panel, Picture, panel
-from titans_platform.report.series import Axis, Curve, Series, Sheet, Value
+from titans_platform.report.content import better, heading, titled
+from titans_platform.report.picture import KINDS, MARKERS, NARROW, STEPS, Line, Panel, Picture, ordered, panel
+from titans_platform.report.series import THROUGHPUT, Axis, Curve, Series, Sheet, Value, placed
 from titans_platform.study.spec import Column
 from titans_platform.text import short
 
@@ -32,11 +31,12 @@ MIN_LOG_RATIO = 4.0
 
 def rows_side_by_side(sheet: Sheet) -> Iterator[Picture]:
     """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
-    if sheet.axes or len(sheet.rows) > ROWS or len(sheet.columns) > MANY:
+    columns, chance = sheet.table.study.columns, sheet.table.chance
+    if sheet.axes or len(sheet.rows) > ROWS or len(columns) > MANY:
         return
     panels = []
-    for key, column in sheet.columns.items():
-        draw = partial(plot.dots, rows=sheet.rows, key=key, column=column, chance=sheet.chance.get(key))
+    for key, column in columns.items():
+        draw = partial(plot.dots, rows=sheet.rows, key=key, column=column, chance=chance.get(key))
         panels.append(Panel(_best_in_words(sheet, key), draw))
     caption = (
         "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
@@ -56,7 +56,7 @@ def heat_maps(sheet: Sheet) -> Iterator[Picture]:
     size = (0.5 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
     for key, column in sheet.measures.items():
         means = [row.means[key] for row in sheet.rows if key in row.means]
-        scale, panels = plot.heat_scale(means, column, sheet.chance.get(key)), []
+        scale, panels = plot.heat_scale(means, column, sheet.table.chance.get(key)), []
         for name, rows in groups:
             at = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
             tiles = [[at.get((x, y)) for x in across.values] for y in down.values]
@@ -85,19 +85,15 @@ def against_a_field(sheet: Sheet) -> Iterator[Picture]:
     draw = partial(plot.lines, logarithmic=x.is_length or (low > 0 and high / low >= MIN_LOG_RATIO))
     panels, shown = [], []
     for key, column in sheet.measures.items():
-        shown = [
-            Line(name or column.title, _against(rows, x.key, key), *look, bounds=plot.bounds(column))
-            for (name, rows), look in zip(groups, looks, strict=True)
-        ]
+        shown = []
+        for (name, rows), look in zip(groups, looks, strict=True):
+            points = {float(row.axes[x.key]): row.values[key] for row in rows if row.values.get(key)}
+            shown.append(Line(name or column.title, points, *look, bounds=plot.bounds(column)))
         panels.append(panel(heading(column), _trend(column, x.title, shown), draw, x.title, shown=shown))
     caption = f"Mean over seeds; bars: one standard deviation.{_timing(sheet, sheet.measures)}"
     legend = shown if len(shown) > 1 else ()
     key = f"against-{x.key.rpartition('.')[2]}"
     yield Picture(key, f"Every measure against {x.title}", caption, panels, legend=legend)
-
-
-def _against(rows: Iterable[Series], field: str, key: str) -> Mapping[float, tuple[float, ...]]:
-    return {float(row.axes[field]): row.values[key] for row in rows if row.values.get(key)}
 
 
 def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
@@ -114,9 +110,8 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
         ]
         draw = partial(plot.lines, logarithmic=True)
         if key in together:
-            shown = [
-                replace(line, colour=looks[line.label][0], marker=looks[line.label][1]) for line in lines
-            ]
+            styled = [(line, *looks[line.label]) for line in lines]
+            shown = [replace(line, colour=colour, marker=marker) for line, colour, marker in styled]
             few.append(panel(heading(column), _trend(column, "length", lines), draw, "tokens", shown=shown))
             dashed |= any(line.printed for line in lines)
         elif len(lines) <= ROWS:
@@ -155,15 +150,15 @@ def against_every_field(sheet: Sheet) -> Iterator[Picture]:
 
 def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
     """What a search tried: every trial's number against each field it was given."""
-    given = [trial.params.items() for trial in sheet.trials]
-    numeric = dict.fromkeys(key for pairs in given for key, value in pairs if not isinstance(value, str))
+    given = {key: value for trial in sheet.trials for key, value in trial["params"].items()}
+    numeric = [key for key, value in given.items() if not isinstance(placed(value), str)]
     if not numeric:
         return
-    whole, panels = max(trial.steps for trial in sheet.trials), []
+    whole, panels = max(trial["steps"] for trial in sheet.trials), []
     for key in numeric:
-        trials = [trial for trial in sheet.trials if key in trial.params]
+        trials = [trial for trial in sheet.trials if key in trial["params"]]
         shown, ghosts = (
-            [(trial.params[key], trial.value) for trial in trials if (trial.steps == whole) is ended]
+            [(trial["params"][key], trial["value"]) for trial in trials if (trial["steps"] == whole) is ended]
             for ended in (True, False)
         )
         alt, title = f"{len(sheet.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
@@ -188,7 +183,7 @@ def learning_curves(sheet: Sheet) -> Iterator[Picture]:
     elif len(rows) > ROWS:
         best = best_row(sheet, next(iter(sheet.measures)))
         found = [line for line in ghosts if best and line.label == best.name]
-        groups, rest = [(best.name if found and best else "", found)], "blue: the best row; grey: the others."
+        groups, rest = [(found[0].label if found else "", found)], "blue: the best row; grey: the others."
     else:
         groups = [(line.label, [line]) for line in ghosts]
         rest = "thin: single seeds; grey: the other rows."
@@ -208,10 +203,9 @@ def _shaded(sheet: Sheet, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list
     shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
     rest = [axis for axis in sheet.axes if axis is not hue]
     groups = groups_of(sheet, [axis for axis in rest if not axis.numeric] or rest[:1])
-    panels = [
-        (name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves])
-        for name, rows in groups
-    ]
+    panels = []
+    for name, rows in groups:
+        panels.append((name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves]))
     return panels, [Line(_named(hue, value), {}, shade, "") for value, shade in shades.items()]
 
 
@@ -227,10 +221,8 @@ def _curve(row: Series, colour: str = "accent", runs: bool = False) -> Line:
 def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
     """A running mean over a twentieth of the points, thinned to what a small panel can show."""
     values, half = [loss for _, loss in curve], max(1, len(curve) // 40)
-    means = [
-        (float(step), statistics.fmean(values[max(0, i - half) : i + half + 1]))
-        for i, (step, _) in enumerate(curve)
-    ]
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    means = [(float(step), statistics.fmean(near)) for (step, _), near in zip(curve, around, strict=True)]
     # the last point is where the loss ended, and is always shown
     return means[:-1][:: max(1, len(means) // points)] + means[-1:]
 
@@ -266,7 +258,8 @@ def _looks(axes: Sequence[Axis], count: int) -> list[tuple[str, str]]:
 
 def _timing(sheet: Sheet, keys: Iterable[str]) -> str:
     """What a caption must say of speeds that were not timed alone."""
-    timed = [sheet.measures[key].title for key in keys if key in sheet.beside]
+    beside = [THROUGHPUT, *sheet.table.timed] if sheet.table.side_by_side else []
+    timed = [sheet.measures[key].title for key in keys if key in beside]
     return f" {', '.join(timed)}: timed while other cells ran on the same machine." if timed else ""
 
 
@@ -292,8 +285,7 @@ def _ends(drawn: Sequence[Line], decimals: int) -> str:
     return "; ".join(words) or "nothing measured yet"
 
 
-Rule = Callable[[Sheet], Iterable[Picture]]
-RULES: tuple[Rule, ...] = (
+RULES = (
     rows_side_by_side,
     heat_maps,
     against_a_field,

@@ -1,4 +1,4 @@
-"""What a figure of the report is made of, and how it becomes SVG for the page, PNG and PDF."""
+"""What a figure of the report is made of, its colours, and how it becomes SVG for the page, PNG and PDF."""
 
 from __future__ import annotations
 
@@ -14,18 +14,88 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import style
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from titans_platform.report.palette import LIGHT, NAMES, STYLE
+COLOURS = {
+    "page": ("#ffffff", "#14171b"),
+    "ink": ("#1f2328", "#e4e7ea"),
+    "muted": ("#57606a", "#9da7b2"),
+    "faint": ("#dbe0e6", "#343b44"),
+    "ghost": ("#c3cad2", "#4a535e"),
+    "accent": ("#1a5fb4", "#7db8ff"),
+    "paper": ("#8f5f00", "#dba63c"),
+    "reference": ("#79828d", "#8b949f"),
+    "heat": ("#0b4f9e", "#8cc4ff"),
+    "a": ("#1b69c8", "#6cb0fe"),
+    "b": ("#c2410d", "#ff9b6b"),
+    "c": ("#0e7a5e", "#4cc9a3"),
+    "d": ("#8a3eb4", "#cf9bf1"),
+    "e": ("#996600", "#e0b041"),
+    "f": ("#bf257d", "#ff8ac5"),
+    "s1": ("#4a8fce", "#3d7fc1"),
+    "s2": ("#2e77c3", "#66a7e5"),
+    "s3": ("#1b549b", "#9ccbf6"),
+    "s4": ("#0d3165", "#dbeefe"),
+}
+LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
+KINDS, STEPS = ("a", "b", "c", "d", "e", "f"), ("s1", "s2", "s3", "s4")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+SMALL, TEXT = 7.0, 7.6
+
+PERCENT = range(5, 93)
+"""Shares of the heat colour in a tile, from the worst to the best."""
+_MIXED = LinearSegmentedColormap.from_list("mixed", [LIGHT["page"], LIGHT["heat"]], 101)(PERCENT)
+HEAT = ListedColormap(_MIXED, "heat")
+NAMES = {
+    to_hex(colour): f"color-mix(in srgb, var(--heat) {percent}%, var(--page))"
+    for colour, percent in zip(_MIXED, PERCENT, strict=True)
+} | {value: f"var(--{name})" for name, value in LIGHT.items()}
+"""What each drawn colour is called on the page, which has another value for it in dark mode."""
+
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "text.color": LIGHT["ink"],
+    "axes.facecolor": "none",
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
+    "axes.edgecolor": LIGHT["ghost"],
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["faint"],
+    "grid.linewidth": 0.5,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 8,
+    "axes.titleweight": "bold",
+    "axes.titlepad": 5,
+    "axes.labelpad": 2,
+    **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["muted"]),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
+    **dict.fromkeys(("xtick.major.pad", "ytick.major.pad"), 2),
+    "hatch.linewidth": 0.4,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    # text stays text: in the page's font, and to be searched in a PDF
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+}
+"""No frame but the lower line, a pale grid, small grey numbers."""
 
 WIDE, NARROW = (3.5, 2.3), (1.9, 1.4)
 """Inches of a panel."""
 ACROSS_WIDE, ACROSS_NARROW = 3, 5
 """Panels beside each other in a file."""
-KINDS = ("png", "pdf")
 ANY = (-math.inf, math.inf)
+
+
+def ordered(count: int) -> tuple[str, ...]:
+    """Names of colours for values that have an order, pale to dark; as many as asked, at most four."""
+    picks = {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4))
+    return tuple(STEPS[i] for i in picks)
 
 
 @dataclass(frozen=True)
@@ -92,12 +162,11 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     head, _, body = out.getvalue().partition("<svg")[2].partition(">")
     view = re.findall(r'viewBox="[^"]+"', head)[0]
+    # groups have the same names in every drawing
     for pattern, new in (
-        (r"<metadata>.*?</metadata>", ""),
-        # groups have the same names in every drawing
+        (r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", ""),
         (r'<g id="[^"]*"', "<g"),
         (r"xlink:href=", "href="),
-        (r"font-family: [^;\"]*; ?", ""),
         (r">\s+<", "><"),
     ):
         body = re.sub(pattern, new, body, flags=re.S)
@@ -109,7 +178,7 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
 def save(picture: Picture, folder: Path) -> list[Path]:
     """The whole picture with its legend as PNG and as PDF, named by its key; never seen half-written."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{picture.key}.{kind}" for kind in KINDS]
+    paths = [folder / f"{picture.key}.{kind}" for kind in ("png", "pdf")]
     with style.context(STYLE):
         figure = _composed(picture)
         for path in paths:

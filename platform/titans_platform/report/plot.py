@@ -11,9 +11,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from titans_platform.report.headings import better, titled
-from titans_platform.report.palette import HEAT, LIGHT, SMALL, TEXT
-from titans_platform.report.picture import ANY, Line
+from titans_platform.report.content import better, titled
+from titans_platform.report.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
 from titans_platform.report.series import Axis, Series, Value
 from titans_platform.study.spec import Column
 from titans_platform.text import NONE, short, tokens
@@ -96,10 +95,9 @@ def lines(
         axis.set_ylim(*limits)
     if logarithmic:
         # every measured length is named
+        places = sorted({x for line in (*shown, *ghosts) for x in line.points})
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_locator(
-            FixedLocator(sorted({x for line in (*shown, *ghosts) for x in line.points}))
-        )
+        axis.xaxis.set_major_locator(FixedLocator(places))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
 
@@ -109,14 +107,10 @@ def _line(axis: Axes, line: Line, band: bool) -> None:
     colour, means = LIGHT[line.colour], line.means
     for run in line.runs:
         axis.plot(*zip(*run, strict=True), color=colour, linewidth=0.6, alpha=0.45, zorder=2)
-    marker = line.marker if len(means) <= 12 else ""
-    axis.plot(
-        [*means], [*means.values()], color=colour, linewidth=1.3, marker=marker, markersize=3.4, zorder=4
-    )
-    printed = sorted(line.printed.items())
-    axis.plot(
-        [x for x, _ in printed], [y for _, y in printed], color=colour, linewidth=0.9, linestyle=(0, (3, 2))
-    )
+    axis.plot([*means], [*means.values()], color=colour, linewidth=1.3, zorder=4,
+              marker=line.marker if len(means) <= 12 else "", markersize=3.4)  # fmt: skip
+    dashed = {"linewidth": 0.9, "linestyle": (0, (3, 2))}
+    axis.plot([*line.printed], [*line.printed.values()], color=colour, **dashed)
     xs = [x for x in means if line.spread and len(line.points[x]) > 1]
     if not xs:
         return
@@ -181,15 +175,15 @@ def _label(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def points(
-    axis: Axes, shown: Sequence[tuple[Value, float]], ghosts: Sequence[tuple[Value, float]] = ()
-) -> None:
+Points = Sequence[tuple[Value, float]]
+
+
+def points(axis: Axes, shown: Points, ghosts: Points = ()) -> None:
     """Numbers against one field, on a logarithmic scale where its values need it; ghosts are pale."""
     axis.grid(axis="x")
     for pairs, colour in ((ghosts, "ghost"), (shown, "accent")):
-        axis.scatter(
-            [float(x) for x, _ in pairs], [y for _, y in pairs], s=10, color=LIGHT[colour], linewidths=0
-        )
+        places = [float(x) for x, _ in pairs]
+        axis.scatter(places, [y for _, y in pairs], s=10, color=LIGHT[colour], linewidths=0)
     xs = [float(x) for x, _ in (*shown, *ghosts)]
     if xs and min(xs) > 0 and max(xs) / min(xs) > 10:
         axis.set_xscale("log")

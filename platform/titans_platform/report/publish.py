@@ -1,35 +1,53 @@
-"""The views of a study: in its folder, and on its MLflow parent run."""
+"""The views of a study: files in its folder, one of them an HTML page, and its MLflow parent run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 from rich.console import Console
 
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
-from titans_platform.report import content, export
-from titans_platform.report.origin import Links, facts
+from titans_platform.report import content
+from titans_platform.report.content import Links
+from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal
+from titans_platform.report.figure import pictures
+from titans_platform.report.picture import DARK, LIGHT, Line, Picture, save, svg
+from titans_platform.report.series import sheet
 from titans_platform.report.table import Table, build_table
-from titans_platform.report.terminal import terminal
 from titans_platform.study.columns import shown
-from titans_platform.study.opened import Opened
 from titans_platform.study.schedule import MANIFEST, SEARCH
+from titans_platform.text import NONE, commit, count, number, plural
 
 if TYPE_CHECKING:
-    from titans_platform.report.series import Curve
     from titans_platform.study.opened import Opened
     from titans_platform.tracking import Store
 
 PAGE, FIGURES = "report.html", "figures"
 UI = "http://127.0.0.1:5000"
 """Where `titans ui` listens unless it is told otherwise."""
+CROWDED = 4
+"""Columns from which the paper's numbers stand below ours on the page, not beside them."""
+WIDTH = 5.7
+"""Letters of the page (rem) to an inch of a figure: its small print is a little smaller than the text."""
+MARKS = {
+    "o": '<circle cx="12" cy="5" r="2.6"/>',
+    "s": '<rect x="9.6" y="2.6" width="4.8" height="4.8"/>',
+    "^": '<path d="M12 1.8 15 7.6H9z"/>',
+    "D": '<path d="M12 1.6 15.4 5 12 8.4 8.6 5z"/>',
+    "v": '<path d="M12 8.2 9 2.4h6z"/>',
+    "P": '<path d="M10.8 2h2.4v1.8H15v2.4h-1.8V8h-2.4V6.2H9V3.8h1.8z"/>',
+}
 
 
 def make(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
@@ -45,27 +63,19 @@ def make(opened: Opened, console: Console, link: bool = True, address: str | Non
     asked = tuple(cell.name for cell in opened.cells)
     table = replace(table, overrides=tuple(run.overrides), asked=asked)
     paths = make_report(table, run.folder, run.root, run.label if link else None, address)
-    console.print(terminal(table, console.width))
-    console.print(f"report {_near(paths[PAGE])}", highlight=False, soft_wrap=True)
+    folder = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
     others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
-    console.print(
-        f"also in {_near(run.folder)}/: {others}, {FIGURES}/", highlight=False, soft_wrap=True, style="dim"
-    )
+    console.print(terminal(table, console.width))
+    console.print(f"report {folder / PAGE}", highlight=False, soft_wrap=True)
+    console.print(f"also in {folder}/: {others}, {FIGURES}/", highlight=False, soft_wrap=True, style="dim")
     return table
-
-
-def _near(path: Path) -> str:
-    """The path as a person here would type it."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def make_report(
     table: Table, folder: Path, root: Path, label: str | None = None, address: str | None = None
 ) -> dict[str, Path]:
     """Write the views of a table; with ``label`` put them on that study's MLflow run too. Their paths."""
-    measured = label or table.results
-    store = _store_of(folder, root) if measured else None
+    store = _store_of(folder, root) if label or table.results else None
     paths = write_views(table, folder, store, address)
     if label and store:
         log_views(store, table, label, paths)
@@ -96,23 +106,18 @@ def write_views(
     ``store`` is asked for learning curves, and links go to its runs: at ``address``, at the store's own
     where it is a server, or where `titans ui` listens.
     """
-    # half a second of imports that `sweep run --help` need not wait for
-    from titans_platform.report.figure import pictures
-    from titans_platform.report.page import Extras, html
-    from titans_platform.report.picture import save
-    from titans_platform.report.series import sheet
-
-    search = read_json(folder / SEARCH)
-    drawn = pictures(sheet(table, _curves(table, store), search))
+    search = read_json(folder / SEARCH) or {}
+    drawn = pictures(sheet(table, store.curves(_runs(table)) if store else {}, search))
     server = store.server if store else None
     links = Links((address or server or UI).rstrip("/"), store.experiment, folder.name) if store else None
-    local = address is None and server is None
+    notes = [search.get("line", ""), f"Found: {search['set']}" if search.get("set") else ""]
+    extras = Extras(drawn, links, not (address or server), commands(folder), list(filter(None, notes)))
     texts = {
-        PAGE: html(table, Extras(drawn, links, local, commands(folder), _search_notes(search))),
-        "table.md": export.markdown(table, [(each.title, f"{FIGURES}/{each.key}.png") for each in drawn]),
-        "table.tex": export.latex(table),
-        "table.csv": export.summary_csv(table),
-        "cells.csv": export.cells_csv(table),
+        PAGE: html(table, extras),
+        "table.md": markdown(table, [(each.title, f"{FIGURES}/{each.key}.png") for each in drawn]),
+        "table.tex": latex(table),
+        "table.csv": summary_csv(table),
+        "cells.csv": cells_csv(table),
     }
     for name, text in texts.items():
         write_text(folder / name, text)
@@ -120,15 +125,86 @@ def write_views(
     return {name: folder / name for name in texts} | {f"{FIGURES}/{path.name}": path for path in files}
 
 
-def _search_notes(search: Mapping[str, Any] | None) -> list[str]:
-    """How the study's search went, and what it found as options of the command line."""
-    if not search:
-        return []
-    return [str(search.get("line", "")), *([f"Found: {search['set']}"] if search.get("set") else [])]
+@dataclass(frozen=True)
+class Extras:
+    """What a page shows beside the table: figures, links, the commands that were called."""
+
+    pictures: Sequence[Picture] = ()
+    links: Links | None = None
+    local: bool = True
+    """Whether the links go to where `titans ui` listens, not to a server that is always there."""
+    commands: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    """Notes below the table besides its own."""
 
 
-def _curves(table: Table, store: Store | None) -> Mapping[str, Curve]:
-    return store.curves(_runs(table)) if store else {}
+def html(table: Table, extras: Extras) -> str:
+    """The report as one HTML page that needs nothing beside it."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(number=number, count=count, commit=commit)
+    columns = table.study.columns
+    crowded, paper = len(columns) > CROWDED, [key for key in columns if content.has_paper(table, key)]
+    return environment.get_template(PAGE).render(
+        table=table,
+        columns=columns,
+        content=content,
+        extras=extras,
+        links=extras.links,
+        light=LIGHT,
+        dark=DARK,
+        written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
+        seeds=plural(len(table.seeds), "seed").partition(" ")[2],
+        caption=_caption(table, crowded, bool(paper)),
+        crowded=crowded,
+        paired={key: key in paper and not crowded for key in columns},
+        shown=partial(content.shown, table),
+        widths={key: _spread_width(table, key) for key in columns},
+        runs_of=lambda row: [str(run) for result in row.results if (run := result.get("mlflow_run_id"))],
+        notes=[*content.footnotes(table, failures=False), *extras.notes],
+        failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
+        results={result["cell"]: result for result in table.results},
+        gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
+        figures=list(map(_figure, extras.pictures)),
+        made=content.only_commit(table),
+        sources={
+            "LaTeX (booktabs)": latex(table),
+            "CSV, a line a row and column": summary_csv(table),
+            "CSV, a line a cell": cells_csv(table),
+        },
+        none_sign=NONE,
+    )
+
+
+def _caption(table: Table, crowded: bool, printed: bool) -> str:
+    seeds = len(table.seeds)
+    spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    paper = f"; the paper's numbers {'below' if crowded else 'beside'} ours" if printed else ""
+    return f"{spread}{paper}. {content.bold_note(table)} A number links to its runs."
+
+
+def _spread_width(table: Table, key: str) -> int:
+    """Letters of a column's widest spread, so that its means stand below each other."""
+    spreads = [len(content.shown(table, row, key).sd) for row in table.rows]
+    return 2 + max(spreads) if any(spreads) else 0
+
+
+def _figure(picture: Picture) -> dict[str, Any]:
+    drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
+    return {
+        "picture": picture,
+        "width": round(WIDTH * picture.size[0], 1),
+        "kind": "small" if picture.size[0] < 3 and len(picture.panels) > 1 else "",
+        "panels": list(map(Markup, drawn)),
+        "legend": [(_mark(line), line.label) for line in picture.legend],
+    }
+
+
+def _mark(line: Line) -> Markup:
+    """A line with its marker, as in the figure."""
+    stroke = f'<path d="M0 5H24" stroke="var(--{line.colour})" stroke-width="1.6"/>'
+    mark = f'<g fill="var(--{line.colour})">{stroke}{MARKS.get(line.marker, "")}</g>'
+    return Markup(f'<svg viewBox="0 0 24 10" aria-hidden="true">{mark}</svg>')
 
 
 def _runs(table: Table) -> dict[str, dict[str, Any]]:
@@ -140,14 +216,20 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
     """Put the views and the links to the cells on the study's parent run; the run's id."""
     # what the cells say of how they were made, as the cells' own runs say it
     named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
-    tags = {f"titans.{named.get(name, name)}": value for name, value in facts(table).items()}
+    tags = {f"titans.{named.get(name, name)}": value for name, value in content.facts(table).items()}
     run_id = store.study_run(label, tags)
     log = store.run(run_id)
-    log.table(list(_records(table)), "table.json")
+    log.table(_records(table), "table.json")
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
-    log.note(f"{export.markdown(table)}\n{_links(store, table)}\n")
-    log.summary(_numbers(table))
+    log.note("\n".join([markdown(table), "**Cells**", "", *_links(store, table), ""]))
+    # means as metrics, so that studies can be plotted against each other
+    means = {
+        f"{key}/{_metric_name(row.row.name)}": entry.mean
+        for row in table.rows
+        for key, entry in row.entries.items()
+    }
+    log.summary({name: mean for name, mean in means.items() if mean is not None})
     for run, result in _runs(table).items():
         store.amend(run, _in_units(table, result))
     # the study's cells with the columns to compare them by, the best of the first on top
@@ -160,45 +242,31 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
 
 def _in_units(table: Table, result: Mapping[str, Any]) -> dict[str, float]:
     """A cell's measures in the units of the table's columns, and the tasks of each column too."""
-    columns, found = table.study.columns, dict(result["columns"])
     # @ is not allowed in a metric's name
-    found |= {key.replace("@", "/"): task["value"] for key, task in result.get("tasks", {}).items()}
-    owners = {name: columns.get(name.partition("/")[0]) for name in found}
-    return {
-        name: column.factor * found[name]
-        for name, column in owners.items()
-        if column and column.factor != 1 and found[name] is not None
-    }
+    tasks = {key.replace("@", "/"): task["value"] for key, task in result.get("tasks", {}).items()}
+    found = {}
+    for name, value in (result["columns"] | tasks).items():
+        column = table.study.columns.get(name.partition("/")[0])
+        if column and column.factor != 1 and value is not None:
+            found[name] = column.factor * value
+    return found
 
 
 def _records(table: Table) -> list[dict[str, Any]]:
-    names = ["row"]
-    for key in table.study.columns:
-        names += [key, f"{key}, paper"] if content.has_paper(table, key) else [key]
-    names += ["parameters", "state bytes"]
+    columns = [f"{key}, paper" if printed else key for key, printed in content.fields(table)]
+    names = ["row", *columns, "parameters", "state bytes"]
     return [
         dict(zip(names, line, strict=True)) | {"cells": " ".join(result["cell"] for result in row.results)}
         for row, line in zip(table.rows, content.body(table), strict=True)
     ]
 
 
-def _links(store: Store, table: Table) -> str:
-    lines = ["**Cells**", ""]
+def _links(store: Store, table: Table) -> Iterator[str]:
     for row in table.rows:
         runs = {result["seed"]: result.get("mlflow_run_id") for result in row.results}
         links = ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in runs.items() if run)
-        lines += [f"- {row.row.name}: {links}"] if links else []
-    return "\n".join(lines)
-
-
-def _numbers(table: Table) -> dict[str, float]:
-    """Mean of each row and column as a metric, so that studies can be plotted against each other."""
-    return {
-        f"{key}/{_metric_name(row.row.name)}": entry.mean
-        for row in table.rows
-        for key, entry in row.entries.items()
-        if entry.mean is not None
-    }
+        if links:
+            yield f"- {row.row.name}: {links}"
 
 
 def _metric_name(name: str) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from titans_platform.flatten import flatten
 from titans_platform.report.table import Table, TableRow, task_of
 from titans_platform.study.spec import Axis as StudyAxis
 from titans_platform.study.spec import Column, Row
+from titans_platform.text import flatten
 
 Value = float | str
 Curve = Sequence[tuple[int, float]]
@@ -69,30 +69,18 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One trial of a search: what it was given, how far it went, and what it measured there."""
-
-    params: Mapping[str, Value]
-    steps: int
-    value: float
-
-
-@dataclass(frozen=True)
 class Sheet:
     """All that a study's figures are drawn of."""
 
+    table: Table
     rows: tuple[Series, ...]
     axes: tuple[Axis, ...]
-    columns: Mapping[str, Column]
-    """The columns of the table."""
     measures: Mapping[str, Column]
-    """The columns, and what is known of every run besides."""
-    chance: Mapping[str, float]
-    lengths: Mapping[str, Column] = field(default_factory=dict)
+    """The columns of the table, and what is known of every run besides."""
+    lengths: Mapping[str, Column]
     """What was taken at several lengths."""
-    trials: tuple[Trial, ...] = ()
-    beside: frozenset[str] = frozenset()
-    """Measures that were timed while other cells ran on the same machine."""
+    trials: Sequence[Mapping[str, Any]] = ()
+    """Of a search: what each trial was given, how far it went, and what it measured there."""
 
 
 def sheet(
@@ -108,37 +96,31 @@ def sheet(
     measures = dict(table.study.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    axes, columns = _axes(rows, table.study.axes), table.study.columns
-    lengths = _at_lengths(table, rows, spread)
-    beside = frozenset([THROUGHPUT, *table.timed] if table.side_by_side else ())
-    return Sheet(rows, axes, columns, measures, table.chance, lengths, _trials(search), beside)
-
-
-def _trials(search: Mapping[str, Any] | None) -> tuple[Trial, ...]:
-    return tuple(
-        Trial({key: _value(value) for key, value in trial["params"].items()}, trial["steps"], trial["value"])
-        for trial in (search or {}).get("trials", ())
-        if trial.get("value") is not None
-    )
+    lengths = _at_lengths(table.study.columns, rows, spread)
+    trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
+    return Sheet(table, rows, _axes(rows, table.study.axes), measures, lengths, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Spread) -> Series:
     values = {key: entry.values for key, entry in row.entries.items()}
     lengths = {
-        key: found
-        for key, column in table.study.columns.items()
-        if (found := _by_length(key, column.factor, row.results))
+        key: _by_length(key, column.factor, row.results) for key, column in table.study.columns.items()
     }
+    lengths = {key: found for key, found in lengths.items() if found}
+    printed: dict[str, dict[float, float]] = {}
     for task, places in spread.items():
         lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
+        paper = {length: row.row.paper.get(key) for length, key in places.items() if table.scale.comparable}
+        printed[task] = {length: number for length, number in paper.items() if number is not None}
+    speeds = [(result.get("tokens"), result.get("train_seconds")) for result in row.results]
     runs = [str(result.get("mlflow_run_id")) for result in row.results]
     return Series(
         row.row.name,
         axis_values(row.row),
-        {THROUGHPUT: _throughput(row.results), **values},
+        {THROUGHPUT: tuple(tokens / seconds for tokens, seconds in speeds if tokens and seconds)} | values,
         lengths,
         row.row.paper,
-        {task: _printed(row, places) for task, places in spread.items() if table.scale.comparable},
+        printed,
         [curves[run] for run in runs if curves.get(run)],
         row.row.reference,
         bool(row.failures),
@@ -163,14 +145,8 @@ def _spread_tasks(table: Table) -> Spread:
     }
 
 
-def _printed(row: TableRow, places: Mapping[float, str]) -> dict[float, float]:
-    found = {length: row.row.paper.get(key) for length, key in places.items()}
-    return {length: number for length, number in found.items() if number is not None}
-
-
-def _at_lengths(table: Table, rows: Sequence[Series], spread: Spread) -> dict[str, Column]:
+def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], spread: Spread) -> dict[str, Column]:
     """The columns and tasks that have lines against length, and how they are shown."""
-    columns = table.study.columns
     taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
     order = list(columns)
     for task, places in sorted(spread.items(), key=lambda item: min(map(order.index, item[1].values()))):
@@ -183,33 +159,26 @@ def _at_lengths(table: Table, rows: Sequence[Series], spread: Spread) -> dict[st
 
 def axis_values(row: Row) -> dict[str, Value]:
     """Where a row stands on the study's axes, or without any the fields it sets."""
-    return {key: _value(value) for key, value in (row.axes or flatten(row.set)).items()}
+    return {key: placed(value) for key, value in (row.axes or flatten(row.set)).items()}
 
 
-def _value(value: Any) -> Value:
+def placed(value: Any) -> Value:
+    """A setting as a place on an axis: a number, or a name."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis, ...]:
     """The fields that every row has a value for, and not all of them the same."""
-    placed = [row.axes for row in rows if not row.reference]
+    places = [row.axes for row in rows if not row.reference]
     axes = []
-    for key in placed[0] if placed else ():
-        values = {at[key]: None for at in placed if key in at}
-        if len(values) > 1 and all(key in at for at in placed):
+    for key in places[0] if places else ():
+        values = tuple({at[key]: None for at in places if key in at})
+        if len(values) > 1 and all(key in at for at in places):
             # the study's own word for it, or the field's name without the config's path to it
             title = given[key].title if key in given else ""
-            axis = Axis(key, tuple(values), title or key.rpartition(".")[2].replace("_", " "))
-            axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
+            axis = Axis(key, values, title or key.rpartition(".")[2].replace("_", " "))
+            axes.append(Axis(key, tuple(sorted(values, key=float)), axis.title) if axis.numeric else axis)
     return tuple(axes)
-
-
-def _throughput(results: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
-    return tuple(
-        float(result["tokens"]) / float(result["train_seconds"])
-        for result in results
-        if result.get("tokens") and result.get("train_seconds")
-    )
 
 
 def _by_length(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
@@ -38,12 +38,10 @@ class Entry:
     @property
     def stderr(self) -> float:
         """Standard error of the mean: the larger of what seeds and what items give."""
-        over_seeds = self.sd / math.sqrt(len(self.values)) if self.sd is not None else 0.0
-        return max(over_seeds, self.item_stderr)
+        return max((self.sd or 0.0) / math.sqrt(len(self.values) or 1), self.item_stderr)
 
 
-@dataclass(frozen=True)
-class Unfinished:
+class Unfinished(NamedTuple):
     """A cell without a result: its state, and the reason where it failed."""
 
     cell: Cell
@@ -108,9 +106,8 @@ class Table:
     @property
     def unfinished(self) -> int:
         """Cells asked for that have no result."""
-        if self.asked is None:
-            return self.missing
-        return len(set(self.asked) - {result["cell"] for result in self.results})
+        done = {result["cell"] for result in self.results}
+        return self.missing if self.asked is None else len(set(self.asked) - done)
 
     @property
     def scale(self) -> Scale:
@@ -125,16 +122,15 @@ class Table:
 
 def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path, commit: str) -> Table:
     """Read the results of named cells and put them in the study's row order."""
-    by_row: dict[str, list[Cell]] = {}
-    for cell in cells:
-        by_row.setdefault(cell.row, []).append(cell)
-    rows = [
-        _table_row(row, study.columns, by_row[row.name], root, commit)
-        for row in study.rows_at(scale_name)
-        if row.name in by_row
-    ]
-    chance, shared = _chance(study.columns, rows), _side_by_side(cells, root)
-    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=shared)
+    rows = []
+    for row in study.rows_at(scale_name):
+        if of_row := [cell for cell in cells if cell.row == row.name]:
+            rows.append(_table_row(row, study.columns, of_row, root, commit))
+    chance: dict[str, float] = {}
+    for result in (result for row in rows for result in row.results):
+        found = result.get("chance", {})
+        chance |= {key: c.factor * found[key] for key, c in study.columns.items() if _finite(found.get(key))}
+    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=_side_by_side(cells, root))
 
 
 def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
@@ -146,35 +142,33 @@ def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
 def _table_row(
     row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
 ) -> TableRow:
-    folders = [(cell, cell.folder(root)) for cell in cells]
-    found = [(cell, folder, folder.shown_result()) for cell, folder in folders]
-    results = tuple(result for _, _, result in found if result is not None)
-    unfinished = tuple(
-        Unfinished(cell, folder.state(), str((folder.failure() or {}).get("reason", "")))
-        for cell, folder, result in found
-        if result is None
-    )
-    stale = tuple(sorted({str(result["commit"]) for result in results} - {commit}))
-    entries = {
-        key: _entry(key, column, results, len(cells), row.paper.get(key)) for key, column in columns.items()
-    }
-    return TableRow(row, tuple(cells), results, unfinished, entries, stale)
-
-
-def _entry(
-    key: str, column: Column, results: Iterable[dict[str, Any]], wanted: int, paper: float | None
-) -> Entry:
-    kept = [result for result in results if _finite(result["columns"].get(key))]
-    values = tuple(column.factor * float(result["columns"][key]) for result in kept)
-    # an accuracy is better when it is higher; an error below 1 is no share of right answers
-    shares = column.higher_is_better
-    errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
-    item_stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if errors else 0.0
-    return Entry(values, wanted, paper, item_stderr)
+    results, unfinished = [], []
+    for cell in cells:
+        folder = cell.folder(root)
+        if (result := folder.shown_result()) is not None:
+            results.append(result)
+        else:
+            reason = str((folder.failure() or {}).get("reason", ""))
+            unfinished.append(Unfinished(cell, folder.state(), reason))
+    entries = {}
+    for key, column in columns.items():
+        kept = [result for result in results if _finite(result["columns"].get(key))]
+        values = tuple(column.factor * float(result["columns"][key]) for result in kept)
+        # an accuracy is better when it is higher; an error below 1 is no share of right answers
+        shares = column.higher_is_better
+        errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
+        entries[key] = Entry(values, len(cells), row.paper.get(key), _of_mean(errors))
+    stale = sorted({str(result["commit"]) for result in results} - {commit})
+    return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _of_mean(errors: Sequence[float]) -> float:
+    """Standard error of the mean of numbers with these standard errors; 0 of none."""
+    return math.hypot(*errors) / len(errors) if errors else 0.0
 
 
 def task_of(key: str) -> tuple[str, str, int | None]:
@@ -195,11 +189,9 @@ def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]], shares: b
     for key, measured in tasks.items():
         owner, task, _ = task_of(key)
         if owner == column and measured.get("stderr") is not None:
-            by_task.setdefault(task, []).append(
-                item_stderr(measured) if shares else float(measured["stderr"])
-            )
-    variances = [sum(error**2 for error in errors) / len(errors) ** 2 for errors in by_task.values()]
-    return math.sqrt(sum(variances)) / len(variances) if variances else 0.0
+            error = item_stderr(measured) if shares else float(measured["stderr"])
+            by_task.setdefault(task, []).append(error)
+    return _of_mean([_of_mean(errors) for errors in by_task.values()])
 
 
 def item_stderr(measured: Mapping[str, Any]) -> float:
@@ -212,15 +204,6 @@ def item_stderr(measured: Mapping[str, Any]) -> float:
     if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.get("value", -1) <= 1:
         return error
     return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)
-
-
-def _chance(columns: Mapping[str, Column], rows: Iterable[TableRow]) -> dict[str, float]:
-    levels: dict[str, float] = {}
-    for row in rows:
-        for result in row.results:
-            found = result.get("chance", {})
-            levels |= {key: c.factor * found[key] for key, c in columns.items() if _finite(found.get(key))}
-    return levels
 
 
 @dataclass(frozen=True)
@@ -241,21 +224,21 @@ class Discrimination:
 
 def discriminate(table: Table) -> list[Discrimination]:
     """One summary a column that has at least two rows with numbers."""
-    found = [_discriminate(table, key, column) for key, column in table.study.columns.items()]
-    return [summary for summary in found if summary is not None]
+    return [found for key in table.study.columns if (found := _discriminate(table, key))]
 
 
-def _discriminate(table: Table, key: str, column: Column) -> Discrimination | None:
+def _discriminate(table: Table, key: str) -> Discrimination | None:
+    higher = table.study.columns[key].higher_is_better
     entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
     means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
     if len(means) < 2:
         return None
-    low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    best, worst = (high, low) if column.higher_is_better else (low, high)
+    ends = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    worst, best = ends if higher else ends[::-1]
     distance, pair = abs(means[best] - means[worst]), (entries[best], entries[worst])
     gap, pair_gap = (_ratio(distance, pooled_sd(group)) for group in (entries.values(), pair))
     first, level, above = table.rows[0].row.name, table.chance.get(key), None
-    if first in means and level is not None and column.higher_is_better:
+    if first in means and level is not None and higher:
         above = _ratio(means[first] - level, entries[first].stderr)
     return Discrimination(key, best, worst, gap, pair_gap, above, first)
 
@@ -306,12 +289,12 @@ def as_record(table: Table) -> dict[str, Any]:
         }
         for row in table.rows
     ]
-    summary = {found.column: asdict(found) for found in discriminate(table)}
-    scale = {"study": table.study.name, "scale": table.scale_name, "comparable": table.scale.comparable}
     return {
-        **scale,
+        "study": table.study.name,
+        "scale": table.scale_name,
+        "comparable": table.scale.comparable,
         "rows": rows,
         "chance": table.chance,
         "missing": table.missing,
-        "discrimination": summary,
+        "discrimination": {found.column: asdict(found) for found in discriminate(table)},
     }

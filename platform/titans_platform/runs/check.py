@@ -47,7 +47,7 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the run's model."""
+    """Sizes of a run's model."""
 
     parameters: int
     state_bytes: int

@@ -15,8 +15,7 @@ from titans_platform.runs.folder import CHECKPOINTS
 from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Trainer, deterministic
-from titans_platform.training.timing import Phases
+from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 
 # optimiser steps of a run at which the inner memory's telemetry is recorded
 _WATCHED = 50

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 from titans_core.config import ModelConfig
-from titans_platform.flatten import flatten
 from titans_platform.study.spec import Cell, Row
+from titans_platform.text import flatten
 
 MEMORY = "model.memory."
 ALWAYS = {

@@ -20,7 +20,6 @@ from titans_platform.runs.resources import Machine
 from titans_platform.study.ledger import LEDGER, Marks, account, ledger_line
 from titans_platform.study.opened import Opened, check_against_data, check_dry, named, with_found
 from titans_platform.study.plan import Estimate, Plan, estimate, make_plan
-from titans_platform.study.preview import planned, planned_search, print_plan
 from titans_platform.study.progress import look
 from titans_platform.study.schedule import (
     SEARCH,
@@ -41,6 +40,7 @@ from titans_platform.study.search import (
     set_line,
 )
 from titans_platform.study.spec import Cell, resolve
+from titans_platform.study.status import planned, planned_search, print_plan
 from titans_platform.study.trial import FOUND, trial_row
 
 Drawn = TypeVar("Drawn")

@@ -7,6 +7,7 @@ whole, a cell's own are its training loop and its evaluation, and everything els
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,12 +47,13 @@ def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict
     folders = [cell.folder(root) for cell in cells]
     spans = [span for folder in folders if (span := read_json(folder.path / TIME))]
     spans = [span for span in spans if span["began"] >= marks.began]
-    inside = _inside(spans)
+    # the phases of the cells, summed
+    inside: Counter[str] = Counter()
+    for span in spans:
+        inside.update(span["seconds"])
     own = sum(inside.pop(name, 0.0) for name in OWN)
     parts = marks.spent(slots) | _around(marks, spans, slots) | inside
-    parts["start of a cell"] = max(
-        0.0, sum(s["ended"] - s["began"] for s in spans) - own - sum(inside.values())
-    )
+    parts["start of a cell"] = max(0.0, _busy(spans) - own - sum(inside.values()))
     wall, count = time.time() - marks.began, len(spans)
     overhead = wall * slots - own
     return {
@@ -65,31 +67,21 @@ def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict
     }
 
 
-def _inside(spans: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Phases of the cells, summed."""
-    total: dict[str, float] = {}
-    for span in spans:
-        for name, seconds in span["seconds"].items():
-            total[name] = total.get(name, 0.0) + seconds
-    return total
+def _busy(spans: Sequence[dict[str, Any]]) -> float:
+    return sum(span["ended"] - span["began"] for span in spans)
 
 
 def _around(marks: Marks, spans: Sequence[dict[str, Any]], slots: int) -> dict[str, float]:
     """The time of slots without a cell: before the first, between two, after the last."""
-    first, last = marks.at["cells"], _end_of(marks, "cells")
+    first, names = marks.at["cells"], [*marks.at, None]
+    following = names[names.index("cells") + 1]
+    last = marks.at[following] if following else time.time()
     begins = sorted(span["began"] for span in spans)[:slots]
     ends = sorted(span["ended"] for span in spans)[-slots:]
     never = (slots - len(begins)) * (last - first)
     before, after = sum(b - first for b in begins), sum(last - e for e in ends)
-    busy = sum(span["ended"] - span["began"] for span in spans)
-    between = slots * (last - first) - before - after - never - busy
+    between = slots * (last - first) - before - after - never - _busy(spans)
     return {"start of workers": before, "between cells": max(0.0, between), "idle at the end": after + never}
-
-
-def _end_of(marks: Marks, name: str) -> float:
-    names = [*marks.at]
-    following = names[names.index(name) + 1 :]
-    return marks.at[following[0]] if following else time.time()
 
 
 def ledger_line(record: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from titans_platform.study.spec import Cell
-from titans_platform.text import clock, count
+from titans_platform.study.spec import Cell, Column
+from titans_platform.text import clock, count, number
 
 TRAINING_SHARE = 0.9
 """Part of a cell that is training; the rest is evaluation."""
@@ -45,13 +45,9 @@ class Seen:
     @property
     def eta(self) -> float | None:
         """Seconds of training left at the present speed."""
-        speed, left = self.progress.get("tokens_per_second"), self._tokens_left()
-        return left / float(speed) if speed else None
-
-    def _tokens_left(self) -> float:
-        config = self.cell.config
+        speed, config = self.progress.get("tokens_per_second"), self.cell.config
         steps = max(0, config.optim.steps - int(self.progress.get("step", 0)))
-        return steps * config.tokens_per_step
+        return steps * config.tokens_per_step / float(speed) if speed else None
 
 
 def look(cells: Sequence[Cell], root: Path) -> list[Seen]:
@@ -92,10 +88,21 @@ def running_line(item: Seen) -> list[str]:
 
 
 class View:
-    """The display of a running study; ``todo`` is what this sweep runs, ``cells`` the whole study."""
+    """The display of a running study; ``todo`` is what this sweep runs, ``cells`` the whole study.
 
-    def __init__(self, title: str, cells: Sequence[Cell], todo: Sequence[Cell], root: Path):
+    Measures are shown in the units of ``columns``, those of the study's table.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        cells: Sequence[Cell],
+        todo: Sequence[Cell],
+        root: Path,
+        columns: Mapping[str, Column] | None = None,
+    ):
         self.title, self.cells, self.todo, self.root = title, list(cells), list(todo), root
+        self.columns = columns or {}
         self.started = time.monotonic()
         self.note = ""
         """What goes on while no cell runs."""
@@ -121,9 +128,8 @@ class View:
         head.add_column(justify="right", no_wrap=True)
         title = Text(f"{self.title}: {len(seen)} cells, {counted(seen)}", style="bold")
         head.add_row(title, f"{self._elapsed()}, {clock(self.eta(seen))} left")
-        return Group(
-            head, ProgressBar(total=1.0, completed=share, complete_style="green"), self._running(seen)
-        )
+        bar = ProgressBar(total=1.0, completed=share, complete_style="green")
+        return Group(head, bar, self._running(seen))
 
     def _elapsed(self) -> str:
         return clock(time.monotonic() - self.started)
@@ -150,12 +156,14 @@ class View:
         if item.state == "failed":
             return f"failed  {who}: {item.reason}"
         result = item.cell.folder(self.root).result() or {}
-        values = ", ".join(
-            f"{column} {value:.2f}" if isinstance(value, float) else f"{column} {value}"
-            for column, value in result.get("columns", {}).items()
-        )
+        values = ", ".join(self._measured(key, value) for key, value in result.get("columns", {}).items())
         seconds = float(result.get("train_seconds") or 0) + float(result.get("eval_seconds") or 0)
         return f"done    {who}: {values} ({clock(seconds)})"
+
+    def _measured(self, key: str, value: float | None) -> str:
+        column = self.columns.get(key) or Column(title=key, decimals=2)
+        text = number(None if value is None else column.factor * value, column.decimals)
+        return f"{key} {text} {column.unit}".rstrip()
 
     def plain(self) -> str:
         """The state in one line, for logs."""

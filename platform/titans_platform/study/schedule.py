@@ -157,7 +157,7 @@ def run_cells(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None
     """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
     for cell in plan.todo:
         cell.folder(run.root).forget_failure()
-    view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root)
+    view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root, run.study.columns)
     with showing(view, console), output_to(run.folder / "ray.log"):
         view.note = "opening the MLflow store"
         marks.mark("MLflow runs")
@@ -247,7 +247,7 @@ def run_trials(
 ) -> Any:
     """The results of Tune's trials of ``trainable`` over ``space``; ``config`` is for its TuneConfig.
 
-    Tune keeps nothing: what a trial leaves lies in its run's folder.
+    Tune keeps nothing: what a trial leaves is in its run's folder.
     """
     from ray import tune
 

@@ -51,7 +51,7 @@ class Searched:
 
     @property
     def over(self) -> bool:
-        """Whether as many trials as the search has are behind it."""
+        """Whether as many trials have ended as the search asks for."""
         ended = [trial for trial in self.trials if trial.state in ("done", "stopped")]
         return len(ended) >= self.search.trials
 
@@ -151,16 +151,16 @@ def run_search(run: StudyRun, search: Search, data: str, slots: int) -> None:
 
 @contextmanager
 def followed(run: StudyRun, tell: Callable[[str], None], every: float = 2.0) -> Iterator[None]:
-    """Say how the search stands whenever that has changed, by its files."""
+    """Print how the search stands whenever that has changed, by its files."""
     stop = threading.Event()
 
     def watch() -> None:
-        said = ""
+        printed = ""
         while not stop.wait(every):
             found = read_search(run)
-            if found and (line := search_line(found)) != said:
+            if found and (line := search_line(found)) != printed:
                 tell(line)
-                said = line
+                printed = line
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -179,10 +179,10 @@ def search_line(found: Searched) -> str:
     }
     counted = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     best = found.best
-    said = f"; best {found.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
+    shown = f"; best {found.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
     share = found.tokens / found.tokens_of_grid
     return (
-        f"Search: {len(found.trials)} of {found.search.trials} trials ({counted or 'none ended'}){said}; "
+        f"Search: {len(found.trials)} of {found.search.trials} trials ({counted or 'none ended'}){shown}; "
         f"{found.tokens:,} tokens, {share:.0%} of all trials to their end"
     )
 

@@ -7,6 +7,8 @@ passed over for the one before.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import random
@@ -16,12 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -30,14 +34,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.training.loop import Trainer
-from titans_platform.training.manifest import fault, read_manifest, write_manifest
+from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.parallel import rank
-from titans_platform.training.timing import Phases
 
 log = logging.getLogger(__name__)
 
 KEEP = 2
+SCHEMA = 2
+MANIFEST = "manifest.json"
 
 
 class Saver:
@@ -90,12 +94,9 @@ class Saver:
         # said from the thread that writes, where a filter of this block would not hold
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         with _quiet():
-            writer = _Writer(final, deepcopy(self.trainer.progress), self.keep)
+            writer, group = _Writer(final, deepcopy(self.trainer.progress), self.keep), self._group
             future = async_save(
-                _state(self.trainer),
-                storage_writer=writer,
-                process_group=self._group,
-                no_dist=self._group is None,
+                _state(self.trainer), storage_writer=writer, process_group=group, no_dist=group is None
             )
         assert isinstance(future, Future)
         return future
@@ -120,27 +121,20 @@ class _Writer(FileSystemWriter):
     """Commits a checkpoint when all its files are there, in the thread that writes them."""
 
     def __init__(self, final: Path, progress: Any, keep: int):
-        super().__init__(_partial(final))
+        self.partial = final.with_name(f".partial-{final.name}")
+        super().__init__(self.partial)
         self.final, self.progress, self.keep = final, progress, keep
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Called on the first worker, after all workers have written."""
         super().finish(metadata, results)
-        _commit(self.final, self.progress, self.keep)
-
-
-def _commit(final: Path, progress: Any, keep: int) -> None:
-    write_manifest(_partial(final), progress)
-    # a run that passed over a damaged checkpoint comes to its step again
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(_partial(final), final)
-    # later ones are damaged and will be written again; they must not push this one out
-    for old in [path for path in _steps(final.parent) if path.name <= final.name][keep:]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _partial(final: Path) -> Path:
-    return final.with_name(f".partial-{final.name}")
+        write_manifest(self.partial, self.progress)
+        # a run that passed over a damaged checkpoint comes to its step again
+        shutil.rmtree(self.final, ignore_errors=True)
+        os.replace(self.partial, self.final)
+        # later ones are damaged and will be written again; they must not push this one out
+        for old in [path for path in _steps(self.final.parent) if path.name <= self.final.name][self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def save(
@@ -177,10 +171,7 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     state = _state(trainer)
     _load(path, state)
     set_state_dict(
-        trainer.model,
-        trainer.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         _set_rng(own)
@@ -189,10 +180,9 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
 
 
 def _chosen(folder: Path) -> Path | None:
-    if not dist.is_initialized():
-        return newest(folder)
     choice = [newest(folder) if rank() == 0 else None]
-    dist.broadcast_object_list(choice)
+    if dist.is_initialized():
+        dist.broadcast_object_list(choice)
     return choice[0]
 
 
@@ -249,11 +239,9 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _rng() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    state["numpy"] = np.random.get_state(legacy=False)
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    numpy = np.random.get_state(legacy=False)
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, **cuda}
 
 
 def _set_rng(state: dict[str, Any]) -> None:
@@ -272,6 +260,70 @@ def _as_tuple(value: Any) -> Any:
 def _quiet() -> Iterator[None]:
     """Without torch.distributed's warnings about its own deprecated parts."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.*")
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.*")
+        for category in (UserWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module="torch.distributed.*")
         yield
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` holds beside its own hash, which covers all of it."""
+
+    schema: int
+    progress: Progress
+    files: dict[str, str]
+    """BLAKE2b of each other file of the folder, by its name."""
+
+
+def write_manifest(folder: Path, progress: Progress) -> None:
+    """Hash every file of ``folder`` and write its manifest."""
+    files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
+    content = asdict(Manifest(SCHEMA, progress, files))
+    (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of ``folder``. Raises OSError, and ValueError with the reason in a line."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except ValueError:
+        raise ValueError(f"{MANIFEST} is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{MANIFEST} does not hold a JSON object")
+    if content.get("schema") == 1:
+        raise ValueError(f"written in format 1, without hashes; this version reads format {SCHEMA}")
+    if content.pop("hash", None) != _hash_of(content):
+        raise ValueError(f"{MANIFEST} does not have the hash it was written with")
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"written in format {content.get('schema')!r}; this version reads format {SCHEMA}")
+    try:
+        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with the checkpoint in ``folder``; None where every file is as it was written."""
+    try:
+        for name, expected in read_manifest(folder).files.items():
+            if _hash(folder / name) != expected:
+                return f"{name} does not have the hash it was written with"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _blake).hexdigest()
+
+
+def _hash_of(content: dict[str, object]) -> str:
+    return _blake(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _blake(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)

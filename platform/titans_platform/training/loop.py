@@ -8,23 +8,86 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.training.loader import Stream, batches_ahead
-from titans_platform.training.optim import adamw, learning_rate
 from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
-from titans_platform.training.timing import Phases
+
+AHEAD = 2
+"""Batches that wait, or are being made, while a step runs."""
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+    "wsd": lambda done: min(1.0, 5 * (1 - done)),
+}
+"""From 1 at the end of the warm-up to 0 at the last step, by the share in [0, 1] of the steps between that
+is done. wsd (warm-up, stable, decay) falls in a line over the last fifth of them."""
+
+
+def learning_rate(step: int, cfg: OptimConfig) -> float:
+    """Rate of optimiser step ``step`` (0 is the first): linear warm-up to lr, then ``cfg.schedule``.
+
+    A schedule's 1 is lr and its 0 is min_lr_ratio * lr.
+    """
+    warmup = max(1, round(cfg.warmup_fraction * cfg.steps))
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, cfg.steps - 1 - warmup)
+    high = SCHEDULES[cfg.schedule](min(1.0, done))
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * high)
+
+
+class Grouped(Protocol):
+    """A model that says which of its weights decay."""
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]: ...
+
+
+def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the model's own parameter groups: it knows which of its weights decay may pull on."""
+    groups = cast(Grouped, model).parameter_groups(cfg.weight_decay)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, foreach=True)
+
+
+class Phases:
+    """Wall-clock seconds by phase; a phase inside another is taken out of it, so that they add up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block as ``name``, less what phases inside it took."""
+        self._inner.append(0.0)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - started
+            self.seconds[name] += taken - self._inner.pop()
+            self._inner[-1] += taken
+
+
+class Stream(Protocol):
+    """Batches, each a NamedTuple of tensors [B, ...], as a function of the step alone."""
+
+    def batch(self, step: int) -> Any: ...
 
 
 class Objective(Protocol):
@@ -39,8 +102,8 @@ class Objective(Protocol):
         ...
 
 
-class NextToken:
-    """The mean cross-entropy of each row over the positions that count."""
+class CrossEntropy:
+    """The mean cross-entropy of each row's next tokens, over the positions that count."""
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] in nats, 0 for a row in which no position counts."""
@@ -51,9 +114,6 @@ class NextToken:
     def counts(self, batch: Any) -> Tensor:
         """[B] bool: a position of the row counts."""
         return batch.loss.any(1)
-
-
-NEXT_TOKEN = NextToken()
 
 
 class Diverged(TitansError):
@@ -97,7 +157,8 @@ class Trainer:
 
     The loss is the mean of the objective's losses over the rows that count, so a row with one answer
     weighs as much as a row of text, and neither the micro-batch nor the number of workers changes it.
-    With a process group, each rank gives its own rows of the batch.
+    Without an objective it is the cross-entropy of next tokens. With a process group, each rank gives its
+    own rows of the batch.
     """
 
     def __init__(
@@ -106,7 +167,7 @@ class Trainer:
         cfg: OptimConfig,
         stream: Stream,
         device: torch.device | str = "cpu",
-        objective: Objective = NEXT_TOKEN,
+        objective: Objective | None = None,
         *,
         sequence_length: int,
     ):
@@ -121,11 +182,8 @@ class Trainer:
         self._forward = parallelize(model, cfg.parallel, self.device)
         # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
         self.model = model
-        self.cfg = cfg
-        self.stream = stream
-        self.objective = objective
-        self.optimizer = adamw(self.model, cfg)
-        self.progress = Progress()
+        self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
+        self.optimizer, self.progress = adamw(model, cfg), Progress()
         self.tokens_per_step = cfg.global_batch_size * sequence_length
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
@@ -183,17 +241,15 @@ class Trainer:
             last = i == len(parts) - 1
             watched = record(self.model) if telemetry and last else nullcontext()
             with gradient_sync(self._forward, last), watched as recorded:
-                loss = self._losses(part).sum() / rows
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
+                    losses_B = self.objective.losses(self._forward, part)
+                loss = losses_B.sum() / rows
                 # gradients are averaged over workers where the sum is wanted
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
                 seen = recorded.summary()
         return self._over_workers(total).item(), seen
-
-    def _losses(self, part: Any) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-            return self.objective.losses(self._forward, part)
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)
@@ -207,6 +263,44 @@ class Trainer:
             f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; last telemetry: "
             f"{seen}; try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
         )
+
+
+class _Steps(Dataset[Any]):
+    def __init__(self, stream: Stream):
+        self.stream = stream
+
+    def __getitem__(self, step: int) -> Any:
+        return self.stream.batch(step)
+
+
+def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generator[Any, None, None]:
+    """The batches of ``steps`` in order, made in a thread; in pinned memory for a GPU.
+
+    A thread and not DataLoader's processes: a batch is a few reads of mapped files, and forking a process
+    that runs Ray's threads is unsafe. What the stream raises is raised here, at its step. Close the
+    iterator to end the thread.
+    """
+    pinned = device.type == "cuda"
+    # a generator of its own: DataLoader would draw its seed from the run's
+    own = torch.Generator()
+    loader = DataLoader(_Steps(stream), batch_size=None, sampler=steps, pin_memory=pinned, generator=own)
+    made = iter(loader)
+    thread = ThreadPoolExecutor(1, "loader", _on_device, (device,))
+    waiting = deque(thread.submit(next, made) for _ in steps[:AHEAD])
+    try:
+        for left in range(len(steps), 0, -1):
+            batch = waiting.popleft().result()
+            if left > AHEAD:
+                waiting.append(thread.submit(next, made))
+            yield batch
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def _on_device(device: torch.device) -> None:
+    """Pinning is done for the current device, which a new thread takes to be the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

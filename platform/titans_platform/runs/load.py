@@ -1,0 +1,82 @@
+"""A trained run by its name, folder, MLflow run id or checkpoint: where it lies, and its model to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titans_core import Model
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.loading import load_config
+from titans_platform.objectives import Objective, build_objective
+from titans_platform.runs.folder import CHECKPOINTS, CONFIG
+from titans_platform.training.checkpoint import MANIFEST, load_model, newest
+
+if TYPE_CHECKING:
+    from titans_platform.data import Tokenizer
+
+
+class Loaded(NamedTuple):
+    """A run at one of its checkpoints."""
+
+    model: Model
+    step: int
+    objective: Objective[Any]
+
+
+def load_run(
+    path_or_name: Path | str, root: Path | str = "titans-runs"
+) -> tuple[Model, Tokenizer | None, RunConfig]:
+    """The model of a run at its newest checkpoint, ready to use on the CPU, its tokenizer and its config.
+
+    ``path_or_name`` is the run's name (or how it begins), its folder, its MLflow run id, or the folder of
+    one checkpoint; names are looked up under ``root``. The tokenizer is None for an objective without one.
+    Raises UsageError where there is no such run, or no whole checkpoint of it.
+    """
+    point = find_checkpoint(str(path_or_name), Path(root))
+    loaded = load_checkpoint(point, read_config(point))
+    return loaded.model.eval(), loaded.objective.tokenizer(), loaded.objective.cfg
+
+
+def find_checkpoint(run: str, root: Path) -> Path:
+    """The folder of the checkpoint that ``run`` names. Raises UsageError."""
+    path = Path(run)
+    if (path / MANIFEST).is_file() or path.name.startswith("step-"):
+        if not path.is_dir():
+            raise UsageError(f"{run}: no such checkpoint")
+        return path.resolve()
+    folder = path if path.is_dir() else _folder_named(run, root)
+    point = newest(folder / CHECKPOINTS)
+    if point is None:
+        raise UsageError(f"{run}: {folder} has no whole checkpoint; train it first")
+    return point.resolve()
+
+
+def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config of the run that the checkpoint at ``point`` is of. Raises UsageError."""
+    # JSON is YAML
+    return load_config(point.parents[1] / CONFIG, overrides)
+
+
+def load_checkpoint(point: Path, cfg: RunConfig) -> Loaded:
+    """The model of ``cfg`` with the weights of a checkpoint. Raises UsageError where it has others."""
+    objective = build_objective(cfg)
+    model = objective.build_model()
+    return Loaded(model, load_model(point, model), objective)
+
+
+def _folder_named(run: str, root: Path) -> Path:
+    cells = root / "cells"
+    matches = sorted(p for p in cells.glob(f"{run}*") if p.is_dir()) if run.isalnum() else []
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UsageError(f"{run}: {len(matches)} runs begin so: {', '.join(p.name for p in matches[:5])}")
+    # an MLflow run id is 32 hex digits, a cell's name 12
+    if len(run) == 32 and (root / "mlflow.db").is_file():
+        from titans_platform.tracking import open_store
+
+        return cells / open_store(root).cell_of(run)
+    raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")

@@ -1,0 +1,202 @@
+"""README and the other documents: snippets run, commands parse, links exist, numbers are the data's."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import click
+import pytest
+from scipy import stats
+
+from titans_core import LanguageModel
+from titans_platform import cli
+from titans_platform.study.spec import expand, load_study
+
+TOP = Path(__file__).parents[2]
+README = TOP / "README.md"
+PAGES = (README, *(TOP / name for name in ("CONTRIBUTING.md", "kernels/README.md", "clusters/README.md")))
+PAGES += tuple(sorted((TOP / "docs").glob("*.md")))
+COLUMNS = {"lm_ppl": 1, "reasoning_acc": 100, "long_context_acc": 100}
+"""The columns of the ablation, and the unit they are printed in."""
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of README in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def section(heading: str) -> str:
+    return README.read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def scores() -> dict[str, list[str]]:
+    """The rows of the ablation's table."""
+    return table(section("The ablation's table").partition("**What three seeds can tell.**")[0])
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The rows of a Markdown table by their first cell."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
+
+
+def parse(line: str, whole: bool) -> None:
+    """Parse a `titans` line as the command line does; without ``whole`` arguments may be missing."""
+    words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
+    command: click.Command = cli.cli
+    ctx = click.Context(command, info_name="titans")
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        _, found, words = command.resolve_command(ctx, words)
+        assert found is not None
+        command, ctx = found, click.Context(found, ctx, info_name=found.name)
+    if isinstance(command, click.Group):
+        assert not whole or not words, f"{line}: no command"
+        return
+    if "--" in words:
+        # what follows is a line of its own, for a job
+        parse(" ".join(["titans", *words[words.index("--") + 1 :]]), whole)
+    try:
+        command.make_context(command.name, list(words), ctx.parent)
+    except click.MissingParameter:
+        if whole:
+            raise
+
+
+def commands() -> list[tuple[str, str, bool]]:
+    """Every `titans` line of the documents: page, line, whether it stands in a block of its own."""
+    found = []
+    for page in PAGES:
+        text, name = page.read_text("utf-8"), str(page.relative_to(TOP))
+        for line in re.findall(r"^(?:    )?(titans .*)$", text, re.MULTILINE):
+            found.append((name, line, True))
+        found += [(name, line, False) for line in re.findall(r"`(titans [^`]+)`", text)]
+    return found
+
+
+@pytest.mark.parametrize(("page", "line", "whole"), commands())
+def test_every_command_of_the_documents_parses(page, line, whole):
+    parse(line, whole)
+
+
+def test_a_wrong_command_would_be_seen():
+    for line in ("titans sweep run ablation --sede 1", "titans swep list", "titans sweep show"):
+        with pytest.raises(click.UsageError):
+            parse(line, whole=True)
+
+
+def test_other_lines_of_the_shell_are_known():
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line]
+    targets = set(re.findall(r"^(\w[\w-]*):", (TOP / "Makefile").read_text(), re.MULTILINE))
+    for line in lines:
+        command, *words = shlex.split(line, comments=True)
+        if command == "make":
+            assert words[0] in targets, line
+        else:
+            assert command == "titans" or words == [".venv/bin/activate"], line
+    assert sum(line.startswith("titans") for line in lines) > 10
+    extras = set(re.findall(r"pip install -e '\.\[([\w-]+)\]'", README.read_text("utf-8")))
+    project = (TOP / "pyproject.toml").read_text()
+    assert extras == {"peers", "lm-eval"}
+    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
+
+
+def test_python_snippets_are_complete():
+    snippets = blocks("python")
+    assert len(snippets) == 2
+    code = "import json, sys\nfor snippet in json.load(sys.stdin):\n    exec(snippet, {})"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, input=json.dumps(snippets), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_own_text_is_trained_and_measured_as_the_readme_says(tmp_path, monkeypatch, capsys):
+    """Line by line, but for a smaller model and fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("a line of a book, not a long one\n" * 400)
+    (block,) = [block for block in blocks("sh") if "titans init" in block]
+    small = {"model.preset": "smoke", "data.sequence_length": "64", "optim.steps": "2", "eval.items": "4"}
+    small |= {"eval.perplexity_tokens": "256"}
+    sets = [word for field, value in small.items() for word in ("--set", f"{field}={value}")]
+    seen = []
+    for line in block.splitlines()[1:]:
+        words = shlex.split(line, comments=True)[1:]
+        words = [seen[-1] if word == "RUN" else word for word in words]
+        assert cli.run(words + (sets if words[0] == "train" else [])) == 0, line
+        shown = capsys.readouterr().out
+        seen += re.findall(r"^run (\w{12})", shown, re.MULTILINE)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert Path("titans-runs/cells", seen[0], "result.json").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
+def test_links_exist(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        headings = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE) if anchor else []
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, target
+
+
+def test_the_tree_is_as_it_says():
+    named = re.findall(r"^\| (`.*?`) \|", section("Where things live"), re.MULTILINE)
+    paths = [path for cell in named for path in re.findall(r"`([^`]+)`", cell)]
+    assert len(paths) > 10
+    assert [path for path in paths if not (TOP / path).exists()] == []
+
+
+def test_blocks_fit_a_terminal_with_margins():
+    for language in ("sh", "python", "text"):
+        assert [line for block in blocks(language) for line in block.splitlines() if len(line) > 78] == []
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, list[float]]]:
+    """By row and column, the ablation's numbers over seeds, as printed."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with (TOP / "docs" / "ablation-workstation.csv").open() as file:
+        for line in csv.DictReader(file):
+            for column, unit in COLUMNS.items():
+                found[line["row"]][column].append(unit * float(line[column]))
+    return found
+
+
+def test_the_table_is_that_of_the_data(measured):
+    shown = scores()
+    for row, columns in measured.items():
+        for cell, (column, values) in zip(shown[row][::2], columns.items(), strict=False):
+            digits = 2 if column == "lm_ppl" else 1
+            mean, spread = statistics.mean(values), statistics.stdev(values)
+            assert cell == f"{mean:.{digits}f}±{spread:.{digits}f}", f"{row} {column}"
+
+
+def test_what_seeds_can_tell_is_computed(measured):
+    shown = table(section("The ablation's table").partition("What three seeds can tell")[2])
+    for row in measured.keys() - {"LMM"}:
+        for cell, column in zip(shown[row], COLUMNS, strict=True):
+            p = stats.ttest_ind(measured["LMM"][column], measured[row][column], equal_var=False).pvalue
+            text = "<0.001" if p < 0.001 else f"{p:.3f}"
+            assert cell == (f"**{text}**" if p < 0.05 else text), f"{row} {column}"
+
+
+def test_sizes_are_those_of_today_where_it_says_so():
+    shown = scores()
+    models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), "workstation")}
+    for row, model in models.items():
+        assert shown[row][6] == f"{sum(p.numel() for p in model.parameters()) / 1000:.0f}K"
+    today = {row: f"{model.state_bytes(64) / 1000:.1f}K" for row, model in models.items()}
+    assert today["+ Attn (MAC)"] == "71.7K"
+    assert today["w/o Momentum"] == "70.2K"

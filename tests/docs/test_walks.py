@@ -1,0 +1,190 @@
+"""The five walks of CONTRIBUTING.md, applied to a copy of the source: what each of them adds works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[2]
+SOURCE = ("kernels", "titans_core", "platform")
+PATHS = ("kernels", ".", "platform")
+BLOCK = re.compile(r"^`([\w./]+)`\n\n```(python|diff)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def walks() -> dict[str, list[tuple[str, str, str]]]:
+    """By heading, the blocks of a walk: the file each is for, python or diff, and its text."""
+    text = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Five walks\n")[2].partition("\n## ")[0]
+    headings = re.split(r"^### (.*)\n", section, flags=re.MULTILINE)[1:]
+    return {heading: BLOCK.findall(body) for heading, body in zip(headings[::2], headings[1::2], strict=True)}
+
+
+def patched(text: str, diff: str) -> str:
+    """``text`` after a diff whose hunks are divided by `@@` and found by their lines, each in one place."""
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(before) == 1, f"{text.count(before)} places have these lines:\n{before}"
+        text = text.replace(before, after)
+    return text
+
+
+CHECKS = {
+    "A model variant": """
+        model = LanguageModel(preset("smoke", "shift")).double()
+        tokens = torch.randint(260, (2, 20))
+        whole, first = model(tokens), model(tokens[:, :7])
+        rest = model(tokens[:, 7:], first.state)
+        torch.testing.assert_close(rest.logits, whole.logits[:, 7:])
+        changed = tokens.clone()
+        changed[:, 10] = (changed[:, 10] + 1) % 260
+        differs = (model(changed).logits != whole.logits).any(-1).any(0)
+        assert differs.nonzero().flatten().tolist() == [10, 11]
+        starts = torch.zeros(2, 20, dtype=torch.bool)
+        starts[:, [0, 11]] = True
+        alone = model(changed[:, 11:]).logits
+        torch.testing.assert_close(model(changed, document_starts=starts).logits[:, 11:], alone)
+        assert model.state_bytes(20) == 32 * 8
+    """,
+    "A memory rule": """
+        rule = find_rule("lp", p=2.5)
+        q, k, v = torch.randn(3, 1, 20, 2, 4, dtype=torch.float64)
+        gates = torch.rand(3, 1, 20, 2, dtype=torch.float64) * 0.2
+        found = []
+        for backend in ("reference", "auto"):
+            weights = tuple(torch.full((2, 4, 4), 0.1).double().requires_grad_() for _ in range(2))
+            y, _ = neural_memory(q, k, v, *gates, weights, chunk_size=8, rule=rule, backend=backend)
+            found.append((y, *torch.autograd.grad(y.square().sum(), weights)))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+        plain, _ = neural_memory(q, k, v, *gates, weights, chunk_size=8)
+        assert not torch.allclose(plain, y)
+        memory = MemoryConfig(rule="lp", rule_options={"p": 2.5}, heads=2, chunk_size=8)
+        LanguageModel(ModelConfig(vocab_size=8, d_model=8, n_layers=1, memory=memory))
+    """,
+    "An objective": """
+        options = {"sines": 200, "horizon": 2, "delta": 0.5}
+        cfg = config(objective={"kind": "huber", "options": options})
+        objective = build_objective(cfg)
+        objective.check(data := objective.prepare(Path("root")))
+        torch.manual_seed(0)
+        stream = data.train_stream(4, 0)
+        length = cfg.data.sequence_length
+        model = objective.build_model()
+        trainer = Trainer(model, cfg.optim, stream, objective=objective, sequence_length=length)
+        batch = stream.batch(0)
+        loss = objective.losses(trainer.model, batch)
+        error = (trainer.model(batch.inputs).prediction - batch.targets).abs()
+        expected = torch.where(error < 0.5, error.square() / 2, 0.5 * (error - 0.25)).mean((1, 2))
+        torch.testing.assert_close(loss, expected)
+        assert trainer.run(Hooks()).step == 2
+        assert objective.losses(trainer.model, batch).mean() != loss.mean()
+    """,
+    "A kind of cluster": """
+        Path("lab.yaml").write_text("kind: tunnel\\nhost: gate\\naddress: http://head:8265\\nport: 9000\\n")
+        cluster = load_cluster("./lab.yaml")
+        assert cluster.jobs().connected
+        assert run(["cluster", "up", "./lab.yaml", "--dry-run"]) == 0
+        with redirect_stdout(StringIO()) as shown:
+            assert run(["cluster", "logs", "./lab.yaml", "job-1", "--dry-run"]) == 0
+        assert "ssh -N -L 9000:head:8265 gate" in shown.getvalue()
+    """,
+    "An evaluation task": """
+        task = {"task": "sums", "options": {"largest": 3}, "lengths": [1, 2]}
+        source = {"kind": "task", "rows": 8, "tasks": [{"task": "sums", "options": {"largest": 90}}]}
+        measure = {"columns": {"c": [task]}, "items": 4}
+        cfg = config(data={"sequence_length": 16, "sources": [source]}, eval=measure)
+        objective = build_objective(cfg)
+        objective.check(data := objective.prepare(Path("root")))
+        measured = objective.evaluate(objective.build_model(), data)
+        assert measured["tasks"]["c/sums@32"]["items"] == 4
+        assert measured["chance"]["c"] == 1 / 4
+        item = build_task(TaskConfig(task="sums")).item(random.Random(0), 16, load_tokenizer("byte"))
+        assert re.fullmatch(r"\\.+\\d\\+\\d=\\d+", item.text) and len(item.text) == 15
+        a, b, total = map(int, re.findall(r"\\d+", item.text))
+        assert total == a + b
+    """,
+}
+SCRIPT = """
+import json, random, re, sys, textwrap, traceback
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+import titans_core
+from titans_core import LanguageModel, MemoryConfig, ModelConfig
+from titans_core.presets import preset
+from titans_kernels import find_rule, neural_memory
+from titans_platform.cli import run
+from titans_platform.clusters import load_cluster
+from titans_platform.config import RunConfig, TaskConfig
+from titans_platform.data.tokenizer import load_tokenizer
+from titans_platform.evals import build_task
+from titans_platform.objectives import build_objective
+from titans_platform.training.loop import Hooks, Trainer
+
+assert Path(titans_core.__file__).is_relative_to(Path.cwd())
+SMALL = {
+    "model": {"vocab_size": 260, "d_model": 16, "n_layers": 1, "memory": {"heads": 2, "chunk_size": 8},
+              "attention": {"heads": 2}, "persistent_tokens": 0},
+    "optim": {"steps": 2, "global_batch_size": 4},
+    "data": {"sequence_length": 16},
+    "eval": {"columns": {}},
+}
+
+def config(**parts):
+    return RunConfig.model_validate_json(json.dumps(SMALL | parts))
+
+done = {}
+for walk, check in json.loads(Path("checks.json").read_text()).items():
+    try:
+        exec(textwrap.dedent(check), dict(globals()))
+        done[walk] = ""
+    except BaseException:
+        done[walk] = traceback.format_exc()
+Path("done.json").write_text(json.dumps(done))
+"""
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory) -> dict[str, str]:
+    """What each check said, after all walks were applied; empty for one that passed."""
+    tree = tmp_path_factory.mktemp("walks")
+    for root in SOURCE:
+        shutil.copytree(TOP / root, tree / root)
+    for blocks in walks().values():
+        for name, kind, text in blocks:
+            path = tree / name
+            if kind == "python":
+                assert not path.exists()
+                path.write_text(text, encoding="utf-8")
+            else:
+                path.write_text(patched(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+    (tree / "checks.json").write_text(json.dumps(CHECKS))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / root) for root in PATHS)}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((tree / "done.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walk", CHECKS)
+def test_a_walk_touches_two_files_at_most_and_what_it_adds_works(walk, applied):
+    files = [name for name, _, _ in walks()[walk]]
+    assert 1 <= len(files) <= 2
+    assert len(set(files)) == len(files)
+    assert not applied[walk], applied[walk]
+
+
+def test_every_walk_is_tested():
+    assert walks().keys() == CHECKS.keys()

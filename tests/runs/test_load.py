@@ -1,0 +1,76 @@
+"""`load_run`: a trained model in one line, by any of the names a run has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titans_platform import load_run
+from titans_platform.config import RunConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+
+SERIES = {
+    "model": {
+        "d_model": 16,
+        "n_layers": 1,
+        "memory": {"heads": 2, "chunk_size": 8},
+        "attention": {"heads": 2},
+    },
+    "data": {"sequence_length": 16},
+    "optim": {"steps": 2, "global_batch_size": 4},
+    "eval": {"items": 4, "columns": {"mse": ({"task": "mse"},)}},
+    "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2}},
+}
+
+
+def trained(cfg: RunConfig, root: Path) -> Path:
+    """The folder of a finished run."""
+    build_objective(cfg).prepare(root)
+    spec = spec_for(cfg, root)
+    execute(spec)
+    return spec.folder.path
+
+
+def test_a_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
+    folder = trained(tiny_run, tmp_path)
+    model, tokenizer, config = load_run(folder.name[:6], tmp_path)
+    assert config == tiny_run
+    assert tokenizer is not None
+    assert tokenizer.fingerprint == load_tokenizer("byte").fingerprint
+    tokens = torch.tensor([tokenizer.encode("what was learnt")])
+    with torch.no_grad():
+        logits = model(tokens).logits
+        again, _, _ = load_run(folder)
+        assert torch.equal(again(tokens).logits, logits)
+        before, _, _ = load_run(folder / "checkpoints" / "step-00000018", root=tmp_path / "elsewhere")
+        assert not torch.equal(before(tokens).logits, logits)
+    assert not model.training
+
+
+def test_a_series_has_no_tokenizer(tmp_path):
+    cfg = RunConfig.model_validate(SERIES)
+    model, tokenizer, config = load_run(trained(cfg, tmp_path))
+    assert tokenizer is None
+    assert config.objective.kind == "regression"
+    assert model(torch.zeros(1, 16, 2)).prediction.shape == (1, 1, 2)
+
+
+def test_a_name_nobody_has_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="abc123: no such run under"):
+        load_run("abc123", tmp_path)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, titans_platform; print(*sorted(sys.modules)); assert 'load_run' in dir(titans_platform)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(found.split())

@@ -1,0 +1,23 @@
+"""The lines of a running study."""
+
+from __future__ import annotations
+
+from titans_platform.config import RunConfig
+from titans_platform.files import write_json
+from titans_platform.study.progress import View
+from titans_platform.study.spec import Cell, Column
+
+
+def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
+    cell = Cell("LMM", 0, RunConfig(), "abc")
+    columns = {"acc": Column(title="Reasoning", unit="%", factor=100), "ppl": Column(title="LM", decimals=2)}
+    result = {
+        "cell": "abc",
+        "columns": {"acc": 0.25, "ppl": 5.125, "speed": None},
+        "train_seconds": 8,
+        "eval_seconds": 2,
+    }
+    view = View("tiny", [cell], [cell], tmp_path, columns)
+    assert view.news() == []
+    write_json(cell.folder(tmp_path).path / "result.json", result)
+    assert view.news() == ["done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)"]
