@@ -12,13 +12,11 @@ import pytest
 import yaml
 
 from titans_platform.cli import run
-from titans_platform.clusters import packaging
-from titans_platform.clusters.access import write_token
+from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
 from titans_platform.clusters.jobs import Answer, Job, JobInfo
-from titans_platform.clusters.kuberay import ray_job
-from titans_platform.clusters.manifests import as_yaml, check_manifests
-from titans_platform.clusters.registry import KINDS, known_clusters, load_cluster
-from titans_platform.clusters.study import environment
+from titans_platform.clusters.kuberay import as_yaml, check_manifests, ray_job
+from titans_platform.clusters.packaging import environment
+from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
 from titans_platform.runs.resources import Resources, concurrency

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from titans_platform.cli import run
-from titans_platform.clusters.access import free_ports
+from titans_platform.clusters import KINDS, load_cluster
 from titans_platform.clusters.kuberay import object_name
-from titans_platform.clusters.registry import KINDS, load_cluster
-from titans_platform.clusters.study import titans_job
+from titans_platform.clusters.packaging import titans_job
+from titans_platform.clusters.steps import free_ports
 
 SECRET = "feed" * 16
 
@@ -240,9 +240,13 @@ def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd
 @pytest.mark.parametrize(
     ("cut", "put", "why"),
     [
-        ("my_lab:Gateway", "my_lab:Gatewy", "gate.yaml.kind: my_lab:Gatewy cannot be imported"),
-        ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway cannot be imported"),
-        ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note should be a subclass"),
+        (
+            "my_lab:Gateway",
+            "my_lab:Gatewy",
+            "gate.yaml.kind: my_lab:Gatewy: my_lab has no 'Gatewy'; did you mean Gateway?",
+        ),
+        ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway: 'no_lab' cannot be imported"),
+        ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note is not a subclass"),
         ("my_lab:Gateway", "my_lab:Unfinished", "lacks down_steps, jobs, up_steps, where"),
         ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
     ],

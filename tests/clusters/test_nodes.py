@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from titans_platform.clusters.processes import family, find
+from titans_platform.clusters.nodes import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
 from titans_platform.runs.check import spec_for

@@ -5,28 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import click
 
 from titans_platform.cli.options import dry_run_option, echo_json, json_option
-
-if TYPE_CHECKING:
-    from titans_platform.clusters.base import Cluster
-    from titans_platform.clusters.jobs import Job, Jobs
-    from titans_platform.clusters.steps import Step
-    from titans_platform.study.spec import Cell
+from titans_platform.clusters import known_clusters, load_cluster
+from titans_platform.clusters.base import Cluster
+from titans_platform.clusters.jobs import DETACHED, Answer, Job, Jobs, Log
+from titans_platform.clusters.steps import Step
+from titans_platform.errors import UsageError
+from titans_platform.study.spec import Cell
 
 name_argument = click.argument("name")
 job_argument = click.argument("job")
 _SIGNALS = 128
 """Exit codes above it are of processes that a signal ended."""
-
-
-def _load(name: str) -> Cluster:
-    from titans_platform.clusters.registry import load_cluster
-
-    return load_cluster(name)
 
 
 @click.group()
@@ -48,28 +42,22 @@ def list_clusters(as_json: bool) -> None:
     Example:
       titans cluster list
     """
-    from titans_platform.clusters.registry import known_clusters
-
     rows = [_listed(name, path) for name, path in sorted(known_clusters().items())]
     if as_json:
         echo_json(rows)
         return
     for row in rows:
-        click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}")
-        click.echo(f"  {row['description']}")
+        click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}\n  {row['description']}")
 
 
 def _listed(name: str, path: Path) -> dict[str, Any]:
     """A cluster for the list; one whose file has a mistake is listed with it."""
-    from titans_platform.errors import UsageError
-
     try:
-        found = _load(str(path))
+        found = load_cluster(str(path))
+        kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
     except UsageError as error:
-        return {"name": name, "kind": "?", "state": "wrong", "path": path, "description": str(error)}
-    state = "up" if found.is_up else "-"
-    about = " ".join(found.description.split())
-    return {"name": name, "kind": found.kind, "state": state, "path": path, "description": about}
+        kind, state, about = "?", "wrong", str(error)
+    return {"name": name, "kind": kind, "state": state, "path": path, "description": about}
 
 
 @cluster.command(short_help="Bring a cluster up.")
@@ -92,9 +80,14 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
     Example:
       titans cluster up nodes --dry-run
     """
-    found = _load(name)
+    found = load_cluster(name)
     if schemas:
-        _check_manifests(found, schemas)
+        from titans_platform.clusters.kuberay import check_manifests
+
+        if not found.manifests():
+            raise UsageError(f"--schema: a cluster of kind {found.kind} has no manifests to check")
+        for line in check_manifests(found.manifests(), schemas):
+            click.echo(f"# {line}", err=True)
     if dry_run:
         _show(found.up_steps(), as_json)
         return
@@ -104,16 +97,6 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
     else:
         click.echo(f"{found.name} is up: {where}")
         click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
-
-
-def _check_manifests(found: Cluster, schemas: Sequence[Path]) -> None:
-    from titans_platform.clusters.manifests import check_manifests
-    from titans_platform.errors import UsageError
-
-    if not found.manifests():
-        raise UsageError(f"--schema: a cluster of kind {found.kind} has no manifests to check")
-    for line in check_manifests(found.manifests(), schemas):
-        click.echo(f"# {line}", err=True)
 
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
@@ -127,7 +110,7 @@ def status(name: str, dry_run: bool, as_json: bool) -> None:
     Example:
       titans cluster status nodes
     """
-    found = _load(name)
+    found = load_cluster(name)
     if dry_run:
         _show_jobs(found, lambda jobs: jobs.status_steps(), as_json)
         return
@@ -167,9 +150,9 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
     Example:
       titans cluster submit nodes -- sweep report ablation --scale smoke
     """
-    from titans_platform.clusters.study import check_reachable, titans_job
+    from titans_platform.clusters.packaging import check_reachable, titans_job
 
-    found = _load(name)
+    found = load_cluster(name)
     check_reachable(found)
     arguments = command[1:] if command[0] == "titans" else command
     return _submit(found, name, titans_job(found, arguments), dry_run, as_json, detach)
@@ -187,13 +170,15 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
     Example:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
-    found = _load(name)
+    found = load_cluster(name)
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.log_steps(job))
     with found.connected() as jobs:
+        log = Log(_write(sys.stdout))
         if not no_follow:
-            return _follow(jobs, name, job, _write(sys.stdout))
-        jobs.logs(job, _write(sys.stdout))
+            return _follow(jobs, name, job, log)
+        jobs.info(job)
+        jobs.read(job, log, follow=False)
         return 0
 
 
@@ -208,7 +193,7 @@ def stop(name: str, job: str, dry_run: bool) -> None:
     Example:
       titans cluster stop nodes ablation-smoke-1f3a9c
     """
-    found = _load(name)
+    found = load_cluster(name)
     if dry_run:
         _show_jobs(found, lambda jobs: jobs.stop_steps(job))
         return
@@ -227,7 +212,7 @@ def down(name: str, dry_run: bool) -> None:
     Example:
       titans cluster down nodes
     """
-    found = _load(name)
+    found = load_cluster(name)
     if dry_run:
         _show(found.down_steps())
         return
@@ -246,9 +231,9 @@ def run_study_on(
     as_json: bool,
 ) -> int:
     """`titans sweep run --cluster NAME`; its exit code."""
-    from titans_platform.clusters.study import check_reachable, root_on, study_job
+    from titans_platform.clusters.packaging import check_reachable, root_on, study_job
 
-    found = _load(name)
+    found = load_cluster(name)
     given = click.get_current_context().get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
     where = root_on(found, root, given)
     check_reachable(found)
@@ -258,8 +243,6 @@ def run_study_on(
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
     """Submit and follow. With ``as_json`` the log goes to stderr, and the command's answer to stdout."""
-    from titans_platform.clusters.jobs import Answer
-
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
     with found.connected() as jobs:
@@ -269,19 +252,17 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
         if not as_json:
-            return _follow(jobs, name, job_id, _write(sys.stdout))
+            return _follow(jobs, name, job_id, Log(_write(sys.stdout)))
         answer = Answer(_write(sys.stderr))
-        code = _follow(jobs, name, job_id, answer.write)
+        code = _follow(jobs, name, job_id, Log(answer.write))
         click.echo(answer.text(), nl=False)
         return code
 
 
-def _follow(jobs: Jobs, name: str, job_id: str, write: Callable[[str], None]) -> int:
-    """Write the log until the job ends; its exit code, or ``DETACHED`` after Ctrl-C."""
-    from titans_platform.clusters.jobs import DETACHED
-
+def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
+    """Add to the log until the job ends; its exit code, or ``DETACHED`` after Ctrl-C."""
     try:
-        code = jobs.wait(job_id, write)
+        code = jobs.follow(job_id, log)
     except KeyboardInterrupt:
         click.echo(
             f"\ndetached; the job goes on\n"
@@ -300,23 +281,19 @@ def _follow(jobs: Jobs, name: str, job_id: str, write: Callable[[str], None]) ->
 
 def _write(stream: TextIO) -> Callable[[str], None]:
     def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
+        print(text, end="", file=stream, flush=True)
 
     return write
 
 
-def _show(steps: Sequence[Step], as_json: bool = False) -> None:
+def _show(steps: Sequence[Step], as_json: bool = False) -> int:
     """Print the steps as a shell script, or as a JSON list."""
-    if as_json:
-        echo_json([step.shown() for step in steps])
-        return
-    for step in steps:
-        click.echo(step.shown())
+    lines = [step.shown for step in steps]
+    echo_json(lines) if as_json else click.echo("\n".join(lines))
+    return 0
 
 
 def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
     """Print what leads to a cluster's jobs, and ``steps`` there; contacts nothing."""
     jobs = found.jobs()
-    _show([*jobs.way(), *steps(jobs)], as_json)
-    return 0
+    return _show([*jobs.way(), *steps(jobs)], as_json)

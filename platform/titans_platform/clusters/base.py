@@ -7,7 +7,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -16,59 +15,19 @@ from urllib.parse import urlsplit
 from pydantic import Field, PrivateAttr, model_validator
 
 from titans_core.config import Frozen
-from titans_platform.clusters.access import Token
 from titans_platform.clusters.jobs import Jobs
-from titans_platform.clusters.steps import Call, Step, perform
+from titans_platform.clusters.steps import Step, Token, perform
 from titans_platform.errors import ClusterError
 from titans_platform.files import read_json, write_json
 
 Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class State:
-    """What `up` started, kept outside the project, so that `down` ends that and nothing else."""
-
-    name: str
-
-    @property
-    def folder(self) -> Path:
-        """The folder of this cluster; XDG_STATE_HOME moves it. It need not exist."""
-        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        return Path(base).expanduser() / "titans" / "clusters" / self.name
-
-    @property
-    def file(self) -> Path:
-        """The JSON file in it."""
-        return self.folder / "state.json"
-
-    @property
-    def token(self) -> Path:
-        """The file of a token that is this cluster's own."""
-        return self.folder / "token"
-
-    def read(self) -> dict[str, Any] | None:
-        """What was written, or None where nothing is up."""
-        return read_json(self.file)
-
-    def write(self, value: dict[str, Any]) -> None:
-        """Write it, whole or not at all, where only its owner can read it."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(self.file, value)
-
-    def remember(self) -> Step:
-        """Record that there is something to take down; a step before what costs money or time."""
-        return Call(f"# record in {self.file} that it is up", partial(self.write, {"name": self.name}))
-
-    def forget(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 class Cluster(Frozen, ABC):
     """A cluster as a file describes it. Nothing is contacted before a method is called.
 
-    These are the fields that every kind has; a kind adds its own, its steps and its jobs.
+    These are the fields that every kind has; a kind adds its own, its steps and its jobs. What contacts a
+    cluster raises ClusterError.
     """
 
     kind: str
@@ -117,14 +76,30 @@ class Cluster(Frozen, ABC):
         return self
 
     @property
-    def state(self) -> State:
-        """What `up` recorded."""
-        return State(self.name)
+    def state_folder(self) -> Path:
+        """What `up` started is recorded in it, outside the project; XDG_STATE_HOME moves it."""
+        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(base).expanduser() / "titans" / "clusters" / self.name
+
+    def recorded(self) -> dict[str, Any] | None:
+        """What `up` recorded, so that `down` ends that and nothing else; None where nothing is up."""
+        return read_json(self.state_folder / "state.json")
+
+    def record(self, value: dict[str, Any]) -> None:
+        """Write it, whole or not at all, where only its owner can read it."""
+        self.state_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(self.state_folder / "state.json", value)
+
+    def remember(self) -> Step:
+        """Record that there is something to take down; a step before what costs money or time."""
+        line = f"# record in {self.state_folder / 'state.json'} that it is up"
+        return Step(line, partial(self.record, {"name": self.name}))
 
     @property
     def token_used(self) -> Token:
         """Where its token is: where the file says, else the kind's own or Ray's."""
-        return self.token or Token(file=str(self.state.token) if self.own_token else "~/.ray/auth_token")
+        own = str(self.state_folder / "token")
+        return self.token or Token(file=own if self.own_token else "~/.ray/auth_token")
 
     @property
     def one_machine(self) -> bool:
@@ -134,7 +109,7 @@ class Cluster(Frozen, ABC):
     @property
     def is_up(self) -> bool:
         """Whether jobs can be submitted as far as can be told from here."""
-        return self.state.read() is not None
+        return self.recorded() is not None
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """The CPUs and GPUs of each node it may grow to; None where what is alive is all there is."""
@@ -161,21 +136,21 @@ class Cluster(Frozen, ABC):
         return []
 
     def up(self) -> str:
-        """Bring it up; where it is. Raises ClusterError."""
-        if self.state.read() is not None:
+        """Bring it up; where it is."""
+        if self.recorded() is not None:
             raise ClusterError(f"cluster {self.name}: is up already; titans cluster down {self.name} ends it")
         perform(self.up_steps())
         return self.where()
 
     def down(self) -> None:
-        """Take it down. Raises ClusterError."""
+        """Take it down."""
         self.require_up()
         perform(self.down_steps())
-        self.state.forget()
+        shutil.rmtree(self.state_folder, ignore_errors=True)
 
     def require_up(self) -> dict[str, Any]:
         """What `up` recorded. Raises ClusterError where it started nothing, here, by this user."""
-        found = self.state.read()
+        found = self.recorded()
         if found is None:
             raise ClusterError(
                 f"cluster {self.name}: not up: nothing that `titans cluster up {self.name}` started is here"
@@ -184,14 +159,14 @@ class Cluster(Frozen, ABC):
 
     @contextmanager
     def connected(self) -> Iterator[Jobs]:
-        """Its jobs, reached for as long as the block lasts. Raises ClusterError."""
+        """Its jobs, reached for as long as the block lasts."""
         if self.started_here:
             self.require_up()
         with self.jobs().connected() as jobs:
             yield jobs
 
     def status(self) -> dict[str, Any]:
-        """Its `state`, and what is known of its `nodes` and `jobs`. Raises ClusterError."""
+        """Its `state`, and what is known of its `nodes` and `jobs`."""
         with self.connected() as jobs:
             return {"state": "up", "where": self.where(), **jobs.about()}
 

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
-from titans_platform.clusters.steps import Call, Note, Step
+from titans_platform.clusters.steps import Note, Step
 
 
 class Existing(Cluster):
@@ -28,7 +28,7 @@ class Existing(Cluster):
 
     def up_steps(self) -> list[Step]:
         look = f"# nothing to start; checks that {self.address} accepts the token in {self.token_used}"
-        return [Call(look, self.jobs().check)]
+        return [Step(look, self.jobs().check)]
 
     def down_steps(self) -> list[Step]:
         return [Note("nothing to end: `up` started nothing")]

@@ -71,39 +71,33 @@ class ReaderGone(BrokenPipeError):
     """Whoever read our output has left; this says nothing about the connection to the cluster."""
 
 
-@dataclass
 class Log:
-    """A job's log as it is written here. It goes on where it broke off."""
+    """A job's log as it is written here. Each reading begins at its start; what is written is skipped."""
 
-    write: Callable[[str], None]
-    offset: int = 0
-    """How much is written: characters, or bytes where the log is a file."""
+    def __init__(self, write: Callable[[str], None]):
+        self._write = write
+        self._skip = self.written = 0
 
-    def add(self, text: str, size: int | None = None) -> None:
-        """Write what comes next; ``size`` is its length in the log's own unit."""
-        if not text:
-            return
+    def restart(self) -> None:
+        """Begin another reading."""
+        self._skip = self.written
+
+    def add(self, text: str) -> None:
+        """Take what comes next in this reading."""
+        fresh, self._skip = text[self._skip :], max(0, self._skip - len(text))
         try:
-            self.write(text)
+            self._write(fresh)
         except BrokenPipeError as error:
             raise ReaderGone(*error.args) from None
-        self.offset += len(text) if size is None else size
-
-    def from_start(self) -> Callable[[str], None]:
-        """A function that takes the log from its beginning, and adds what is new."""
-        skip = self.offset
-
-        def take(chunk: str) -> None:
-            nonlocal skip
-            fresh, skip = chunk[skip:], max(0, skip - len(chunk))
-            self.add(fresh)
-
-        return take
+        self.written += len(fresh)
 
 
 @dataclass(frozen=True)
 class Jobs(ABC):
-    """The jobs of one cluster. Making one contacts nothing, so that --dry-run can show its steps."""
+    """The jobs of one cluster. Making one contacts nothing, so that --dry-run can show its steps.
+
+    What does contact the cluster raises ClusterError.
+    """
 
     cluster: str
     poll: ClassVar[float] = 2.0
@@ -119,7 +113,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def read(self, job_id: str, log: Log, follow: bool) -> None:
-        """Add what the log holds; with ``follow`` it may stay for as long as the log grows."""
+        """Add the log from its start; with ``follow`` it may stay for as long as the log grows."""
 
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
@@ -139,7 +133,7 @@ class Jobs(ABC):
 
     @contextmanager
     def connected(self) -> Iterator[Self]:
-        """The jobs, reached for as long as the block lasts. Raises ClusterError."""
+        """The jobs, reached for as long as the block lasts."""
         yield self
 
     def about(self) -> dict[str, Any]:
@@ -147,7 +141,7 @@ class Jobs(ABC):
         return {"jobs": [asdict(job) for job in self.list()]}
 
     def info(self, job_id: str) -> JobInfo:
-        """One job. Raises ClusterError, which names the jobs there are, where it is unknown."""
+        """One job; the error for one that is unknown names those there are."""
         known = {job.id: job for job in self.list()}
         if job_id not in known:
             names = ", ".join(list(known)[-5:]) or "none"
@@ -159,30 +153,22 @@ class Jobs(ABC):
         return f"{job.name}-{secrets.token_hex(3)}"
 
     def submit(self, job: Job) -> str:
-        """Submit a job; its id. Raises ClusterError."""
+        """Submit a job; its id."""
         job_id = self.new_id(job)
         perform(self.submit_steps(job, job_id))
         return job_id
 
     def stop(self, job_id: str) -> None:
-        """End a job; the same command goes on where it was. Raises ClusterError."""
+        """End a job; the same command goes on where it was."""
         self.info(job_id)
         perform(self.stop_steps(job_id))
-
-    def logs(self, job_id: str, write: Callable[[str], None]) -> None:
-        """Give ``write`` the log as far as it has come. Raises ClusterError."""
-        self.info(job_id)
-        self.read(job_id, Log(write), follow=False)
-
-    def wait(self, job_id: str, write: Callable[[str], None]) -> int:
-        """Give ``write`` the log from its beginning and as it grows; the exit code. Raises ClusterError."""
-        return self.follow(job_id, Log(write))
 
     def follow(self, job_id: str, log: Log) -> int:
         """Add to ``log`` until the job ends; its exit code."""
         while True:
             info = self.info(job_id)
             if info.state != "pending":
+                log.restart()
                 self.read(job_id, log, follow=True)
             if info.ended:
                 return info.shell_code
@@ -204,11 +190,8 @@ class Answer:
         self._held += text
         whole = self._held.rfind("\n") + 1
         opened = [match.start() for match in _OPENS.finditer(self._held, 0, whole)]
-        self._release(opened[-1] if opened else whole)
-
-    def _release(self, count: int) -> None:
-        if count:
-            self._rest(self._held[:count])
+        count = opened[-1] if opened else whole
+        self._rest(self._held[:count])
         self._held = self._held[count:]
 
     def text(self) -> str:
@@ -217,6 +200,6 @@ class Answer:
             _, end = json.JSONDecoder().raw_decode(self._held)
         except ValueError:
             end = 0
-        answer, self._held = self._held[:end], self._held[end:].removeprefix("\n" if end else "")
-        self._release(len(self._held))
-        return answer + "\n" if answer else ""
+        answer = self._held[:end] + "\n" if end else ""
+        self._rest(self._held[end:].removeprefix("\n" if end else ""))
+        return answer

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Call, Note, Step
+from titans_platform.clusters.steps import Note, Step
 from titans_platform.errors import UsageError
+from titans_platform.runs.resources import this_machine
 
 
 class Local(Cluster):
@@ -57,15 +57,15 @@ class _Here(Jobs):
         def run() -> None:
             self.codes[job_id] = subprocess.run(argv).returncode
 
-        return [Call(shlex.join(["titans", *job.arguments]), run)]
+        return [Step(shlex.join(["titans", *job.arguments]), run)]
 
-    def wait(self, job_id: str, write: Callable[[str], None]) -> int:
-        return self.codes[job_id] if job_id in self.codes else self.info(job_id).shell_code
+    def follow(self, job_id: str, log: Log) -> int:
+        return self.codes[job_id] if job_id in self.codes else self.info(job_id)
 
     def list(self) -> list[JobInfo]:
         return []
 
-    def info(self, job_id: str) -> JobInfo:
+    def info(self, job_id: str) -> NoReturn:
         raise UsageError(
             f"cluster {self.cluster}: runs in the shell that started it and keeps no jobs; "
             "Ctrl-C ends one, sweep status shows it"
@@ -76,18 +76,12 @@ class _Here(Jobs):
 
     def stop_steps(self, job_id: str) -> list[Step]:
         self.info(job_id)
-        return []
 
-    def log_steps(self, job_id: str) -> list[Step]:
-        self.info(job_id)
-        return []
+    log_steps = stop_steps
 
     def status_steps(self) -> list[Step]:
         return [Note("counts this machine's CPUs")]
 
     def about(self) -> dict[str, Any]:
-        from titans_platform.runs.resources import this_machine
-
-        found = this_machine()
-        node = {"id": "this", "ip": "127.0.0.1", "head": True, "alive": True, "cpus": found.cpus}
+        node = {"id": "this", "ip": "127.0.0.1", "head": True, "alive": True, "cpus": this_machine().cpus}
         return {"nodes": [node], "jobs": []}

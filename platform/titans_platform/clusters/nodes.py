@@ -1,7 +1,6 @@
 """Kind `nodes`: several real Ray nodes on this machine, each with its own raylet, store and folder.
 
-What is tried here (a node that dies, a driver that is killed, a job that comes as a wheel) is what happens
-on a real cluster. Each node is a `ray start --block` in a session of its own; `down` ends these processes
+Each node is a `ray start --block` in a session of its own; `down` ends these processes
 and their descendants, never `ray stop`, which would end every Ray of the machine.
 
 Other users of the machine are kept out twice: the folder, from which workers import a job's code, can be
@@ -11,10 +10,15 @@ workers, listens on all interfaces.)
 
 from __future__ import annotations
 
+import importlib
 import secrets
+import shlex
+import shutil
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,24 +26,24 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.clusters.access import LOOPBACK, free_ports, read_token, token_variables
 from titans_platform.clusters.base import Cluster, Count
-from titans_platform.clusters.processes import end_processes, find, record
-from titans_platform.clusters.rayjobs import RayJobs, answers
+from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import (
+    LOOPBACK,
     Note,
-    Start,
     Step,
+    command_line,
+    detached,
+    free_ports,
     new_token,
     perform,
-    private_folder,
-    remove,
-    wait_until,
+    token_variables,
 )
 from titans_platform.errors import ClusterError
 
 _SOCKET_PATH = 24
 """Letters of the temporary directory that leave room for Ray's socket paths, of at most 107."""
+_START_SECONDS = 90
 
 # `ray start` replaces 127.0.0.1 by the machine's network address, and Ray then listens on all interfaces.
 # With RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 it keeps 127.0.0.1, but refuses to add a node to a head. So all of
@@ -85,29 +89,30 @@ class Nodes(Cluster):
 
     def up_steps(self) -> list[Step]:
         """A private folder, a token, a head, the other nodes; on ports that are free now."""
-        folder = _new_folder()
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _SOCKET_PATH else "/tmp"
+        folder = Path(base) / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)
         address = f"http://{LOOPBACK}:{dashboard}"
         facts = {"address": address, "folder": str(folder), "processes": []}
         ports = {"port": head, "dashboard-port": dashboard, "ray-client-server-port": client}
-        joins = [["--head", "--dashboard-host", LOOPBACK, *_options(ports)]]
-        joins += [["--address", f"{LOOPBACK}:{head}"]] * (self.nodes - 1)
+        begin = ["--head", "--dashboard-host", LOOPBACK, *_options(ports)]
+        join = ["--address", f"{LOOPBACK}:{head}"]
         first, *others = (
-            self._start(facts, number, [*how, "--dashboard-agent-listen-port", str(port)])
-            for number, (how, port) in enumerate(zip(joins, agents, strict=True))
+            self._start(
+                facts, number, [*(join if number else begin), "--dashboard-agent-listen-port", str(port)]
+            )
+            for number, port in enumerate(agents)
         )
-        count = self.nodes
         return [
-            private_folder(folder),
-            new_token(self.state.token),
+            Step(f"mkdir -m 700 {shlex.quote(str(folder))}", partial(folder.mkdir, mode=0o700)),
+            new_token(self.token_used.path),
             first,
-            wait_until(f"{address} answers", partial(self._answers, facts), self._see_log(0)),
+            self._wait(f"{address} answers", 1),
             *others,
-            wait_until(f"all {count} nodes are alive", partial(self._alive, facts), self._see_log(count - 1)),
+            self._wait(f"all {self.nodes} nodes are alive", self.nodes),
         ]
 
-    def _start(self, facts: dict[str, Any], number: int, how: list[str]) -> Start:
-        role = "head" if number == 0 else f"node {number}"
+    def _start(self, facts: dict[str, Any], number: int, how: list[str]) -> Step:
         options = {
             "node-ip-address": LOOPBACK,
             "num-cpus": self.cpus_per_node,
@@ -120,90 +125,145 @@ class Nodes(Cluster):
             "include-log-monitor": "false",
             "object-store-memory": self.object_store_mb * 2**20,
         }
+        ray = (sys.executable, "-c", _RAY_START, "start")
+        argv = (*ray, *how, *_options(options), "--disable-usage-stats", "--block")
+        env = {**token_variables(self.token_used.path), **_ENVIRONMENT}
 
-        def started(pid: int) -> None:
-            facts["processes"].append(record(pid, role))
-            self.state.write(facts)
+        def start() -> None:
+            with self._log(number).open("wb") as log:
+                process = detached(argv, env, stdout=log, stderr=log)
+            # at once: only what is recorded can be ended
+            facts["processes"].append(record(process.pid, f"node {number}" if number else "head"))
+            self.record(facts)
 
-        argv = (sys.executable, "-c", _RAY_START, "start", *how, *_options(options))
-        return Start(
-            (*argv, "--disable-usage-stats", "--block"),
-            {**token_variables(self.state.token), **_ENVIRONMENT},
-            self.state.folder / f"node-{number}.log",
-            started,
-        )
+        return Step(f"{command_line(argv, env)} > {shlex.quote(str(self._log(number)))} 2>&1 &", start)
 
-    def _see_log(self, number: int) -> str:
-        return f"see {self.state.folder}/node-{number}.log"
+    def _log(self, number: int) -> Path:
+        return self.state_folder / f"node-{number}.log"
 
-    def _answers(self, facts: dict[str, Any]) -> bool:
-        self._none_ended(facts)
-        return answers(facts["address"], read_token(self.token_used, self.name), timeout=2) == 200
+    def _wait(self, what: str, count: int) -> Step:
+        """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
-    def _alive(self, facts: dict[str, Any]) -> bool:
-        self._none_ended(facts)
+        def wait() -> None:
+            deadline = time.monotonic() + _START_SECONDS
+            while self._alive() < count:
+                for number, process in enumerate(self.require_up()["processes"]):
+                    if find(process) is None:
+                        raise ClusterError(f"{process['role']} ended at once; see {self._log(number)}")
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"{what}: not within {_START_SECONDS} s; see {self._log(count - 1)}")
+                time.sleep(0.3)
+
+        return Step(f"# wait until {what}", wait)
+
+    def _alive(self) -> int:
         # the dashboard answers some requests before it can answer this one
         with suppress(ClusterError):
-            nodes = RayJobs(self.name, facts["address"], self.token_used).about()["nodes"]
-            return sum(node["alive"] for node in nodes) == self.nodes
-        return False
-
-    def _none_ended(self, facts: dict[str, Any]) -> None:
-        for number, process in enumerate(facts["processes"]):
-            if find(process) is None:
-                raise ClusterError(f"{process['role']} ended at once; {self._see_log(number)}")
+            return sum(node["alive"] for node in self.jobs().about()["nodes"])
+        return 0
 
     def up(self) -> str:
         """Start the nodes; if one does not come up, the others are ended."""
-        found = self.state.read()
+        found = self.recorded()
         if found and any(find(process) for process in found["processes"]):
             return super().up()
         if found:
             # left behind by a machine that was restarted, or by nodes that were all killed
             self.down()
-        with ExitStack() as undo:
-            undo.callback(self._undo)
-            where = super().up()
-            undo.pop_all()
-        return where
-
-    def _undo(self) -> None:
-        found = self.state.read()
-        if found:
-            # the logs stay, the error names them
-            perform([end_processes(found["processes"]), remove(found["folder"])])
-            self.state.file.unlink()
+        try:
+            return super().up()
+        except BaseException:
+            if found := self.recorded():
+                # the logs stay, the error names them
+                perform(_end_steps(found))
+                (self.state_folder / "state.json").unlink()
+            raise
 
     def down_steps(self) -> list[Step]:
-        found = self.state.read()
+        found = self.recorded()
         if found is None:
             return [Note("nothing to end: it is not up")]
-        return [end_processes(found["processes"]), remove(found["folder"], str(self.state.folder))]
+        return _end_steps(found, str(self.state_folder))
 
     def where(self) -> str:
         return self.require_up()["address"]
 
     def status(self) -> dict[str, Any]:
         """Down, or what Ray reports, with the process of each node."""
-        found = self.state.read()
+        found = self.recorded()
         if found is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
         processes = [{**process, "alive": find(process) is not None} for process in found["processes"]]
-        if not processes or not processes[0]["alive"]:
-            state = "broken: the head is dead; take it down"
-            return {"state": state, "where": self.where(), "nodes": [], "jobs": [], "processes": processes}
-        return {**super().status(), "processes": processes}
+        if processes and processes[0]["alive"]:
+            return {**super().status(), "processes": processes}
+        state = "broken: the head is dead; take it down"
+        return {"state": state, "where": self.where(), "nodes": [], "jobs": [], "processes": processes}
 
     def jobs(self) -> RayJobs:
-        address = (self.state.read() or {}).get("address", f"http://{LOOPBACK}:<port>")
+        address = (self.recorded() or {}).get("address", f"http://{LOOPBACK}:<port>")
         return RayJobs(self.name, address, self.token_used)
-
-
-def _new_folder() -> Path:
-    base = tempfile.gettempdir()
-    short = base if len(base) <= _SOCKET_PATH else "/tmp"
-    return Path(short) / f"titans-{secrets.token_hex(4)}"
 
 
 def _options(values: dict[str, Any]) -> list[str]:
     return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+
+
+def _end_steps(found: Mapping[str, Any], *folders: str) -> list[Step]:
+    """End the recorded processes and remove their folder, and ``folders``; what is gone is no error."""
+    alive = [process for process in found["processes"] if find(process)]
+    pids, roles = " ".join(str(p["pid"]) for p in alive), ", ".join(p["role"] for p in alive)
+    line = f"kill {pids}  # {roles}, and their descendants" if alive else "# none of its processes is alive"
+    folders = (found["folder"], *folders)
+
+    def remove() -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return [Step(line, partial(_end, found["processes"])), Step(f"rm -r {shlex.join(folders)}", remove)]
+
+
+def _psutil() -> Any:
+    """The psutil that Ray bundles; it can be imported once Ray is."""
+    importlib.import_module("ray")
+    return importlib.import_module("psutil")
+
+
+def record(pid: int, role: str) -> dict[str, Any]:
+    """What identifies a process for good: an id is reused, an id with its time of birth is not."""
+    return {"pid": pid, "born": _psutil().Process(pid).create_time(), "role": role}
+
+
+def find(process: Mapping[str, Any]) -> Any | None:
+    """The living process of a record, or None."""
+    psutil = _psutil()
+    try:
+        found = psutil.Process(process["pid"])
+        same = abs(found.create_time() - process["born"]) < 0.05
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def family(process: Mapping[str, Any]) -> list[Any]:
+    """The living process of a record and all its descendants."""
+    found = find(process)
+    if found is None:
+        return []
+    with suppress(_psutil().Error):
+        return [found, *found.children(recursive=True)]
+    return [found]
+
+
+def _end(processes: Sequence[Mapping[str, Any]], grace: float = 8.0) -> None:
+    """Terminate the recorded processes; after ``grace`` seconds kill what is left of them and below."""
+    psutil = _psutil()
+    families = [family(process) for process in processes]
+    for first in (members[0] for members in families if members):
+        with suppress(psutil.Error):
+            # Ray's own start command ends its children with it
+            first.terminate()
+    _, alive = psutil.wait_procs([member for members in families for member in members], timeout=grace)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace)

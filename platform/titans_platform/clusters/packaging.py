@@ -1,4 +1,4 @@
-"""What a job takes along: its files, and the project as a wheel of this checkout or of what is installed.
+"""What a `titans` command takes along as a job: variables, files, and the project as a wheel.
 
 Ray gives a wheel of `py_modules` to `pip install --target`, which would fetch torch again for every node
 and job, so the wheel names no requirements: the nodes have them, or get them locked. And Ray caches wheels
@@ -10,18 +10,130 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from titans_platform.clusters.base import Cluster
+from titans_platform.clusters.jobs import Job
 from titans_platform.errors import UsageError
+from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
+from titans_platform.study.spec import Cell, find_study
 
 DISTRIBUTION = "titans-lab"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LEFT_OUT = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
+
+
+def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
+    """The storage root as the nodes see it, ``explicit`` if ``root`` was given for this command.
+
+    Raises UsageError where it would be this machine's folder and the nodes do not see it.
+    """
+    if cluster.storage and not explicit:
+        return Path(cluster.storage)
+    if cluster.sees_paths:
+        return root.resolve()
+    if not explicit:
+        raise UsageError(
+            f"clusters/{cluster.name}.yaml.storage: missing: the nodes do not see this machine's {root}; "
+            "write the absolute path of a folder there that every node mounts"
+        )
+    if not root.is_absolute():
+        raise UsageError(
+            f"--root {root}: should be an absolute path on the nodes of {cluster.name}; or leave it out"
+        )
+    return root
+
+
+def check_reachable(cluster: Cluster) -> None:
+    """Refuse a tracking store that workers elsewhere cannot write to. Raises UsageError."""
+    uri, where = cluster.mlflow, f"clusters/{cluster.name}.yaml.mlflow"
+    if cluster.one_machine:
+        return
+    if uri is None:
+        raise UsageError(
+            f"{where}: missing: metrics would go to an SQLite file, which workers on several machines cannot "
+            "share; start `mlflow server --host 0.0.0.0 --allowed-hosts NAME:5000` where they reach it, and "
+            "write http://NAME:5000"
+        )
+    if urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0"):
+        raise UsageError(f"{where}: {uri} is another machine on each node; write a name all of them know")
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    """The variables of a job: which Ray to join, where to log, how wide to print."""
+    # it imports mlflow, which takes seconds
+    from titans_platform.tracking import STORE
+
+    here = Path(os.environ.get("TITANS_HOME", "titans-runs"))
+    # the root of commands that are given none, as it would be here
+    home = cluster.storage or (str(here.resolve()) if cluster.sees_paths else None)
+    grown = cluster.grows_to()
+    given = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
+    return {
+        **QUIET,
+        "PYTHONUNBUFFERED": "1",
+        # else MLflow prints a line for each run that ends
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "1",
+        "COLUMNS": str(shutil.get_terminal_size((100, 24)).columns),
+        ADDRESS: "auto",
+        **{key: value for key, value in given.items() if value},
+        **cluster.env,
+    }
+
+
+def titans_job(
+    cluster: Cluster, arguments: Sequence[str], name: str = "", files: Mapping[str, bytes] | None = None
+) -> Job:
+    """Any `titans` command as a job."""
+    words = [word for word in arguments if not word.startswith("-")]
+    name = name or "-".join(words[:2]) or "titans"
+    return Job(name, tuple(arguments), files or {}, environment(cluster), cluster.pip)
+
+
+def study_job(
+    cluster: Cluster, study: str, scale: str, root: Path, options: Iterable[str], cells: Sequence[Cell]
+) -> Job:
+    """The study at a scale as a job; its file, and tokenizer files it names, travel with it.
+
+    Raises UsageError for what would not be found there.
+    """
+    path = find_study(study)
+    sources = {s.path for cell in cells for s in cell.config.data.sources if s.path}
+    for source in sorted(sources):
+        if not Path(source).is_absolute():
+            raise UsageError(
+                f"data.sources: {source} is relative to this folder, which a job does not see; give its "
+                "absolute path on the nodes"
+            )
+    arguments = ["sweep", "run", path.stem, "--scale", scale, "--root", str(root), *options]
+    files = {f"sweeps/{path.stem}.yaml": path.read_bytes(), **_tokenizers(cells)}
+    return titans_job(cluster, arguments, f"{path.stem}-{scale}".lower(), files)
+
+
+def _tokenizers(cells: Sequence[Cell]) -> dict[str, bytes]:
+    """The tokenizer files by relative path; an absolute path is one of the cluster's."""
+    named = {cell.config.data.tokenizer for cell in cells} - {"byte"}
+    here = [path for path in map(Path, sorted(named)) if not path.is_absolute()]
+    for path in here:
+        if not path.is_file():
+            raise UsageError(
+                f"data.tokenizer: no file {path} here to take along; run from the folder it is in, or give "
+                "an absolute path on the cluster"
+            )
+        if ".." in path.parts:
+            raise UsageError(
+                "data.tokenizer: a path with .. cannot be taken along; run from the folder it is in"
+            )
+    return {path.as_posix(): path.read_bytes() for path in here}
 
 
 def checkout() -> Path | None:
@@ -32,8 +144,7 @@ def checkout() -> Path | None:
 
 def constraints() -> bytes:
     """The locked requirements: every version the project is tested with."""
-    tree = checkout()
-    return (tree or _PACKAGE / "_shipped").joinpath("constraints.txt").read_bytes()
+    return ((checkout() or _PACKAGE / "_shipped") / "constraints.txt").read_bytes()
 
 
 def requirements() -> list[str]:
@@ -42,23 +153,13 @@ def requirements() -> list[str]:
     return [line for line in found if "extra ==" not in line]
 
 
-def lay_out(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write ``files`` under ``folder`` by their relative names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
 def project_wheel(folder: Path) -> Path:
     """Write the project's wheel, without what it requires, into ``folder``; its path.
 
     The same code gives the same bytes and the same name. Raises UsageError.
     """
     tree = checkout()
-    files = _built(tree) if tree else _installed()
-    return _write(files, folder)
+    return _write(_built(tree) if tree else _installed(), folder)
 
 
 def _built(tree: Path) -> dict[str, bytes]:
@@ -90,19 +191,16 @@ def _write(files: dict[str, bytes], folder: Path) -> Path:
     """A wheel of ``files``, byte for byte the same for the same files, named by their hash."""
     (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
     info = metadata.rpartition("/")[0]
-    kept = {
-        name: content
-        for name, content in sorted(files.items())
-        if name not in {f"{info}/{left}" for left in _LEFT_OUT}
-    }
+    left_out = {f"{info}/{name}" for name in _LEFT_OUT}
+    kept = {name: content for name, content in sorted(files.items()) if name not in left_out}
     kept[metadata] = _without_requirements(kept[metadata])
     rows = [f"{name},sha256={_hash(content)},{len(content)}" for name, content in kept.items()]
-    record = "\n".join([*rows, f"{info}/RECORD,,"]) + "\n"
+    record = "\n".join([*rows, f"{info}/RECORD,,"]).encode() + b"\n"
     # a wheel's build number starts with a digit
-    build = f"0{hashlib.sha256(record.encode()).hexdigest()[:12]}"
+    build = f"0{hashlib.sha256(record).hexdigest()[:12]}"
     wheel = folder / f"{info.removesuffix('.dist-info')}-{build}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in [*kept.items(), (f"{info}/RECORD", record.encode())]:
+        for name, content in {**kept, f"{info}/RECORD": record}.items():
             archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
     return wheel
 

@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import Field, JsonValue
 
-from titans_platform.clusters.access import LOOPBACK
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
-from titans_platform.clusters.steps import Run, Step, Write, new_token
+from titans_platform.clusters.steps import LOOPBACK, Run, Step, Write, new_token
 from titans_platform.errors import UsageError
 
 REMOTE_TOKEN = "~/.ray/auth_token"
@@ -40,7 +39,7 @@ class RayUp(Cluster):
     @property
     def file(self) -> Path:
         """The YAML that Ray gets; kept until `down`, which needs it."""
-        return self.state.folder / "cluster.yaml"
+        return self.state_folder / "cluster.yaml"
 
     def config(self) -> dict[str, Any]:
         """The launcher's YAML, complete. Raises UsageError for what Ray would refuse."""
@@ -50,21 +49,19 @@ class RayUp(Cluster):
         for key in ("cluster_name", "head_start_ray_commands", "worker_start_ray_commands"):
             if key in config:
                 raise UsageError(f"{self.name}.yaml.ray.{key}: is set by titans; leave it out")
+        # the dashboard is reached by ssh alone
+        head = (
+            "ulimit -n 65536; ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml "
+            f"--dashboard-host={LOOPBACK} --dashboard-port={self.port}"
+        )
         config |= {
             "cluster_name": self.name,
             "file_mounts": {**(config.get("file_mounts") or {}), REMOTE_TOKEN: str(self.token_used.path)},
-            "head_start_ray_commands": ["ray stop", f"{LOCK}; {self._head()}"],
+            "head_start_ray_commands": ["ray stop", f"{LOCK}; {head}"],
             "worker_start_ray_commands": ["ray stop", f"{LOCK}; ray start --address=$RAY_HEAD_IP:6379"],
         }
         _check(config, f"{self.name}.yaml.ray")
         return config
-
-    def _head(self) -> str:
-        # the dashboard is reached by ssh alone
-        return (
-            "ulimit -n 65536; ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml "
-            f"--dashboard-host={LOOPBACK} --dashboard-port={self.port}"
-        )
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every type of worker at its most; Ray gets machines as cells wait for them."""
@@ -79,8 +76,8 @@ class RayUp(Cluster):
 
     def up_steps(self) -> list[Step]:
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)
-        token = [new_token(self.state.token)] if self.token is None else []
-        return [*token, Write(self.file, text), self.state.remember(), self._ray("up", "--yes")]
+        token = [new_token(self.token_used.path)] if self.token is None else []
+        return [*token, Write(self.file, text), self.remember(), self._ray("up", "--yes")]
 
     def down_steps(self) -> list[Step]:
         return [self._ray("down", "--yes")]

@@ -10,22 +10,25 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shlex
+import signal
+import socket
+import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from titans_platform.clusters import packaging
-from titans_platform.clusters.access import Token, read_token, tunnel
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
-from titans_platform.clusters.steps import Call, Note, Step, perform
+from titans_platform.clusters.steps import LOOPBACK, Note, Step, Token, detached, perform
 from titans_platform.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -41,11 +44,6 @@ _TRIES = 40
 """Times in a row the log may break off, half a second apart, before we give up on it."""
 
 
-def _open(address: str, token: str | None, timeout: float) -> HTTPResponse:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=timeout)
-
-
 def answers(address: str, token: str | None, timeout: float = 10.0) -> int:
     """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
     try:
@@ -55,6 +53,11 @@ def answers(address: str, token: str | None, timeout: float = 10.0) -> int:
         return error.code
     except (OSError, ValueError, HTTPException):
         return 0
+
+
+def _open(address: str, token: str | None, timeout: float) -> HTTPResponse:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=timeout)
 
 
 @dataclass(frozen=True)
@@ -77,58 +80,83 @@ class RayJobs(Jobs):
     def connected(self) -> Iterator[Self]:
         perform(self.before)
         port = int(self.address.rpartition(":")[2]) if self.forward else 0
-        with tunnel(self.forward, port) if self.forward else contextlib.nullcontext():
+        with _tunnel(self.forward, port) if self.forward else contextlib.nullcontext():
             self.check()
             yield self
 
     def check(self) -> None:
         """Raise ClusterError for no answer, a token that is refused, or a cluster open to everybody."""
-        status = answers(self.address, self._token())
+        status = answers(self.address, self.token.read(self.cluster))
         if status in (401, 403):
-            raise ClusterError(f"cluster {self.cluster}: {self.address} refuses the token in {self.token}")
+            raise self._error(f" refuses the token in {self.token}")
         if status != 200:
             what = f"answers {status}, not as a Ray dashboard" if status else "no answer"
-            raise ClusterError(
-                f"cluster {self.cluster}: {self.address}: {what}; see titans cluster status, or up"
-            )
+            raise self._error(f": {what}; see titans cluster status, or up")
         if answers(self.address, None) == 200:
-            raise ClusterError(
-                f"cluster {self.cluster}: {self.address} takes jobs from anybody, without a token; "
-                "start it with RAY_AUTH_MODE=token"
-            )
+            raise self._error(" takes jobs from anybody, without a token; start it with RAY_AUTH_MODE=token")
+
+    def _error(self, why: str) -> ClusterError:
+        return ClusterError(f"cluster {self.cluster}: {self.address}{why}")
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        return [_Submit(self, job, job_id)]
+        """Build the wheel, upload it with the job's files, submit."""
+        # Ray's command line for it; the token comes from where `titans` reads it
+        runtime_env = _runtime_env(job, "<job folder>", f"<{packaging.DISTRIBUTION} wheel>")
+        line = (
+            f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}\n"
+            f"ray job submit --address {shlex.quote(self.address)} --submission-id {job_id} \\\n"
+            f"  --runtime-env-json {shlex.quote(json.dumps(runtime_env))} \\\n"
+            f"  -- {shlex.join(job.command)}"
+        )
+        return [Step(line, partial(self._submit, job, job_id))]
+
+    def _submit(self, job: Job, job_id: str) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name, "files")
+            for file, content in {**job.files, CONSTRAINTS: packaging.constraints()}.items():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_bytes(content)
+            wheel = packaging.project_wheel(Path(name))
+            try:
+                self.client.submit_job(
+                    entrypoint=shlex.join(job.command),
+                    submission_id=job_id,
+                    runtime_env=_runtime_env(job, str(folder), str(wheel)),
+                    metadata={"name": job.name},
+                )
+            except Exception as error:
+                raise ClusterError(
+                    f"cluster {self.cluster}: the job was not accepted: {_one_line(error)}"
+                ) from None
 
     def list(self) -> list[JobInfo]:
         found = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
         return sorted(found, key=lambda job: job.started or 0)
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
-        take = log.from_start()
         if follow:
-            asyncio.run(self._tail(job_id, take))
+            asyncio.run(self._tail(job_id, log))
         else:
-            take(self.client.get_job_logs(job_id))
+            log.add(self.client.get_job_logs(job_id))
 
-    async def _tail(self, job_id: str, take: Callable[[str], None]) -> None:
+    async def _tail(self, job_id: str, log: Log) -> None:
         stream: Any = self.client.tail_job_logs(job_id)
         async with contextlib.aclosing(stream) as chunks:
             async for chunk in chunks:
-                take(chunk)
+                log.add(chunk)
 
-    def wait(self, job_id: str, write: Callable[[str], None]) -> int:
+    def follow(self, job_id: str, log: Log) -> int:
         """As for every kind; a connection that breaks is made again."""
         self.info(job_id)
-        log, tries = Log(write), 0
+        tries = 0
         while True:
-            before = log.offset
+            before = log.written
             try:
-                return self.follow(job_id, log)
+                return super().follow(job_id, log)
             except ReaderGone:
                 raise
             except Exception as error:
-                tries = tries + 1 if log.offset == before else 0
+                tries = tries + 1 if log.written == before else 0
                 if tries > _TRIES:
                     raise ClusterError(
                         f"cluster {self.cluster}: the log of {job_id} broke off: {_one_line(error)}; "
@@ -138,7 +166,7 @@ class RayJobs(Jobs):
 
     def stop_steps(self, job_id: str) -> list[Step]:
         line = f"ray job stop --address {shlex.quote(self.address)} {shlex.quote(job_id)}"
-        return [Call(line, lambda: self.client.stop_job(job_id))]
+        return [Step(line, lambda: self.client.stop_job(job_id))]
 
     def log_steps(self, job_id: str) -> list[Step]:
         return [Note(f"GET {self.address}/api/jobs/{job_id}/logs/tail with the token in {self.token}")]
@@ -153,15 +181,12 @@ class RayJobs(Jobs):
         found = sorted((_node(node) for node in nodes), key=lambda node: (not node["head"], node["id"]))
         return {"ray_version": version, "nodes": found, **super().about()}
 
-    def _token(self) -> str:
-        return read_token(self.token, self.cluster)
-
     def _get(self, path: str) -> Any:
         try:
-            with _open(self.address + path, self._token(), timeout=30) as reply:
+            with _open(self.address + path, self.token.read(self.cluster), timeout=30) as reply:
                 return json.load(reply)
         except (OSError, ValueError, HTTPException) as error:
-            raise ClusterError(f"cluster {self.cluster}: {self.address}: {_one_line(error)}") from None
+            raise self._error(f": {_one_line(error)}") from None
 
     @cached_property
     def client(self) -> JobSubmissionClient:
@@ -171,19 +196,16 @@ class RayJobs(Jobs):
         for name in _CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
-            return JobSubmissionClient(self.address, headers={"Authorization": f"Bearer {self._token()}"})
+            headers = {"Authorization": f"Bearer {self.token.read(self.cluster)}"}
+            return JobSubmissionClient(self.address, headers=headers)
         except Exception as error:
-            raise ClusterError(f"cluster {self.cluster}: {self.address}: {_one_line(error)}") from None
+            raise self._error(f": {_one_line(error)}") from None
 
 
 def _job_info(job: Mapping[str, Any]) -> JobInfo:
-    return JobInfo(
-        id=job["submission_id"],
-        name=(job["metadata"] or {}).get("name", ""),
-        state=job["status"].lower(),
-        started=job["start_time"] / 1000 if job["start_time"] else None,
-        code=job["driver_exit_code"],
-    )
+    name, started = (job["metadata"] or {}).get("name", ""), job["start_time"]
+    seconds = started / 1000 if started else None
+    return JobInfo(job["submission_id"], name, job["status"].lower(), seconds, job["driver_exit_code"])
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,52 +220,51 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Submit(Step):
-    """Build the wheel, upload it with the job's files, submit."""
-
-    jobs: RayJobs
-    job: Job
-    job_id: str
-
-    def shown(self) -> str:
-        # Ray's command line for it; the token comes from where `titans` reads it
-        runtime_env = self._runtime_env("<job folder>", f"<{packaging.DISTRIBUTION} wheel>")
-        return (
-            f"# job folder: {', '.join(sorted(self._files()))}\n"
-            f"ray job submit --address {shlex.quote(self.jobs.address)} --submission-id {self.job_id} \\\n"
-            f"  --runtime-env-json {shlex.quote(json.dumps(runtime_env))} \\\n"
-            f"  -- {shlex.join(self.job.command)}"
-        )
-
-    def do(self) -> None:
-        with tempfile.TemporaryDirectory() as name:
-            wheel, folder = Path(name, "wheel"), Path(name, "files")
-            wheel.mkdir()
-            packaging.lay_out(self._files(), folder)
-            runtime_env = self._runtime_env(str(folder), str(packaging.project_wheel(wheel)))
-            try:
-                self.jobs.client.submit_job(
-                    entrypoint=shlex.join(self.job.command),
-                    submission_id=self.job_id,
-                    runtime_env=runtime_env,
-                    metadata={"name": self.job.name},
-                )
-            except Exception as error:
-                raise ClusterError(
-                    f"cluster {self.jobs.cluster}: the job was not accepted: {_one_line(error)}"
-                ) from None
-
-    def _files(self) -> dict[str, bytes]:
-        return {**self.job.files, CONSTRAINTS: packaging.constraints()}
-
-    def _runtime_env(self, folder: str, wheel: str) -> dict[str, Any]:
-        env: dict[str, Any] = {"working_dir": folder, "py_modules": [wheel], "env_vars": dict(self.job.env)}
-        if self.job.pip:
-            locked = "-c ${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + CONSTRAINTS
-            env["pip"] = [locked, *packaging.requirements()]
-        return env
+def _runtime_env(job: Job, folder: str, wheel: str) -> dict[str, Any]:
+    env: dict[str, Any] = {"working_dir": folder, "py_modules": [wheel], "env_vars": dict(job.env)}
+    if job.pip:
+        locked = "-c ${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + CONSTRAINTS
+        env["pip"] = [locked, *packaging.requirements()]
+    return env
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@contextlib.contextmanager
+def _tunnel(argv: Sequence[str], port: int, timeout: float = 120.0) -> Iterator[None]:
+    """Run ``argv``, which forwards local ``port``, until the block ends. Raises ClusterError."""
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            process = detached(argv, stdout=output, stderr=output)
+        except FileNotFoundError:
+            raise ClusterError(
+                f"{argv[0]}: not installed here; the dashboard is reached through it"
+            ) from None
+        try:
+            deadline = time.monotonic() + timeout
+            # a port that opens after the command has ended is somebody else's
+            while not (alive := process.poll() is None) or not _is_open(port):
+                if not alive or time.monotonic() > deadline:
+                    output.seek(0)
+                    lines = output.read().strip().splitlines() or ["no answer"]
+                    raise ClusterError(f"{' '.join(argv[:2])}: {lines[-1]}")
+                time.sleep(0.2)
+            yield
+        finally:
+            _end(process)
+
+
+def _is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
+        return True
+    return False
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process that leads its group, and the others of that group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(timeout=5)

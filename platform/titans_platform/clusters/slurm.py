@@ -10,16 +10,15 @@ import shlex
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
-from titans_platform.clusters.access import token_variables
 from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Call, Note, Run, Step, Write, new_token, perform
+from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
 from titans_platform.errors import UsageError
 
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
@@ -60,10 +59,8 @@ class Slurm(Cluster):
         return self.nodes == 1
 
     def up_steps(self) -> list[Step]:
-        return [
-            Run(("sbatch", "--version")),
-            Note("nothing to start: each submit is a batch job with its own Ray"),
-        ]
+        note = Note("nothing to start: each submit is a batch job with its own Ray")
+        return [Run(("sbatch", "--version")), note]
 
     def down_steps(self) -> list[Step]:
         """Cancel what was submitted from here and is not over."""
@@ -75,8 +72,7 @@ class Slurm(Cluster):
         perform(self.down_steps())
 
     def where(self) -> str:
-        partition = self.partition or "(default)"
-        return f"Slurm, {self.nodes} nodes of partition {partition} for each job"
+        return f"Slurm, {self.nodes} nodes of partition {self.partition or '(default)'} for each job"
 
     def jobs(self) -> Jobs:
         assert self.storage is not None
@@ -96,24 +92,21 @@ class SlurmJobs(Jobs):
         given = self.spec.token
         if given and given.env:
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
-        token = given.path if given else at / "token"
-        script = at / "job.sbatch"
+        token, ended = given.path if given else at / "token", shlex.quote(str(at / "exit"))
         return [
             _unpack(at / "code"),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if given else [new_token(token)]),
-            Write(at / "run.sh", run_script(job, at)),
-            Write(script, batch_script(self.spec, job, job_id, at, token)),
-            Run(("sbatch", "--parsable", str(script)), into=at / "slurm_id"),
+            # srun mixes the command's exit code with those of the other nodes
+            Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
+            Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),
+            Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
         ]
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         path = self.folder / job_id / "log.txt"
         if path.exists():
-            with path.open("rb") as file:
-                file.seek(log.offset)
-                fresh = file.read()
-            log.add(fresh.decode(errors="replace"), size=len(fresh))
+            log.add(path.read_text(encoding="utf-8", errors="replace"))
 
     def log_steps(self, job_id: str) -> list[Step]:
         return [Run(("tail", "--follow", "--lines=+1", str(self.folder / job_id / "log.txt")))]
@@ -126,26 +119,24 @@ class SlurmJobs(Jobs):
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
 
     def list(self) -> list[JobInfo]:
-        folders = [path for path in self.folder.glob("*") if (path / "slurm_id").exists()]
-        folders.sort(key=lambda path: (path / "slurm_id").stat().st_mtime)
-        if not folders:
-            return []
-        lines = [line.split(maxsplit=1) for line in _QUEUE.output().splitlines()]
-        queue = {line[0]: line[1] for line in lines if len(line) == 2}
-        return [_job_info(path, queue.get(_number(path))) for path in folders]
+        folders = [path.parent for path in self.folder.glob("*/slurm_id")]
+        lines = _QUEUE.output().splitlines() if folders else []
+        queue = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
+        jobs = [_job_info(path, queue.get(_number(path))) for path in folders]
+        return sorted(jobs, key=lambda job: job.started or 0)
 
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
     """A job by its folder, and by its state in the queue where it is in it."""
-    exit_code = _read(folder / "exit")
-    code = int(exit_code) if exit_code.isdigit() else None
+    ended = _read(folder / "exit")
+    code = int(ended) if ended.isdigit() else None
     if queued:
         state = "pending" if queued in _WAITS else "running"
-    elif code is None:
+    elif code is not None:
+        state = "failed" if code else "succeeded"
+    else:
         # cancelled, out of time, or a node that died
         state = "stopped" if (folder / "log.txt").exists() else "failed"
-    else:
-        state = "succeeded" if code == 0 else "failed"
     started = (folder / "slurm_id").stat().st_mtime
     return JobInfo(folder.name, folder.name.rpartition("-")[0], state, started, code)
 
@@ -159,10 +150,10 @@ def _number(folder: Path) -> str:
     return _read(folder / "slurm_id").split(";")[0]
 
 
-def batch_script(spec: Slurm, job: Job, job_id: str, at: Path, token: Path) -> str:
+def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
     """The script for sbatch. It names the token's file, on the shared storage, not the token."""
-    wanted: dict[str, Any] = {
-        "job-name": job_id,
+    wanted = {
+        "job-name": at.name,
         "nodes": spec.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": spec.cpus_per_node,
@@ -171,44 +162,34 @@ def batch_script(spec: Slurm, job: Job, job_id: str, at: Path, token: Path) -> s
         "partition": spec.partition,
         "account": spec.account,
         "output": at / "log.txt",
-        # a study would go on where it was, but whether it should is for the user to decide
-        "no-requeue": "",
     }
-    options = [f"--{k}={v}" if v != "" else f"--{k}" for k, v in wanted.items() if v is not None]
-    options += ["--exclusive"] * spec.exclusive + list(spec.options)
+    options = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
+    # a study would go on where it was, but whether it should is for the user to decide
+    options += ["--no-requeue", *["--exclusive"] * spec.exclusive, *spec.options]
     exports = {
         **job.env,
         **token_variables(token),
         "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
         "PYTHONPATH": str(at / "code"),
     }
-    files = shlex.quote(str(at / "files"))
+    lines = [f"#SBATCH {option}" for option in options]
+    lines += ["set -e", "unset RAY_ADDRESS RAY_AUTH_TOKEN", *spec.setup]
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
+    before = "\n".join(lines)
+    files, run = shlex.quote(str(at / "files")), shlex.quote(str(at / "run.sh"))
     gpus = f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in options),
-            "set -e",
-            "unset RAY_ADDRESS RAY_AUTH_TOKEN",
-            *spec.setup,
-            *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()),
-            f"mkdir -p {files} && cd {files}",
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "# a port of this job's own, should two share a node",
-            "port=$((20000 + SLURM_JOB_ID % 20000))",
-            'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\',
-            '  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\',
-            '  ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \\',
-            f"  --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\",
-            f"  -- bash {shlex.quote(str(at / 'run.sh'))}",
-            "",
-        ]
-    )
-
-
-def run_script(job: Job, at: Path) -> str:
-    """What runs on the head node; srun mixes its exit code with those of the other nodes."""
-    return f"{shlex.join(job.command)}\ncode=$?\necho $code > {shlex.quote(str(at / 'exit'))}\nexit $code\n"
+    return f"""#!/bin/bash
+{before}
+mkdir -p {files} && cd {files}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# a port of this job's own, should two share a node
+port=$((20000 + SLURM_JOB_ID % 20000))
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
+  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+  ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \\
+  --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\
+  -- bash {run}
+"""
 
 
 def _unpack(folder: Path) -> Step:
@@ -220,4 +201,4 @@ def _unpack(folder: Path) -> Step:
             wheel.extractall(folder)
 
     wheel = f"<{packaging.DISTRIBUTION} wheel>"
-    return Call(f"python -m zipfile --extract {wheel} {shlex.quote(str(folder))}", unpack)
+    return Step(f"python -m zipfile --extract {wheel} {shlex.quote(str(folder))}", unpack)

@@ -1,31 +1,109 @@
-"""What brings a cluster up or down, as values: --dry-run shows the very steps that `up` performs."""
+"""What brings a cluster up or down, as values: --dry-run shows the very steps that `up` performs.
+
+A token is read when it is needed and handed on as the path of a file. It is never an argument, which is in
+the process list, nor part of a manifest, which `kubectl get` shows to everybody.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 import shlex
-import shutil
+import socket
 import subprocess
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from titans_platform.clusters.access import clean_environment, write_token
+from pydantic import model_validator
+
+from titans_core.config import Frozen
 from titans_platform.errors import ClusterError
 
+LOOPBACK = "127.0.0.1"
+# what would lead a subprocess to another cluster, another token or another copy of the code
+_FOREIGN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONPATH")
 
-class Step(ABC):
+
+class Token(Frozen):
+    """Where the token is read: a file, or a variable of the environment. Never the token itself."""
+
+    file: str | None = None
+    env: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Token:
+        if (self.file is None) == (self.env is None):
+            raise ValueError("file: give either `file` or `env`")
+        return self
+
+    def __str__(self) -> str:
+        return f"file {self.path}" if self.file else f"variable {self.env}"
+
+    @property
+    def path(self) -> Path:
+        """The file, with `~` expanded."""
+        return Path(self.file or "").expanduser()
+
+    def read(self, cluster: str) -> str:
+        """The token's value. Raises ClusterError, which names ``cluster``, where there is none."""
+        try:
+            value = os.environ.get(self.env, "") if self.env else self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            value = ""
+        value = value.strip()
+        if not value:
+            fix = f"set {self.env}" if self.env else f"put the cluster's token into {self.path}"
+            raise ClusterError(f"cluster {cluster}: no token in {self}; {fix}")
+        if not value.isascii() or any(c.isspace() for c in value):
+            raise ClusterError(f"cluster {cluster}: {self} holds no token: it has blanks or is not ASCII")
+        return value
+
+
+def write_token(path: Path, value: str | None = None) -> None:
+    """Write a token, a new random one by default, where only its owner can read it."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(value or secrets.token_hex(32))
+
+
+def token_variables(path: Path | str) -> dict[str, str]:
+    """The variables with which Ray requires a token, and reads its own from a file."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment without what would mislead a subprocess; in ``more``, `$PATH` is expanded."""
+    ours = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+    return ours | {key: os.path.expandvars(value) for key, value in (more or {}).items()}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface on which nothing listens now, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def detached(argv: Sequence[str], env: Mapping[str, str] | None = None, **to: Any) -> subprocess.Popen[str]:
+    """Start a process in a session of its own: Ctrl-C, which may only detach us from a job, ends us first."""
+    env = clean_environment(env)
+    return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **to)
+
+
+@dataclass
+class Step:
     """One thing that is done, or shown instead."""
 
-    @abstractmethod
-    def shown(self) -> str:
-        """The step as lines of a shell script."""
-
-    @abstractmethod
-    def do(self) -> None:
-        """Do it. Raises ClusterError."""
+    shown: str
+    """The lines of a shell script that do the same, or a remark."""
+    do: Callable[[], object]
+    """Does it. Raises ClusterError."""
 
 
 def perform(steps: Sequence[Step]) -> None:
@@ -34,155 +112,76 @@ def perform(steps: Sequence[Step]) -> None:
         step.do()
 
 
-def _line(argv: Sequence[str], env: Mapping[str, str]) -> str:
+class Note(Step):
+    """A remark where there is nothing to do."""
+
+    def __init__(self, text: str):
+        super().__init__(f"# {text}", lambda: None)
+
+
+class Write(Step):
+    """Write a file, and the folder it is in."""
+
+    def __init__(self, path: Path, content: str | bytes):
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+        if isinstance(content, bytes):
+            super().__init__(f"# {len(content)} bytes to {path}", write)
+        else:
+            super().__init__(f"cat > {shlex.quote(str(path))}{_here_document(content)}", write)
+
+
+class Run(Step):
+    """Run a command to its end.
+
+    What it prints goes to the file ``into``, and to the user only if it fails, or if it is not ``quiet``.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        quiet: bool = True,
+        into: Path | None = None,
+    ):
+        to = f" > {shlex.quote(str(into))}" if into else ""
+        line = command_line(argv, env or {}) + to + _here_document(stdin)
+        self.output = partial(_output, argv, env, stdin, quiet)
+        super().__init__(line, lambda: into.write_text(self.output()) if into else self.output())
+
+
+def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quiet: bool) -> str:
+    """What a command printed. Raises ClusterError."""
+    pipe = subprocess.PIPE if quiet else None
+    try:
+        done = subprocess.run(
+            argv, env=clean_environment(env), input=stdin or None, stdout=pipe, stderr=pipe, text=True
+        )
+    except FileNotFoundError:
+        raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
+    if done.returncode:
+        printed = (done.stderr or done.stdout or "").strip().splitlines()
+        why = printed[-1] if printed else f"exit code {done.returncode}"
+        raise ClusterError(f"{shlex.join(argv[:3])}: {why}")
+    return done.stdout or ""
+
+
+def new_token(path: Path) -> Step:
+    """Write a random token that only its owner can read."""
+    line = f"(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > {shlex.quote(str(path))})"
+    return Step(line, partial(write_token, path))
+
+
+def command_line(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """A command with its variables as a line of shell."""
     given = [
         f'{key}="{value}"' if "$" in value else f"{key}={shlex.quote(value)}" for key, value in env.items()
     ]
     return " ".join([*given, shlex.join(argv)])
 
 
-@dataclass(frozen=True)
-class Note(Step):
-    """A remark where there is nothing to do."""
-
-    text: str
-
-    def shown(self) -> str:
-        return f"# {self.text}"
-
-    def do(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Call(Step):
-    """Call a function; shown as the lines of shell that do the same, or as a remark."""
-
-    line: str
-    function: Callable[[], object]
-
-    def shown(self) -> str:
-        return self.line
-
-    def do(self) -> None:
-        self.function()
-
-
-def new_token(path: Path) -> Step:
-    """Write a random token that only its owner can read."""
-    line = f"(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > {shlex.quote(str(path))})"
-    return Call(line, partial(write_token, path))
-
-
-def private_folder(path: Path) -> Step:
-    """Make a folder that must not exist yet and that only its owner can enter."""
-    return Call(f"mkdir -m 700 {shlex.quote(str(path))}", partial(path.mkdir, mode=0o700))
-
-
-def remove(*folders: str) -> Step:
-    """Remove folders; one that is gone is no error."""
-    return Call(
-        f"rm -r {shlex.join(folders)}", lambda: [shutil.rmtree(f, ignore_errors=True) for f in folders]
-    )
-
-
-def wait_until(what: str, met: Callable[[], bool], hint: str, timeout: float = 90.0) -> Step:
-    """Wait for something to become true, for ``timeout`` seconds."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + timeout
-        while not met():
-            if time.monotonic() > deadline:
-                raise ClusterError(f"{what}: not within {timeout:.0f} s; {hint}")
-            time.sleep(0.3)
-
-    return Call(f"# wait until {what}", wait)
-
-
-@dataclass(frozen=True)
-class Write(Step):
-    """Write a file, and the folder it is in."""
-
-    path: Path
-    content: str | bytes
-
-    def shown(self) -> str:
-        if isinstance(self.content, bytes):
-            return f"# {len(self.content)} bytes to {self.path}"
-        return f"cat > {shlex.quote(str(self.path))} <<'END'\n{self.content.rstrip()}\nEND"
-
-    def do(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = self.content
-        self.path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-@dataclass(frozen=True)
-class Run(Step):
-    """Run a command to its end; what it prints is shown to the user only if it fails."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    stdin: str = ""
-    quiet: bool = True
-    into: Path | None = None
-    """A file that gets what the command prints."""
-
-    def shown(self) -> str:
-        line = _line(self.argv, self.env)
-        if self.into:
-            line += f" > {shlex.quote(str(self.into))}"
-        return f"{line} <<'END'\n{self.stdin.rstrip()}\nEND" if self.stdin else line
-
-    def do(self) -> None:
-        printed = self.output()
-        if self.into:
-            self.into.write_text(printed)
-
-    def output(self) -> str:
-        """Run it and return what it printed. Raises ClusterError."""
-        try:
-            done = subprocess.run(
-                self.argv,
-                env=clean_environment(self.env),
-                input=self.stdin or None,
-                stdout=subprocess.PIPE if self.quiet else None,
-                stderr=subprocess.PIPE if self.quiet else None,
-                text=True,
-            )
-        except FileNotFoundError:
-            raise ClusterError(
-                f"{self.argv[0]}: not installed here; install it, or use another machine"
-            ) from None
-        if done.returncode:
-            printed = (done.stderr or done.stdout or "").strip().splitlines()
-            why = printed[-1] if printed else f"exit code {done.returncode}"
-            raise ClusterError(f"{shlex.join(self.argv[:3])}: {why}")
-        return done.stdout or ""
-
-
-@dataclass(frozen=True)
-class Start(Step):
-    """Start a process that stays, in a session of its own, so that Ctrl-C here does not reach it."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    log: Path
-    started: Callable[[int], None]
-    """Called with the process id at once: only what is recorded can be ended."""
-
-    def shown(self) -> str:
-        return f"{_line(self.argv, self.env)} > {shlex.quote(str(self.log))} 2>&1 &"
-
-    def do(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
-            process = subprocess.Popen(
-                self.argv,
-                env=clean_environment(self.env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.started(process.pid)
+def _here_document(text: str) -> str:
+    return f" <<'END'\n{text.rstrip()}\nEND" if text else ""
