@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +40,20 @@ TINY_RUN = {
     "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
     "eval": {"items": 8, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
 }
+
+
+@pytest.fixture(autouse=True)
+def own_modules() -> Iterator[None]:
+    """What a test imports from its own folder is forgotten: the next may have a module of the same name."""
+    path, before = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    temporary = tempfile.gettempdir()
+    for name in set(sys.modules) - before:
+        module = sys.modules[name]
+        places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+        if any(place and str(place).startswith(temporary) for place in places):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
     Modules of the current directory are found too. Raises UsageError that begins with ``field``.
     """
     # it brings torch, which a line of --help need not wait for
+    # brings torch with it, which --help need not wait for
     from titans_kernels.registry import find_class
 
     try:

@@ -10,7 +10,7 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.files import held, is_locked, write_json
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.resources import Machine, Node, Resources, concurrency
 from titans_platform.study.plan import make_plan
 from titans_platform.study.progress import View, look
@@ -21,7 +21,7 @@ from titans_platform.text import clock
 HOLD = """
 import sys, time
 from pathlib import Path
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.folder import Busy, RunFolder
 with RunFolder(Path(sys.argv[1]), "abc").hold():
     print("held", flush=True)
     time.sleep(60)
@@ -65,11 +65,11 @@ def test_a_killed_process_lets_go(folder):
     with child:
         assert child.stdout.readline() == "held\n"
         assert folder.is_held()
-        with pytest.raises(TimeoutError), folder.hold(timeout=0.3):
+        with pytest.raises(Busy), folder.hold(wait=0.3):
             pass
         child.kill()
     assert not folder.is_held()
-    with folder.hold(timeout=5):
+    with folder.hold(wait=5):
         pass
 
 
@@ -144,7 +144,7 @@ def test_concurrency_is_what_fits(resources, machine, fit):
     ],
 )
 def test_what_cannot_be_scheduled_is_refused_with_what_is_missing(resources, machine, lack):
-    with pytest.raises(UsageError, match=f"a cell takes .*: {lack}; choose a smaller scale"):
+    with pytest.raises(UsageError, match=f"a run takes .*: {lack}; choose a smaller scale"):
         concurrency(resources, machine)
 
 

@@ -151,7 +151,7 @@ class TestAblation:
 
     @pytest.mark.parametrize("scale", SCALES)
     def test_every_scale_is_valid_and_its_rows_differ(self, ablation, scale):
-        from titans_platform.study.drive import check
+        from titans_platform.study.opened import check
 
         cells = expand(ablation, scale)
         check(cells)
@@ -213,10 +213,8 @@ class TestAblation:
                 assert row.paper["lm_ppl"] == pytest.approx(sum(printed[row.name]) / 2, abs=0.0051)
 
     def test_paper_scales_train_on_the_papers_tokens(self, ablation):
-        from titans_platform.study.plan import train_tokens
-
         for scale, tokens in {"170M": 15e9, "340M": 15e9, "400M": 15e9, "760M": 30e9}.items():
             config = expand(ablation, scale)[0].config
-            assert train_tokens(config) == pytest.approx(tokens, rel=0.06)
+            assert config.tokens == pytest.approx(tokens, rel=0.06)
             assert config.data.sequence_length == 4096
             assert (config.optim.lr, config.optim.weight_decay) == (4e-4, 0.1)
