@@ -107,6 +107,8 @@ def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 def reference_page() -> str:
     """The Markdown page of every field of a run file, and every task with its options."""
+    # an objective brings tasks of its own
+    import titans_platform.objectives  # noqa: F401
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.evals import TASKS
 
