@@ -8,9 +8,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titans_core.blocks import Block
@@ -39,6 +36,10 @@ def parallelize(model: nn.Module, kind: str, device: torch.device) -> nn.Module:
         return model
     if kind == "ddp":
         return DistributedDataParallel(model)
+    # seconds of imports that one worker, and DDP, do without
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     for tensor in [*model.parameters(), *model.buffers()]:
         # fully_shard keeps each worker's own values, DDP those of the first
         dist.broadcast(tensor.detach(), 0)
@@ -52,8 +53,8 @@ def parallelize(model: nn.Module, kind: str, device: torch.device) -> nn.Module:
 @contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
     """Whether backward passes in this block exchange gradients; without, they add up on each worker."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
+    if set_sync := getattr(module, "set_requires_gradient_sync", None):  # FSDP2's
+        set_sync(enabled)
     if isinstance(module, DistributedDataParallel) and not enabled:
         with module.no_sync():
             yield
@@ -64,8 +65,8 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 def clip_gradients(model: nn.Module, limit: float | None) -> float:
     """Norm of all gradients, over all shards, before they are scaled down to ``limit``."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    if whole := getattr(norm, "full_tensor", None):  # a DTensor
+        norm = whole()
     if limit is not None:
         nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
     return norm.item()
