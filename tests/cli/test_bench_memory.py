@@ -20,6 +20,8 @@ from titans_platform.cli import run
 from titans_platform.cli.bench import lines_of
 from titans_platform.errors import TitansError, UsageError
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_command_prints_json_of_every_length(capsys):
     assert run(["bench", "memory", "--quick", "--pairs", "2", "--threads", "1", "--json"]) == 0

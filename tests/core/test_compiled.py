@@ -18,6 +18,8 @@ from titans_core import (
 )
 from titans_kernels.memory import layout
 
+pytestmark = pytest.mark.slow
+
 
 def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageModel:
     torch.manual_seed(0)

@@ -12,6 +12,8 @@ import pytest
 
 from titans_kernels.bench.shapes import SHAPES
 
+pytestmark = pytest.mark.slow
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may have, bytes."""
 

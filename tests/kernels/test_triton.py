@@ -127,7 +127,17 @@ def no_fallback(caplog):
     assert "chunked in place of triton" not in caplog.text
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# one case of each kernel stays in `make test-fast`
+FAST = {SHORT, DEEP, (16, 32, 32, 16)}
+
+
+def marked(cases: list[Case]) -> list:
+    fast = {case.widths: case for case in reversed(cases) if case.widths in FAST and case.borders is None}
+    slow = [() if fast.get(case.widths) is case else pytest.mark.slow for case in cases]
+    return [pytest.param(case, id=case.name, marks=mark) for case, mark in zip(cases, slow, strict=True)]
+
+
+@pytest.mark.parametrize("case", marked(CASES))
 def test_kernels_equal_the_reference(case):
     found = errors(case)
     assert max(found.values()) < 1e-5, found

@@ -16,6 +16,8 @@ from titans_core.blocks import BLOCKS, block_parameters, find
 from titans_core.presets import preset
 from titans_platform import cli
 
+pytestmark = pytest.mark.slow
+
 BLOCK = '''
 import torch
 from torch import nn

@@ -17,6 +17,8 @@ from titans_platform.errors import UsageError
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import deterministic
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("workers.py")
 
 
