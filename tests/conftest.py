@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -54,6 +55,8 @@ def own_modules() -> Iterator[None]:
         places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
         if any(place and str(place).startswith(temporary) for place in places):
             del sys.modules[name]
+    # inspect remembers the file of a module, and refuses a package of its name that has none
+    inspect._filesbymodname.clear()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture

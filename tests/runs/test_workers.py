@@ -130,7 +130,9 @@ def test_a_ray_that_does_not_start_is_given_up_with_a_reason(monkeypatch):
 
     never = threading.Event()
     monkeypatch.setattr(ray_session, "START_SECONDS", 0.2)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: never.wait())
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     with pytest.raises(ClusterError, match=r"did not start in 0 s; its logs are in"):  # noqa: SIM117
         with ray_session.ray_session(1):
             pytest.fail("it never started")
@@ -147,6 +149,7 @@ def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
         if len(calls) < 3:
             raise RuntimeError("The current node timed out during startup.")
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     with ray_session.ray_session(1):

@@ -82,10 +82,14 @@ def worker_of(cell: RunFolder) -> int | None:
 
 
 def below(pid: int) -> list[int]:
-    """All processes that a process started, and those that they did."""
+    """All processes that a process started, and those that they did; without Ray's agents.
+
+    An agent does nothing for a run. It ends when its last call to the dead cluster has timed out.
+    """
     import psutil
 
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    children = psutil.Process(pid).children(recursive=True)
+    return [child.pid for child in children if "agent" not in " ".join(child.cmdline()).lower()]
 
 
 def alive(pid: int) -> bool:
