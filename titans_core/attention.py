@@ -1,10 +1,12 @@
 """The short-term memory: softmax attention over a window, or within MAC's segments.
 
-Shapes: B batch, T tokens, D model width, H heads, E head width, P persistent tokens, S keys, w window.
+Shapes: B batch, T tokens, D model width, H heads, E head width, P persistent tokens, S keys, w window,
+K convolution width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
-from titans_core.layers import RotaryEmbedding, rotate
+from titans_core.layers import EPS, CausalConv, RotaryEmbedding, causal_conv, rotate
 from titans_kernels import document_borders
 
 
@@ -24,9 +26,47 @@ class KeyCache(NamedTuple):
     k: Tensor
     v: Tensor
 
+    def extended(self, new: KeyCache) -> KeyCache:
+        """These and, after them, the keys and values of later tokens."""
+        return KeyCache(*(torch.cat(pair, 2) for pair in zip(self, new, strict=True)))
+
+
+class AttentionState(NamedTuple):
+    """What a sequence leaves behind: keys and values, and the last inputs of the convolution."""
+
+    keys: KeyCache | None
+    conv_state: Tensor | None
+    """[B, K - 1, 3 D], of q, k and v; None without a convolution."""
+
+
+class SegmentState(NamedTuple):
+    """What MAC's attention leaves behind: keys of the open segment, and inputs of both convolutions."""
+
+    reads: AttentionState
+    tokens: AttentionState
+
+    @staticmethod
+    def after(prefix: AttentionState, batch: int) -> SegmentState:
+        """At the start of ``batch`` sequences, after the persistent tokens; reads have no queries."""
+        if prefix.conv_state is None:
+            return SegmentState(prefix, prefix)
+        tokens = prefix.conv_state.expand(batch, -1, -1)
+        return SegmentState(
+            AttentionState(None, tokens[..., tokens.shape[-1] // 3 :]), AttentionState(None, tokens)
+        )
+
+    def closed(self) -> SegmentState:
+        """At the end of a segment: convolutions run on, keys do not."""
+        return SegmentState(*(AttentionState(None, part.conv_state) for part in self))
+
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; memory is linear in T at a fixed window."""
+    """Causal attention with rotary positions; memory is linear in T at a fixed window.
+
+    Queries, keys and values pass SiLU and a causal depthwise convolution after their projection, and queries
+    and keys are L2-normalised (Section 4.4), each where its switch in `AttentionConfig` is on. Scores of
+    normalised queries and keys are ``scale_H * sqrt(E)`` times their cosine; the scale is learned.
+    """
 
     def __init__(self, d_model: int, config: AttentionConfig):
         super().__init__()
@@ -35,82 +75,107 @@ class Attention(nn.Module):
         self.w_k = nn.Linear(d_model, d_model, bias=False)
         self.w_v = nn.Linear(d_model, d_model, bias=False)
         self.w_o = nn.Linear(d_model, d_model, bias=False)
+        self.conv = CausalConv(3 * d_model, config.conv_kernel) if config.conv else None
+        self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
+
+    def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:
+        """Keys and values of the persistent tokens, and the state after them, for a batch of one.
+
+        Persistent tokens stand before the sequence, in its convolution too, and have no position.
+        """
+        conv_state = None if self.conv is None else self.conv.zero_state(1)
+        if prefix_PD is None or not len(prefix_PD):
+            return None, AttentionState(None, conv_state)
+        (_, k, v), conv_state = self._project(prefix_PD[None], conv_state)
+        return KeyCache(k, v), AttentionState(None, conv_state)
 
     def forward(
         self,
         x_BTD: Tensor,
         position_BT: Tensor,
-        cache: KeyCache | None = None,
+        state: AttentionState | None = None,
         prefix_PD: Tensor | None = None,
         documents: Documents | None = None,
-    ) -> tuple[Tensor, KeyCache | None]:
+    ) -> tuple[Tensor, AttentionState | None]:
         """Attend to the last ``window`` tokens (all if None) and to the persistent prefix (eq. 27).
 
-        ``position_BT`` is [B, T] or [1, T]. Returns [B, T, D] and the cache after it, None when packed.
+        ``position_BT`` is [B, T] or [1, T]. Returns [B, T, D] and the state after it, None when packed.
         """
-        q, k, v = self.project(x_BTD, self._rotary(position_BT))
-        prefix = None if prefix_PD is None or not len(prefix_PD) else self.prefix_keys(prefix_PD)
-        window = self.config.window
+        prefix, first = self.start(prefix_PD)
+        state, window = state or first, self.config.window
+        (q, k, v), conv_state = self._project(x_BTD, state.conv_state, documents)
+        rotary = self._rotary(position_BT)
+        q, k = rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
-            y = _packed(q, k, v, window, prefix, documents)
-            return self.output(y), None
-        before = 0
-        if cache is not None:
-            before = cache.k.shape[2]
-            k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
-        y = _windowed(q, k, v, window, prefix, before)
-        keep = k.shape[2] if window is None else min(k.shape[2], window - 1)
-        return self.output(y), KeyCache(_last(k, keep), _last(v, keep))
+            return self._output(_packed(q, k, v, window, prefix, documents)), None
+        keys = KeyCache(k, v) if state.keys is None else state.keys.extended(KeyCache(k, v))
+        S = keys.k.shape[2]
+        y = _windowed(q, *keys, window, prefix, S - k.shape[2])
+        keep = S if window is None else min(S, window - 1)
+        return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state)
 
     def segment(
         self,
         x_BTD: Tensor,
         read_BTD: Tensor,
         position_BT: Tensor,
-        open_keys: tuple[KeyCache, KeyCache] | None,
-        prefix_PD: Tensor | None,
-    ) -> tuple[Tensor, tuple[KeyCache, KeyCache]]:
+        state: SegmentState,
+        prefix: KeyCache | None,
+    ) -> tuple[Tensor, SegmentState]:
         """Attention over ``[p] || r || Z`` of one segment, or the next part of one (eqs. 22-23).
 
         Token i sees p, the reads r_j and the tokens Z_j with j <= i: r_j is a function of token j, so a
-        plain causal mask over the concatenation would show it the future. ``open_keys`` are those of the
-        segment's earlier part. Returns [B, T, D] and the keys of r and Z so far.
+        plain causal mask over the concatenation would show it the future. For the same reason r and Z have a
+        convolution each. ``state`` is that of the segment's earlier part, `closed` at its start. Returns
+        [B, T, D] and the state after the tokens.
         """
         rotary = self._rotary(position_BT)
-        q, k, v = self.project(x_BTD, rotary)
-        k_read, v_read = rotate(self._heads(self.w_k(read_BTD)), rotary), self._heads(self.w_v(read_BTD))
-        reads, tokens = KeyCache(k_read, v_read), KeyCache(k, v)
-        if open_keys is not None:
-            reads, tokens = (_extend(old, new) for old, new in zip(open_keys, (reads, tokens), strict=True))
+        (q, k, v), conv_state = self._project(x_BTD, state.tokens.conv_state)
+        tokens = KeyCache(rotate(k, rotary), v)
+        (k, v), read_conv_state = self._project(read_BTD, state.reads.conv_state, names="kv")
+        reads = KeyCache(rotate(k, rotary), v)
+        if state.tokens.keys is not None and state.reads.keys is not None:
+            tokens, reads = state.tokens.keys.extended(tokens), state.reads.keys.extended(reads)
         T, S = q.shape[2], tokens.k.shape[2]
         causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        mask, keys, values = [causal, causal], [reads.k, tokens.k], [reads.v, tokens.v]
-        if prefix_PD is not None and len(prefix_PD):
-            prefix = self.prefix_keys(prefix_PD)
-            mask.insert(0, causal.new_ones(T, len(prefix_PD)))
-            keys.insert(0, prefix.k.expand(q.shape[0], -1, -1, -1))
-            values.insert(0, prefix.v.expand(q.shape[0], -1, -1, -1))
-        y = F.scaled_dot_product_attention(
-            q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=torch.cat(mask, 1)
-        )
-        return self.output(y), (reads, tokens)
+        mask, seen = torch.cat([causal, causal], 1), reads.extended(tokens)
+        if prefix is not None:
+            prefix = KeyCache(*(x.expand(q.shape[0], -1, -1, -1) for x in prefix))
+            mask, seen = F.pad(mask, (prefix.k.shape[2], 0), value=True), prefix.extended(seen)
+        y = F.scaled_dot_product_attention(rotate(q, rotary), *seen, attn_mask=mask)
+        after = SegmentState(AttentionState(reads, read_conv_state), AttentionState(tokens, conv_state))
+        return self._output(y), after
 
     def state_bytes(self, length: int) -> int:
-        """Bytes of keys and values one sequence carries after ``length`` tokens."""
+        """Bytes of keys and values one sequence carries after ``length`` tokens, and of the convolution."""
         window = self.config.window
         kept = length if window is None else min(length, window - 1)
-        return 2 * kept * self.w_k.weight.shape[0] * self.w_k.weight.element_size()
+        keys = 2 * kept * self.w_k.weight.shape[0] * self.w_k.weight.element_size()
+        return keys + self.conv_bytes()
 
-    def project(self, x_BTD: Tensor, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values, [B, H, T, E] each."""
-        q, k, v = (self._heads(w(x_BTD)) for w in (self.w_q, self.w_k, self.w_v))
-        return rotate(q, rotary), rotate(k, rotary), v
+    def conv_bytes(self) -> int:
+        """Bytes of the last inputs of the convolution."""
+        return 0 if self.conv is None else self.conv.zero_state(1).nbytes
 
-    def prefix_keys(self, prefix_PD: Tensor) -> KeyCache:
-        """Keys and values of the persistent tokens, which have no position; [1, H, P, E]."""
-        return KeyCache(*(self._heads(w(prefix_PD[None])) for w in (self.w_k, self.w_v)))
+    def _project(
+        self, x_BTD: Tensor, conv_state: Tensor | None, documents: Documents | None = None, names: str = "qkv"
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Each of ``names``, [B, H, T, E] and not yet rotated, and the next state of the convolution."""
+        c = self.config
+        y = F.linear(x_BTD, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
+        y = F.silu(y) if c.silu else y
+        if self.conv is not None and conv_state is not None:
+            weight_KC = self.conv.weight_KC[:, -y.shape[-1] :]
+            y, conv_state = causal_conv(y, weight_KC, conv_state, documents)
+        parts = y.unflatten(-1, (len(names), c.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.scale_H is None:
+            return list(parts), conv_state
+        # of length sqrt(E), by which the scores are divided
+        unit = F.rms_norm(parts[:-1], parts.shape[-1:], eps=EPS)
+        scaled = unit[0] * self.scale_H.to(unit.dtype)[:, None, None] if names[0] == "q" else unit[0]
+        return [scaled, *unit[1:], parts[-1]], conv_state
 
-    def output(self, y_BHTE: Tensor) -> Tensor:
+    def _output(self, y_BHTE: Tensor) -> Tensor:
         """Heads merged and projected, [B, T, D]."""
         return self.w_o(y_BHTE.transpose(1, 2).flatten(2))
 
@@ -120,13 +185,6 @@ class Attention(nn.Module):
         return RotaryEmbedding.at(
             position_BT, weight.shape[0] // self.config.heads, self.config.rope_base, dtype
         )
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
-
-
-def _extend(old: KeyCache, new: KeyCache) -> KeyCache:
-    return KeyCache(torch.cat([old.k, new.k], 2), torch.cat([old.v, new.v], 2))
 
 
 def _last(x: Tensor, keep: int) -> Tensor:

@@ -80,6 +80,14 @@ class AttentionConfig(Frozen):
     segment_size: PositiveInt | None = None
     """Segment of MAC, in tokens; a multiple of the memory's chunk_size."""
     rope_base: Annotated[float, Field(gt=0)] = 10_000.0
+    silu: bool = True
+    """SiLU after the projections of queries, keys and values, as Section 4.4 has it in all blocks of Titans.
+    This and the three below are the Transformer's too where its option ``projections`` says so."""
+    conv: bool = True
+    """Causal depthwise convolution after each of these projections."""
+    conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
+    qk_norm: bool = True
+    """L2-normalise queries and keys; a learned scale a head takes the place of their lengths."""
 
 
 class ModelConfig(Frozen):

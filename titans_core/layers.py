@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, C channels, K convolution wid
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,31 +38,40 @@ class CausalConv(nn.Module):
     def forward(
         self, x_BTC: Tensor, state_BKC: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y_t = sum_j w_j x_{t-j}.
-
-        ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
-        when packed). Returns y and the state after the last token.
-        """
-        kernel, T = self.weight_KC.shape[0], x_BTC.shape[1]
-        padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
-        y = self.weight_KC[0] * x_BTC
-        for j in range(1, kernel):
-            shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
-            if documents is not None:
-                shifted = self._reset(shifted, state_BKC, documents.position_BT, j)
-            y = torch.addcmul(y, self.weight_KC[j], shifted)
-        # a copy: a view would keep every input alive for as long as the state
-        return y, padded[:, T:].clone()
-
-    def _reset(self, shifted: Tensor, state: Tensor, position: Tensor, j: int) -> Tensor:
-        """Where fewer than j tokens of the document have been, ``state`` stands before it."""
-        before = state[0, (self.weight_KC.shape[0] - 1 + position - j).clamp(0, state.shape[1] - 1)]
-        return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
+        """`causal_conv` with the layer's weights."""
+        return causal_conv(x_BTC, self.weight_KC, state_BKC, documents)
 
     def zero_state(self, batch: int) -> Tensor:
         """The state before the first token: zeros [B, K - 1, C]."""
         kernel, channels = self.weight_KC.shape
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
+
+
+def causal_conv(
+    x_BTC: Tensor, weight_KC: Tensor, state_BKC: Tensor, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
+    """y_t = sum_j w_j x_{t-j}.
+
+    ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
+    when packed). Returns y and the state after the last token.
+    """
+    kernel, T = weight_KC.shape[0], x_BTC.shape[1]
+    padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
+    y = weight_KC[0] * x_BTC
+    for j in range(1, kernel):
+        shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
+        if documents is not None:
+            shifted = _reset(shifted, state_BKC, documents.position_BT, j)
+        y = torch.addcmul(y, weight_KC[j], shifted)
+    # a copy: a view would keep every input alive for as long as the state
+    return y, padded[:, T:].clone()
+
+
+def _reset(shifted: Tensor, state_BKC: Tensor, position: Tensor, j: int) -> Tensor:
+    """Where fewer than j tokens of the document have been, ``state`` stands before it."""
+    last = state_BKC.shape[1] - 1
+    before = state_BKC[0, (last + 1 + position - j).clamp(0, last)]
+    return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
 
 
 class SwiGLU(nn.Module):
@@ -81,17 +90,38 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
+Gating = Literal["sum", "sigmoid", "silu", "product"]
+"""How MAC and MAG let what attention left on the stream gate the memory: see `Gate`."""
+
+
 class Gate(nn.Module):
-    """The gate of MAC and MAG (eqs. 25, 28): both branches normalised with learned vectors, one gating."""
+    """What MAC and MAG add of the memory's output m to a stream that holds the attention's output y.
 
-    def __init__(self, d_model: int):
+    The paper (eqs. 25, 28) normalises with learned vectors, follows with a non-linearity and multiplies; it
+    leaves open which side the non-linearity is on.
+
+    | gating | adds |
+    |---|---|
+    | sum | m |
+    | sigmoid | 2 sigmoid(norm(y)) * m |
+    | silu | silu(norm(y)) * m |
+    | product | norm(y) * silu(norm(m)) |
+    """
+
+    def __init__(self, d_model: int, gating: Gating):
         super().__init__()
-        self.attention_norm = RMSNorm(d_model)
-        self.memory_norm = RMSNorm(d_model)
+        self.gating = gating
+        self.norm = RMSNorm(d_model) if gating != "sum" else None
+        self.memory_norm = RMSNorm(d_model) if gating == "product" else None
 
-    def forward(self, attention_BTD: Tensor, memory_BTD: Tensor) -> Tensor:
+    def forward(self, y_BTD: Tensor, memory_BTD: Tensor) -> Tensor:
         """[B, T, D] and [B, T, D] to [B, T, D]."""
-        return self.attention_norm(attention_BTD) * F.silu(self.memory_norm(memory_BTD))
+        if self.norm is None:
+            return memory_BTD
+        y_BTD = self.norm(y_BTD)
+        if self.memory_norm is not None:
+            return y_BTD * F.silu(self.memory_norm(memory_BTD))
+        return (2 * y_BTD.sigmoid() if self.gating == "sigmoid" else F.silu(y_BTD)) * memory_BTD
 
 
 class RotaryEmbedding(NamedTuple):

@@ -26,7 +26,7 @@ class NoOptions(Frozen):
 
 
 class Block(nn.Module, ABC):
-    """x + mix(norm(x)), then x + mlp(norm(x)); a variant defines `mix` and `state_bytes`.
+    """A sequence mixer, then x + mlp(norm(x)); a variant defines `mix` and `state_bytes`.
 
     ``state`` is whatever `mix` returned for the tokens before, None at the start of a sequence. A block of
     your own is a subclass in a file of yours, named in a config by its import path
@@ -73,23 +73,24 @@ class Block(nn.Module, ABC):
 
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
-        mixed, state = self.mix(self.norm(x_BTD), state, positions)
-        x_BTD = x_BTD + mixed
+        x_BTD, state = self.mix(x_BTD, state, positions)
         if self.mlp is not None:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return x_BTD, state
 
     @abstractmethod
     def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
-        """The causal sequence mixer of the variant, on normalised input.
+        """The causal sequence mixer of the variant, with a residual connection around each of its parts.
+
+        One part is ``x + part(self.norm(x))``; a block of several makes a norm for each of the others.
 
         Args:
-            x_BTD: [B, T, D].
+            x_BTD: [B, T, D], the residual stream.
             state: what the call for the tokens before returned; None at the start of a sequence.
             positions: of the tokens. With ``positions.documents`` no token may see another document.
 
         Returns:
-            [B, T, D] and the state after the last token, None when packed.
+            The stream after the mixer, [B, T, D], and the state after the last token, None when packed.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from titans_core.memory import MemoryCache, NeuralMemory
 
 
 class LMM(Block):
-    """y = M([p] || x), the prefix's outputs dropped (eq. 19)."""
+    """o = x + M([p] || norm x), the prefix's outputs dropped (eq. 19)."""
 
     preset_expansion = 8 / 3
 
@@ -22,7 +22,8 @@ class LMM(Block):
         self, x_BTD: Tensor, state: MemoryCache | None, positions: Positions
     ) -> tuple[Tensor, MemoryCache | None]:
         state = state or self.memory.start(x_BTD.shape[0], self.persistent_PD)
-        return self.memory(x_BTD, state, positions.documents)
+        y, state = self.memory(self.norm(x_BTD), state, positions.documents)
+        return x_BTD + y, state
 
     def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes(length)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from titans_core.attention import Attention, KeyCache
+from titans_core.attention import Attention, AttentionState, KeyCache, SegmentState
 from titans_core.blocks.base import Block, Positions
+from titans_core.blocks.mag import GateOptions
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
-from titans_core.layers import Gate
+from titans_core.layers import Gate, RMSNorm
 from titans_core.memory import ConvState, MemoryCache, NeuralMemory
 from titans_kernels import packed_layout
 
@@ -20,22 +21,24 @@ from titans_kernels import packed_layout
 class MACState(NamedTuple):
     """``written`` follows the stream of attention outputs; ``segment``: weights the open segment reads.
 
-    ``open_keys`` are the keys of the open segment, of its reads and of its tokens; ``seen`` its tokens.
+    ``seen`` counts the tokens of the open segment.
     """
 
     written: MemoryCache
     segment: tuple[Tensor, ...]
     read_conv_state: ConvState
-    open_keys: tuple[KeyCache, KeyCache] | None
+    attention: SegmentState
     seen: int
 
 
 class MAC(Block):
-    """Segments Z in turn: r = M(q) before it, y = Attn([p] || r || Z), o = y gated by M_i(y_i) (eqs. 21-25).
+    """Segments Z in turn, each with what the memory holds of those before it (eqs. 21-25).
 
-    Only y at Z's positions is written, and each y_i is read at the weights that hold y_1 .. y_i.
+    r = M(q) of norm Z before it, y = Z + Attn([p] || r || norm Z), o = y + gate(y, M(norm y)). Only y at Z's
+    positions is written, and each y_i is read at the weights that hold y_1 .. y_i.
     """
 
+    Options = GateOptions
     preset_expansion = 4 / 3
 
     def __init__(self, config: ModelConfig):
@@ -43,8 +46,9 @@ class MAC(Block):
         assert config.attention.segment_size is not None  # `check` has seen to it
         self.segment_size = config.attention.segment_size
         self.attention = Attention(config.d_model, config.attention)
+        self.memory_norm = RMSNorm(config.d_model)
         self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
-        self.gate = Gate(config.d_model)
+        self.gate = Gate(config.d_model, self.options.gating)
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -65,9 +69,10 @@ class MAC(Block):
     def mix(
         self, x_BTD: Tensor, state: MACState | None, positions: Positions
     ) -> tuple[Tensor, MACState | None]:
+        prefix, attention = self.attention.start(self.persistent_PD)
         if positions.documents is not None:
-            return self._packed(x_BTD, positions.documents), None
-        state = state or self._start(x_BTD.shape[0])
+            return self._packed(x_BTD, positions.documents, prefix, attention), None
+        state = state or self._start(x_BTD.shape[0], attention)
         first = self.segment_size - state.seen
         sizes, rest = [min(first, x_BTD.shape[1])], x_BTD.shape[1] - first
         while rest > 0:
@@ -76,42 +81,58 @@ class MAC(Block):
         position = positions.position_BT.expand(x_BTD.shape[0], -1)
         outputs = []
         for part, at in zip(x_BTD.split(sizes, 1), position.split(sizes, 1), strict=True):
-            o, state = self._segment(part, state, at)
+            o, state = self._segment(part, state, at, prefix)
             outputs.append(o)
         return torch.cat(outputs, 1), state
 
     def state_bytes(self, length: int) -> int:
-        keys = 4 * (length % self.segment_size) * self.gate.memory_norm.weight.nbytes
-        return self.memory.state_bytes(length) + self.memory.read_bytes(length, self.segment_size) + keys
+        x = self.memory_norm.weight
+        keys = 4 * (length % self.segment_size) * x.nbytes
+        convolutions = self.attention.conv_bytes() * 5 // 3  # of q, k, v, and of k, v of the reads
+        memory = self.memory.state_bytes(length) + self.memory.read_bytes(length, self.segment_size)
+        return memory + keys + convolutions
 
-    def _start(self, batch: int) -> MACState:
+    def _start(self, batch: int, attention: AttentionState) -> MACState:
         cache = self.memory.start(batch)
         reads = {name: inputs for name, inputs in cache.conv_state.items() if name == "q"}
-        return MACState(cache, cache.start.weights, reads, None, 0)
+        return MACState(cache, cache.start.weights, reads, SegmentState.after(attention, batch), 0)
 
     def _segment(
-        self, z_BTD: Tensor, state: MACState, position_BT: Tensor, padded: bool = False
+        self,
+        x_BTD: Tensor,
+        state: MACState,
+        position_BT: Tensor,
+        prefix: KeyCache | None,
+        padded: bool = False,
     ) -> tuple[Tensor, MACState]:
         """The next tokens of a segment, at most to its end."""
-        r, conv_state = self.memory.read(z_BTD, state.segment, state.read_conv_state)
-        y, keys = self.attention.segment(z_BTD, r, position_BT, state.open_keys, self.persistent_PD)
-        m, written = self.memory(y, state.written, padded=padded)
-        o, seen = self.gate(y, m), state.seen + z_BTD.shape[1]
+        z = self.norm(x_BTD)
+        r, conv_state = self.memory.read(z, state.segment, state.read_conv_state)
+        y, attention = self.attention.segment(z, r, position_BT, state.attention, prefix)
+        y_BTD = x_BTD + y
+        m, written = self.memory(self.memory_norm(y_BTD), state.written, padded=padded)
+        o, seen = y_BTD + self.gate(y_BTD, m), state.seen + x_BTD.shape[1]
         if seen == self.segment_size:  # a multiple of the chunk: nothing of it is still open
-            return o, MACState(written, written.start.weights, conv_state, None, 0)
-        return o, MACState(written, state.segment, conv_state, keys, seen)
+            return o, MACState(written, written.start.weights, conv_state, attention.closed(), 0)
+        return o, MACState(written, state.segment, conv_state, attention, seen)
 
-    def _packed(self, x_BTD: Tensor, documents: Documents) -> Tensor:
+    def _packed(
+        self,
+        x_BTD: Tensor,
+        documents: Documents,
+        prefix: KeyCache | None,
+        attention: AttentionState,
+    ) -> Tensor:
         """All documents' first segments, then all second ones; those that have ended drop out."""
         layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
         flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
         segments_MTD = layout.split(flat)[:, 0]
-        state, outputs, first = self._start(layout.documents), [], 0
+        state, outputs, first = self._start(layout.documents, attention), [], 0
         for step, (rows, padded) in enumerate(zip(layout.rows, layout.ragged, strict=True)):
             state = _first_rows(state, rows)
             at = torch.arange(self.segment_size, device=x_BTD.device) + step * self.segment_size
             here = slice(first, first + rows)
-            o, state = self._segment(segments_MTD[here], state, at[None], padded)
+            o, state = self._segment(segments_MTD[here], state, at[None], prefix, padded)
             outputs.append(o)
             first += rows
         return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)
@@ -119,6 +140,5 @@ class MAC(Block):
 
 def _first_rows(state: MACState, rows: int) -> MACState:
     """Cut to the documents that are still running; all have just ended a segment."""
-    cut = lambda tree: tree_map(lambda t: t[:rows], tree)  # noqa: E731
-    written = cut(state.written)
-    return MACState(written, written.start.weights, cut(state.read_conv_state), None, 0)
+    state = tree_map(lambda t: t[:rows] if isinstance(t, Tensor) else t, state)
+    return state._replace(segment=state.written.start.weights)

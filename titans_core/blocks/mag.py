@@ -6,37 +6,47 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from titans_core.attention import Attention, KeyCache
+from titans_core.attention import Attention, AttentionState
 from titans_core.blocks.base import Block, Positions
-from titans_core.config import ModelConfig
-from titans_core.layers import Gate
+from titans_core.config import Frozen, ModelConfig
+from titans_core.layers import Gate, Gating
 from titans_core.memory import MemoryCache, NeuralMemory
 
 
 class MAGState(NamedTuple):
-    """Keys and values of the attention branch, and the cache of the memory branch."""
+    """What the attention and the memory of a block carry."""
 
-    keys: KeyCache | None
+    attention: AttentionState | None
     memory: MemoryCache | None
 
 
-class MAG(Block):
-    """o = SW-Attn*([p] || x) gated by M([p] || x) (eqs. 26-28)."""
+class GateOptions(Frozen):
+    """What MAC and MAG take beyond `ModelConfig`."""
 
+    gating: Gating = "sum"
+    """How the attention's output gates the memory's, which the paper leaves open: see `Gate`."""
+
+
+class MAG(Block):
+    """y = x + SW-Attn*([p] || norm x), o = y + gate(y, M([p] || norm x)) (eqs. 26-28)."""
+
+    Options = GateOptions
     preset_expansion = 4 / 3
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.attention = Attention(config.d_model, config.attention)
         self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
-        self.gate = Gate(config.d_model)
+        self.gate = Gate(config.d_model, self.options.gating)
 
     def mix(self, x_BTD: Tensor, state: MAGState | None, positions: Positions) -> tuple[Tensor, MAGState]:
         memory = self.memory.start(x_BTD.shape[0], self.persistent_PD) if state is None else state.memory
-        keys = None if state is None else state.keys
-        y, keys = self.attention(x_BTD, positions.position_BT, keys, self.persistent_PD, positions.documents)
-        m, memory = self.memory(x_BTD, memory, positions.documents)
-        return self.gate(y, m), MAGState(keys, memory)
+        before = None if state is None else state.attention
+        at, documents, z = positions.position_BT, positions.documents, self.norm(x_BTD)
+        y, after = self.attention(z, at, before, self.persistent_PD, documents)
+        m, memory = self.memory(z, memory, documents)
+        y = x_BTD + y
+        return y + self.gate(y, m), MAGState(after, memory)
 
     def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes(length) + self.attention.state_bytes(length)

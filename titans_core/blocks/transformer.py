@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
-from titans_core.attention import Attention, KeyCache
+from titans_core.attention import Attention, AttentionState
 from titans_core.blocks.base import Block, Positions
-from titans_core.config import ModelConfig
+from titans_core.config import Frozen, ModelConfig
+
+
+class TransformerOptions(Frozen):
+    """What a Transformer takes beyond `ModelConfig`."""
+
+    projections: Literal["plain", "titans"] = "plain"
+    """plain: the published baseline's. titans: SiLU, convolution and normalisation as in the hybrids."""
 
 
 class Transformer(Block):
     """Causal attention over ``attention.window`` tokens, all of them where it is None."""
 
+    Options = TransformerOptions
     uses_persistent = False
     preset_window = False  # the baseline attends to everything; the window belongs to the hybrids
     preset_expansion = 3.0
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.attention = Attention(config.d_model, config.attention)
+        attention = config.attention
+        if self.options.projections == "plain":
+            attention = attention.model_copy(update={"silu": False, "conv": False, "qk_norm": False})
+        self.attention = Attention(config.d_model, attention)
 
     def mix(
-        self, x_BTD: Tensor, state: KeyCache | None, positions: Positions
-    ) -> tuple[Tensor, KeyCache | None]:
-        return self.attention(x_BTD, positions.position_BT, state, documents=positions.documents)
+        self, x_BTD: Tensor, state: AttentionState | None, positions: Positions
+    ) -> tuple[Tensor, AttentionState | None]:
+        y, state = self.attention(
+            self.norm(x_BTD), positions.position_BT, state, documents=positions.documents
+        )
+        return x_BTD + y, state
 
     def state_bytes(self, length: int) -> int:
         return self.attention.state_bytes(length)
