@@ -168,12 +168,13 @@ class Attention(nn.Module):
             weight_KC = self.conv.weight_KC[:, -y.shape[-1] :]
             y, conv_state = causal_conv(y, weight_KC, conv_state, documents)
         parts = y.unflatten(-1, (len(names), c.heads, -1)).permute(2, 0, 3, 1, 4)
+        v = parts[-1].clone()  # a view would keep q and k alive as long as the cache
         if self.scale_H is None:
-            return list(parts), conv_state
+            return [*parts[:-1], v], conv_state
         # of length sqrt(E), by which the scores are divided
         unit = F.rms_norm(parts[:-1], parts.shape[-1:], eps=EPS)
         scaled = unit[0] * self.scale_H.to(unit.dtype)[:, None, None] if names[0] == "q" else unit[0]
-        return [scaled, *unit[1:], parts[-1]], conv_state
+        return [scaled, *unit[1:], v], conv_state
 
     def _output(self, y_BHTE: Tensor) -> Tensor:
         """Heads merged and projected, [B, T, D]."""

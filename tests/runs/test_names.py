@@ -46,7 +46,16 @@ DEFAULTS = {
             "surprise_bound": 1.0,
             "backend": "auto",
         },
-        "attention": {"heads": 4, "window": None, "segment_size": None, "rope_base": 10_000.0},
+        "attention": {
+            "heads": 4,
+            "window": None,
+            "segment_size": None,
+            "rope_base": 10_000.0,
+            "silu": True,
+            "conv": True,
+            "conv_kernel": 4,
+            "qk_norm": True,
+        },
     },
     "optim": {
         "steps": 1000,
@@ -77,10 +86,10 @@ DEFAULTS = {
     "objective": {"kind": "next_token", "options": {}},
 }
 NAMES = {
-    "{}": "391b86c60cf1",
-    '{"seed": 3, "threads": 2}': "7ea7ca7bcf6b",
-    '{"model": {"variant": "mac", "attention": {"window": 64}}, "optim": {"lr": 0.001}}': "6958c2817beb",
-    '{"eval": {"columns": {"recall": [{"task": "recall", "options": {"pairs": 4}}]}}}': "36b71362d357",
+    "{}": "186564fd45da",
+    '{"seed": 3, "threads": 2}': "889cebcbfec8",
+    '{"model": {"variant": "mac", "attention": {"window": 64}}, "optim": {"lr": 0.001}}': "f0d7b5e85b05",
+    '{"eval": {"columns": {"recall": [{"task": "recall", "options": {"pairs": 4}}]}}}': "d669ca3a5c25",
 }
 
 
@@ -95,7 +104,7 @@ def name(config: RunConfig, **options) -> str:
 def test_defaults_are_those_of_their_version():
     """A new field is added to DEFAULTS. A default that changes raises DEFAULTS_VERSION, and NAMES change."""
     assert run().model_dump(mode="json", exclude={"data", "checkpoint"}) == DEFAULTS
-    assert DEFAULTS_VERSION == 1
+    assert DEFAULTS_VERSION == 2
 
 
 @pytest.mark.parametrize("text", NAMES)
@@ -104,7 +113,7 @@ def test_a_config_keeps_its_name(text):
 
 
 def test_a_preset_keeps_its_name():
-    assert name(RunConfig(model=preset("340M", "mag"))) == "69119d3818f0"
+    assert name(RunConfig(model=preset("340M", "mag"))) == "b90c0a5ee494"
 
 
 def test_a_default_written_out_is_a_default_left_out():

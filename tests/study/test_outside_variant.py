@@ -41,13 +41,14 @@ class MovingAverage(Block):
     def mix(self, x_BTD, state, positions):
         (B, T, D), width = x_BTD.shape, self.options.width
         before = x_BTD.new_zeros(B, width - 1, D) if state is None else state
-        past = torch.cat([before, x_BTD], 1)
+        z_BTD = self.norm(x_BTD)
+        past = torch.cat([before, z_BTD], 1)
         total = torch.zeros_like(x_BTD)
         for j in range(width):
             reached = (positions.position_BT >= j)[..., None]
             total = total + reached * past[:, width - 1 - j : width - 1 - j + T]
         mean = total / (positions.position_BT[..., None] + 1).clamp(max=width)
-        return self.w_o(mean), None if positions.documents else past[:, T:].clone()
+        return x_BTD + self.w_o(mean), None if positions.documents else past[:, T:].clone()
 
     def state_bytes(self, length):
         return (self.options.width - 1) * self.w_o.weight[0].nbytes

@@ -1,0 +1,82 @@
+"""Small models that the tests of this folder share, and the switches each of them runs over."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from titans_core import BLOCKS, AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_core.layers import Gating
+
+VARIANTS = sorted(BLOCKS)
+MEMORY_VARIANTS = [v for v in VARIANTS if v != "transformer"]
+SWITCHES: dict[str, dict] = {
+    "default": {},
+    "linear": {"depth": 1},
+    "deep": {"depth": 4},
+    "online": {"chunk_size": 1},
+    "no_conv": {"conv": False},
+    "no_momentum": {"momentum": False},
+    "no_decay": {"decay": False},
+    "unbounded": {"surprise_bound": None, "max_theta": 0.05},
+    "gates_per_chunk": {"gates_per": "chunk"},
+    "plain_output": {"output_norm": False, "output_gate": False},
+    "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
+    "gated_delta": {"rule": "gated_delta"},
+    "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
+    "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
+}
+
+
+def config(
+    variant: str = "lmm",
+    persistent: int = 3,
+    window: int | None = 12,
+    options: dict | None = None,
+    attention: dict | None = None,
+    **memory,
+) -> ModelConfig:
+    return ModelConfig(
+        variant=variant,
+        options=options or {},
+        vocab_size=40,
+        d_model=16,
+        n_layers=2,
+        persistent_tokens=persistent,
+        mlp_expansion=1.0,
+        memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory}),
+        # MAC attends to whole segments
+        attention=AttentionConfig(
+            heads=2, window=None if variant == "mac" else window, segment_size=16, **(attention or {})
+        ),
+    )
+
+
+def model(*args, **kwargs) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(config(*args, **kwargs)).double()
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+CASES = [(v, "default") for v in VARIANTS] + [
+    (v, s) for v in ("lmm", "mac") for s in SWITCHES if s != "default"
+]
+SWITCHES["full_window"] = {"window": None}
+CASES += [(v, s) for v in ("mag", "mal", "transformer") for s in ("smallest", "full_window")]
+SWITCHES |= {gating: {"options": {"gating": gating}} for gating in get_args(Gating)}
+SWITCHES["plain_attention"] = {"attention": {"silu": False, "conv": False, "qk_norm": False}}
+SWITCHES["titans_projections"] = {"options": {"projections": "titans"}}
+CASES += [(v, s) for v in ("mac", "mag") for s in (*get_args(Gating), "plain_attention")]
+CASES += [("mal", "plain_attention"), ("transformer", "titans_projections")]
+
+
+def storages(state) -> int:
+    """Bytes alive because of a state: a view counts with all of what it is a view of."""
+    tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
+    kept = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in kept}.values())

@@ -1,0 +1,70 @@
+"""Configs: sizes by name, parameters counted without a model, what is refused."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.core.small import VARIANTS, config, model, tokens
+from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, count_parameters, presets
+
+
+def test_a_window_that_mac_would_not_heed_is_named():
+    with pytest.raises(ValueError, match=r"attention\.window: variant mac attends to whole segments"):
+        LanguageModel(ModelConfig(variant="mac", attention=AttentionConfig(window=32, segment_size=64)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", ["170M", "340M", "400M", "760M"])
+def test_presets_have_the_parameters_of_their_name(size, variant):
+    with torch.device("meta"):
+        count = LanguageModel(presets.preset(size, variant)).num_parameters()
+    assert count == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_are_counted_without_the_model(variant, tied):
+    c = config(variant).model_copy(update={"n_layers": 3, "tie_embeddings": tied})
+    assert count_parameters(c) == LanguageModel(c).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("fields", "at_least"),
+    [
+        ({"n_layers": 10**6}, 10**11),
+        ({"d_model": 2**20}, 10**13),
+        ({"vocab_size": 10**15}, 10**17),
+        ({"memory": MemoryConfig(depth=1000, heads=4096, head_dim=2**16, expansion=64)}, 10**18),
+    ],
+)
+def test_a_model_no_machine_can_hold_is_counted_at_once(fields, at_least):
+    started = time.process_time()
+    assert count_parameters(ModelConfig(**fields)) > at_least
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        (MemoryConfig, {"depth": 10_000}),
+        (MemoryConfig, {"theta_bias": float("nan")}),
+        (ModelConfig, {"d_model": 10**10}),
+        (ModelConfig, {"n_layers": 10**9}),
+        (ModelConfig, {"mlp_expansion": float("inf")}),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused_by_their_field(part, fields):
+    with pytest.raises(ValueError, match=f"{next(iter(fields))}\n  Input should be"):
+        part(**fields)
+
+
+def test_unknown_variants_and_mixed_calls_are_named():
+    with pytest.raises(ValueError, match="variant: 'mlp' is not one of lmm"):
+        LanguageModel(ModelConfig(variant="mlp"))
+    m = model()
+    state = m(tokens(1, 5)).state
+    with pytest.raises(ValueError, match="document_starts"):
+        m(tokens(1, 5), state, document_starts=torch.zeros(1, 5, dtype=torch.bool))

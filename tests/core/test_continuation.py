@@ -1,0 +1,99 @@
+"""A sequence is the same however it is cut or packed, and its state is as large as it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.small import CASES, SWITCHES, VARIANTS, config, model, storages, tokens
+from titans_core import LanguageModel
+
+
+def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
+    state, logits = None, []
+    for part in x.split(sizes, 1):
+        out = m(part, state)
+        state = out.state
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize(("variant", "switch"), CASES)
+def test_a_sequence_cut_anywhere_goes_on_exactly(variant, switch):
+    m = model(variant, **SWITCHES[switch])
+    x = tokens(2, 77)
+    torch.testing.assert_close(pieces(m, x, [5, 20, 1, 1, 30, 20]), m(x).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("variant", "switch"), CASES)
+def test_packed_documents_equal_documents_alone(variant, switch):
+    m = model(variant, **SWITCHES[switch])
+    x, starts = tokens(2, 53), torch.zeros(2, 53, dtype=torch.bool)
+    starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
+    alone = [
+        torch.cat([m(part).logits for part in x[:1].split([30, 23], 1)], 1),
+        torch.cat([m(part).logits for part in x[1:].split([20, 1, 32], 1)], 1),
+    ]
+    packed = m(x, document_starts=starts).logits
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
+    weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(4), dtype=packed.dtype)
+    grads = lambda x: torch.autograd.grad((x * weights).sum(), list(m.parameters()))  # noqa: E731
+    found, expected = grads(packed), grads(torch.cat(alone))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("window", [12, None])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_one_document_are_plain_rows(variant, window):
+    m, x = model(variant, window=window), tokens(3, 41)
+    packed = m(x, document_starts=torch.zeros(3, 41, dtype=torch.bool)).logits
+    torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "huber", "smallest"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_state_bytes_are_those_of_the_state(variant, switch):
+    for dtype in (torch.float32, torch.float64):
+        m = LanguageModel(config(variant, **SWITCHES[switch])).to(dtype)
+        x, state = tokens(1, 64), None
+        for part in x.split([3, 5, 8, 1, 1, 9, 5, 12, 20], 1):
+            with torch.no_grad():
+                state = m(part, state).state
+            assert m.state_bytes(state.position) == storages(state), f"after {state.position} tokens"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_detached_state_goes_on_without_the_graph(variant):
+    m, x = model(variant), tokens(1, 30)
+    state = m(x[:, :21]).state
+    found, expected = m(x[:, 21:], state.detach()).logits, m(x[:, 21:], state).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    leaves = torch.utils._pytree.tree_leaves(state.detach())
+    assert not any(t.requires_grad for t in leaves if isinstance(t, Tensor))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
+    m, kept = LanguageModel(config(variant)), []
+    for length in (67, 643):  # both three tokens into a chunk and a segment
+        with torch.no_grad():
+            state = m(tokens(2, length)).state
+        kept.append(storages(state))
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", ["transformer", "mal"])
+def test_documents_in_one_kernel_are_documents_alone(variant):
+    m = LanguageModel(config(variant, window=None)).cuda()
+    x, starts = tokens(2, 53).cuda(), torch.zeros(2, 53, dtype=torch.bool, device="cuda")
+    starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
+    expected = m(x, document_starts=starts).logits
+    with torch.autocast("cuda", torch.bfloat16):
+        found = m(x, document_starts=starts).logits.float()
+    assert (found - expected).norm() < 0.04 * expected.norm()
+    for logits in (expected, found):
+        grads = torch.autograd.grad(logits.square().sum(), list(m.parameters()))
+        assert all(torch.isfinite(grad).all() for grad in grads)

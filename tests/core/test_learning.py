@@ -1,0 +1,111 @@
+"""The models are trained through and through, in float32 and under bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.core.small import MEMORY_VARIANTS, VARIANTS, config, model, tokens
+from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_kernels import DecodeState
+
+
+@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
+def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant):
+    m = model(variant)
+    x, y = tokens(2, 17), tokens(2, 17, seed=2)
+
+    def loss() -> Tensor:
+        return F.cross_entropy(m(x).logits.flatten(0, 1), y.flatten())
+
+    parameters = {n: p for n, p in m.named_parameters() if ".memory." in n or "persistent" in n}
+    kinds = ["w_o", "alpha", "eta", "theta", "initial_weights"]
+    kinds += [f"{part}_{n}" for part in ("w", "conv") for n in "qkv"]
+    assert all(any(k in n for n in parameters) for k in kinds)
+    grads = torch.autograd.grad(loss(), list(parameters.values()))
+    generator = torch.Generator().manual_seed(3)
+    for (name, p), grad in zip(parameters.items(), grads, strict=True):
+        assert grad.norm() > 1e-8, f"{name} is not trained"
+        # along the gradient itself and one random direction
+        for direction in (grad / grad.norm(), torch.randn(p.shape, generator=generator, dtype=p.dtype)):
+            direction = direction / direction.norm()
+            slope = (grad * direction).sum()
+            step = 1e-5
+            with torch.no_grad():
+                p += step * direction
+                up = loss()
+                p -= 2 * step * direction
+                down = loss()
+                p += step * direction
+            error = abs((up - down) / (2 * step) - slope)
+            assert error <= 1e-5 * grad.norm(), f"{name}: {error / grad.norm():.1e}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_batch_is_learned_by_heart(variant):
+    torch.manual_seed(0)
+    m = LanguageModel(config(variant).model_copy(update={"d_model": 32}))
+    optimizer = torch.optim.AdamW(m.parameter_groups(0.1), lr=1e-2)
+    x = tokens(4, 33)
+    for _ in range(300):
+        logits = m(x[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        if loss < 0.05:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+    assert loss < 0.05
+
+
+def test_a_deep_memory_trains_on_long_rows_at_default_settings():
+    torch.manual_seed(0)
+    m = LanguageModel(ModelConfig(vocab_size=64, d_model=8, n_layers=1, memory=MemoryConfig(depth=4, heads=1),
+                                  attention=AttentionConfig(heads=1)))  # fmt: skip
+    optimizer = torch.optim.AdamW(m.parameter_groups(0.1), lr=4e-4)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(200):
+        x = torch.randint(0, 64, (1, 4097), generator=generator)
+        x[:, 1::2] = x[:, :-1:2]  # every second token repeats the one before it
+        loss = F.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        assert torch.isfinite(norm)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("conv", [True, False])
+@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
+def test_bf16_autocast_keeps_the_memory_in_float32(variant, conv):
+    torch.manual_seed(0)
+    m = LanguageModel(config(variant, conv=conv))
+    exact = m(tokens(2, 40)).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(tokens(2, 40))
+    assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
+    out.logits.float().square().sum().backward()
+    leaves = torch.utils._pytree.tree_leaves(out.state, is_leaf=lambda x: isinstance(x, DecodeState))
+    states = [x for x in leaves if isinstance(x, DecodeState)]
+    memories = torch.utils._pytree.tree_leaves([*states, *(x.memory() for x in states)])
+    assert memories
+    assert {s.dtype for s in memories} == {torch.float32}
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in m.parameters())
+
+
+def test_weight_decay_leaves_memory_norms_and_embeddings_alone():
+    m = LanguageModel(config("mag"))
+    decayed, rest = m.parameter_groups(0.1)
+    names = {id(p): n for n, p in m.named_parameters()}
+    matrices = ("w_", "mlp", "output_gate", "alpha.weight", "eta.weight", "theta.weight")
+    assert all(any(part in names[id(p)] for part in matrices) for p in decayed["params"])
+    assert {"initial_weights", "persistent_PD", "embedding"} <= {
+        part for p in rest["params"] for part in names[id(p)].split(".")
+    }
+    assert len(decayed["params"]) + len(rest["params"]) == len(names)
