@@ -34,7 +34,7 @@ TAKES = (Rule,)
 """The rules that the library computes: the paper's."""
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = (
-    "-std=c++17 -O2 -ftree-vectorize -fno-math-errno -fno-trapping-math -march=native -shared -fPIC".split()
+    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -march=native -shared -fPIC".split()
 )
 KEEP_BYTES = 256 * 2**20
 """A call whose chunk-start states are larger is left to `chunked`, which keeps some of them."""
