@@ -1,25 +1,15 @@
-"""The paper's rule compiled for this machine's CPU, where there is a C++ compiler: `native.cpp`.
+"""The paper's rule compiled for this machine's CPU, where there is a C++ compiler: `native/memory.cpp`.
 
 A document and head at a time, chunk after chunk, whose state and work stay in the innermost cache: for the
-small memories of a study, where calling PyTorch's operators costs more than what they compute. Compiled at
-the first call, once for each machine: the library stays in the user's cache. Without a compiler, or with
-``TITANS_NATIVE=0`` in the environment, `chunked` does the same.
+small memories of a study, where calling PyTorch's operators costs more than what they compute. Where the
+library cannot be had `chunked` does the same.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
-from pathlib import Path
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,20 +19,13 @@ from torch.autograd.function import once_differentiable
 from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.rules import Rule
+from titans_kernels.native import in_parts, library, numbers, pointer, pointers
 
 TAKES = (Rule,)
 """The rules that the library computes: the paper's."""
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = (
-    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -march=native -shared -fPIC".split()
-)
 KEEP_BYTES = 256 * 2**20
 """A call whose chunk-start states are larger is left to `chunked`, which keeps some of them."""
-COMPILE_SECONDS = 120
-ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `native.cpp`
-TYPES = {torch.float32: "float", torch.float64: "double"}
-
-log = logging.getLogger("titans_kernels")
+ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
@@ -98,7 +81,7 @@ class Call(NamedTuple):
             raise ValueError("backend: native needs a C++ compiler")
         lengths, b = _lengths(inputs.q, options.cu_seqlens), options.chunk_size
         widths = (*(W.shape[-2] for W in weights), weights[-1].shape[-1])
-        arrays = _numbers(widths), *_tables(lengths, b)
+        arrays = numbers(widths), *_tables(lengths, b)
         spec = _Spec(
             inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(options.activation),
             options.surprise_bound or 0.0, *map(ctypes.addressof, arrays),
@@ -113,10 +96,10 @@ class Call(NamedTuple):
         """y and the state after the last token; chunk-start states go into ``kept``."""
         tokens, state = [x.contiguous() for x in tokens], [_rows(x) for x in state]
         y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state]
-        strides = _numbers(tuple(x.stride(0) for x in state))
+        strides = numbers(tuple(x.stride(0) for x in state))
         self._run(
-            self.library.memory_forward, _pointers([*tokens, y]), _pointers(state), strides,
-            _pointers(after), _pointer(kept),
+            self.library.memory_forward, pointers([*tokens, y]), pointers(state), strides,
+            pointers(after), pointer(kept),
         )  # fmt: skip
         return [y, *after]
 
@@ -128,8 +111,8 @@ class Call(NamedTuple):
         dafter, dy = [None if x is None else x.contiguous() for x in dafter], dy.contiguous()
         grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy)
         self._run(
-            self.library.memory_backward, _pointers([*tokens, None]), _pointer(kept), _pointers(dafter),
-            _pointers([*grads, dy]), _pointers(before),
+            self.library.memory_backward, pointers([*tokens, None]), pointer(kept), pointers(dafter),
+            pointers([*grads, dy]), pointers(before),
         )  # fmt: skip
         return [*grads, *before]
 
@@ -138,19 +121,10 @@ class Call(NamedTuple):
         shapes = [(self.documents, self.spec.heads, *pair) for pair in zip(widths, widths[1:], strict=False)]
         return [x.new_empty(shape) for shape in 2 * shapes]
 
-    def _run(self, function: Callable[..., None], *arguments: object) -> None:
-        """Documents and heads are independent: each thread takes some, and Python's lock is let go of."""
-        jobs, threads = self.documents * self.spec.heads, torch.get_num_threads()
-        parts = min(jobs, 1 if threads == 1 else 4 * threads)
-        borders = [jobs * i // parts for i in range(parts + 1)]
+    def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
+        """Documents and heads are independent."""
         spec = ctypes.byref(self.spec)
-        call = lambda first, stop: function(  # noqa: E731
-            spec, *arguments, ctypes.c_int64(first), ctypes.c_int64(stop)
-        )
-        if threads == 1:
-            call(0, jobs)
-        else:
-            list(_threads(threads, os.getpid()).map(call, borders[:-1], borders[1:]))
+        in_parts(self.documents * self.spec.heads, lambda *jobs: function(spec, *arguments, *jobs))
 
 
 class _Memory(torch.autograd.Function):
@@ -188,77 +162,9 @@ def _tables(lengths: tuple[int, ...], chunk_size: int) -> tuple[ctypes.Array, ct
     for n in lengths:
         borders.append(borders[-1] + n)
         chunks.append(chunks[-1] - -n // chunk_size)
-    return _numbers(borders), _numbers(chunks)
-
-
-def _numbers(values: Sequence[int]) -> ctypes.Array:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def _pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
+    return numbers(borders), numbers(chunks)
 
 
 def _rows(x: Tensor) -> Tensor:
     """A state whose documents are contiguous each; they may be one and the same."""
     return x if x[0].is_contiguous() else x.contiguous()
-
-
-@lru_cache(maxsize=1)
-def _threads(count: int, process: int) -> ThreadPoolExecutor:
-    """Of ``process``: a forked one has none of its parent's."""
-    return ThreadPoolExecutor(count, "memory")
-
-
-@cache
-def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled `native.cpp` for a type, or None where it can not be had."""
-    if os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
-        return None
-    try:
-        return ctypes.CDLL(str(build(TYPES[dtype], cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.info("neural_memory: chunked in place of native: %s", error)
-        return None
-
-
-def cache_folder() -> Path:
-    """Where what is compiled stays: ``titans`` in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans"
-
-
-def build(real: str, folder: Path) -> Path:
-    """Compile `native.cpp` for ``real``, float or double, unless ``folder`` has it for this machine.
-
-    Raises:
-        OSError: there is no compiler, or the folder cannot be written.
-        subprocess.SubprocessError: it failed, or took longer than `COMPILE_SECONDS`.
-    """
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler")
-    command = [compiler, *FLAGS, f"-DReal={real}", str(SOURCE)]
-    parts = (SOURCE.read_text(), *command, _processor(), str(os.stat(compiler).st_mtime_ns))
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    target = folder / f"memory-{real}-{name}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # under another name first: several processes may be doing this
-        with tempfile.TemporaryDirectory(dir=folder) as aside:
-            made = Path(aside) / "memory.so"
-            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=COMPILE_SECONDS)
-            made.replace(target)
-    return target
-
-
-def _processor() -> str:
-    """What the compiler's ``native`` depends on; a home may be shared by machines that differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return f"{platform.machine()} {platform.processor()}"

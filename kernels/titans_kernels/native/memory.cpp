@@ -1,15 +1,17 @@
 // The paper's rule on a CPU, one document and head after the other: all that a chunk meets stays in the cache.
 //
-// Formulas as in ../passes.py, ../backward.py and ../gates.py. A chunk's tokens lie side by side in a vector's
+// Formulas as in ../memory/passes.py, ../memory/backward.py and ../memory/gates.py. A chunk's tokens lie side by side in a vector's
 // lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too; what is added is
 // zero and stays so, for f(0) = 0. A name that ends in _t is such a matrix transposed, [P][features]. A
 // layer's weights and momentum are stacked over its input: [2 D][F].
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <new>
+#include <utility>
 #include <vector>
+
+#include "exponential.h"
 
 // each function compiled once, not into all its callers: 1.4 seconds in place of 8, and no slower
 #define APART __attribute__((noinline))
@@ -79,29 +81,6 @@ template <class R> APART void transpose(int M, int N, const R* from, R* to) {
     for (int n = 0; n < N; n += LANES)
       for (int i = 0; i < LANES; i++)
         for (int j = 0; j < LANES; j++) to[(n + i) * int64_t(M) + m + j] = from[(m + j) * int64_t(N) + n + i];
-}
-
-inline double exponential(double x) { return std::exp(x); }
-
-// 2 units in the last place; written out so that a loop of it is vectorised
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  float whole = x * 1.44269504f + 12582912.0f;
-  int32_t bits;
-  std::memcpy(&bits, &whole, 4);
-  whole -= 12582912.0f;
-  float r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t scale = (bits - 0x4B400000 + 127) << 23;
-  float power;
-  std::memcpy(&power, &scale, 4);
-  return p * power;
 }
 
 enum Activation { SILU, GELU, IDENTITY };
