@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
-from titans_core.layers import CausalConv, RMSNorm
+from titans_core.layers import EPS, CausalConv, RMSNorm
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -25,6 +26,8 @@ from titans_kernels import (
     find_rule,
     neural_memory,
     read_memory,
+    rms_norm,
+    short_convolution,
     state_dtype,
     state_numel,
     without_autocast,
@@ -124,8 +127,7 @@ class NeuralMemory(nn.Module):
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
-        q, conv_state = self._queries(x_BTD, cache.conv_state)
-        writes, conv_state = self._writes(x_BTD, conv_state)
+        q, writes, conv_state = self._tokens(x_BTD, cache.conv_state)
         writes = self._per_chunk(writes, cache=cache)
         y, memory = self._extend(q, writes, cache.memory, record=not padded)
         # copies: the cache outlives the call, views would keep all its tokens alive
@@ -155,8 +157,7 @@ class NeuralMemory(nn.Module):
         )
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
-            q, conv_state = self._queries(prefix, conv_state)
-            writes, conv_state = self._writes(prefix, conv_state)
+            q, writes, conv_state = self._tokens(prefix, conv_state)
             _, state = self._operate(q, self._per_chunk(writes), state, record=False)
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
@@ -183,33 +184,59 @@ class NeuralMemory(nn.Module):
     def _conv_state_bytes(self, name: str) -> int:
         return getattr(self, f"conv_{name}").zero_state(1).nbytes if self.config.conv else 0
 
-    def _queries(
-        self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
-    ) -> tuple[Tensor, ConvState]:
-        q, conv_state = self._project(x, "q", conv_state, documents)
-        return (_unit(q) if self.config.qk_norm else q), conv_state
+    def _queries(self, x: Tensor, conv_state: ConvState) -> tuple[Tensor, ConvState]:
+        (q,), conv_state = self._project(x, "q", conv_state, None)
+        return q, conv_state
 
-    def _writes(
+    def _tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
-    ) -> tuple[Writes, ConvState]:
-        k, conv_state = self._project(x, "k", conv_state, documents)
-        v, conv_state = self._project(x, "v", conv_state, documents)
-        k = _unit(k) if self.config.qk_norm else k
-        v = _unit(v) if self.config.value_norm else v
-        theta = self.config.max_theta * _gate(self.theta, x)
-        alpha = torch.zeros_like(theta) if self.alpha is None else _gate(self.alpha, x)
-        eta = torch.zeros_like(theta) if self.eta is None else _gate(self.eta, x)
-        return Writes(k, v, alpha, eta, theta), conv_state
+    ) -> tuple[Tensor, Writes, ConvState]:
+        """What tokens read with, q [B, T, H, E], and what they write with."""
+        (q, k, v), conv_state = self._project(x, "qkv", conv_state, documents)
+        gates = {n: gate for n in ("alpha", "eta", "theta") if (gate := getattr(self, n)) is not None}
+        found = dict(zip(gates, _gates(list(gates.values()), x), strict=True))
+        theta = self.config.max_theta * found["theta"]
+        alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
+        return q, Writes(k, v, alpha, eta, theta), conv_state
 
     def _project(
-        self, x: Tensor, name: str, conv_state: ConvState, documents: Documents | None
-    ) -> tuple[Tensor, ConvState]:
-        """Projection, SiLU, convolution, and the split into heads: [B, T, D] to [B, T, H, E]."""
-        y = F.silu(getattr(self, f"w_{name}")(x))
-        if self.config.conv:
-            y, after = getattr(self, f"conv_{name}")(y, conv_state[name], documents)
+        self, x: Tensor, names: str, conv_state: ConvState, documents: Documents | None
+    ) -> tuple[list[Tensor], ConvState]:
+        """For each name projection, SiLU, convolution, heads and their norm: [B, T, D] to [B, T, H, E].
+
+        All names in one product, one convolution: their weights side by side.
+        """
+        c = self.config
+        unit = [c.value_norm if name == "v" else c.qk_norm for name in names]
+        y = F.linear(x, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
+        found = self._compiled(y, names, unit, conv_state, documents)
+        if found is not None:
+            return found
+        parts = list(F.silu(y).unflatten(-1, (len(names), -1)).unbind(-2))
+        for i, name in enumerate(names if c.conv else ""):
+            parts[i], after = getattr(self, f"conv_{name}")(parts[i], conv_state[name], documents)
             conv_state = {**conv_state, name: after}
-        return y.unflatten(-1, (self.config.heads, self.head_dim)), conv_state
+        heads = [part.unflatten(-1, (c.heads, self.head_dim)) for part in parts]
+        return [_unit(h) if scaled else h for h, scaled in zip(heads, unit, strict=True)], conv_state
+
+    def _compiled(
+        self, y: Tensor, names: str, unit: list[bool], conv_state: ConvState, documents: Documents | None
+    ) -> tuple[list[Tensor], ConvState] | None:
+        """What follows the projections y [B, T, C each] as one operator; None where it does not serve."""
+        weight, state = y.new_ones(1, y.shape[-1]), y.new_empty(1, 0, y.shape[-1])
+        if self.config.conv:
+            weight = torch.cat([getattr(self, f"conv_{name}").weight_KC for name in names], 1)
+            state = torch.cat([conv_state[name] for name in names], -1)
+        borders = documents and documents.cu_seqlens
+        found = short_convolution(y, weight, state, unit, self.config.heads, borders)
+        if found is None or not self.config.conv or documents is not None:
+            return found and (found, conv_state)
+        keep, T = state.shape[1], y.shape[1]
+        last = F.silu(y[:, max(0, T - keep) :])
+        if T < keep:
+            last = torch.cat([state[:, T:].expand(len(y), -1, -1), last], 1)
+        after = last.unflatten(-1, (len(names), -1)).unbind(-2)
+        return found, conv_state | dict(zip(names, after, strict=True))
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -231,8 +258,7 @@ class NeuralMemory(nn.Module):
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
         _check_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
-        q, _ = self._queries(x_BTD, conv_state, documents)
-        writes, _ = self._writes(x_BTD, conv_state, documents)
+        q, writes, _ = self._tokens(x_BTD, conv_state, documents)
         flat = Writes(*(w.flatten(0, 1)[None] for w in writes))
         N = documents.cu_seqlens.numel() - 1
         state = MemoryState(*(tuple(s[:1].expand(N, *s.shape[1:]) for s in part) for part in cache.start))
@@ -297,11 +323,14 @@ class NeuralMemory(nn.Module):
         )
 
     def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
-        y = y_BTHE if self.output_norm is None else self.output_norm(y_BTHE)
-        y = y.flatten(-2).to(x_BTD.dtype)
+        y, gate = y_BTHE, None
         if self.output_gate is not None:
-            y = y * F.silu(self.output_gate(x_BTD))
-        return self.w_o(y)
+            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
+        if self.output_norm is not None:
+            y = rms_norm(y, self.output_norm.weight, EPS, gate)
+        elif gate is not None:
+            y = y.to(gate.dtype) * F.silu(gate)
+        return self.w_o(y.flatten(-2).to(x_BTD.dtype))
 
 
 def _rule(config: MemoryConfig) -> Rule:
@@ -311,11 +340,12 @@ def _rule(config: MemoryConfig) -> Rule:
         raise ValueError(f"memory.{error}") from None
 
 
-def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A gate in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
+def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Gates in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
     with without_autocast(x):
-        dtype = state_dtype(linear.weight)
-        return torch.sigmoid(F.linear(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
+        dtype, heads = state_dtype(linears[0].weight), linears[0].out_features
+        weight, bias = (torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias"))
+        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(heads, -1)
 
 
 def _unit(x: Tensor) -> Tensor:
