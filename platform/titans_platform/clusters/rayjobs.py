@@ -1,4 +1,4 @@
-"""Jobs through Ray's Jobs API: the project goes as a wheel, the log and the exit code come back.
+"""Jobs through Ray's Jobs API: the project goes in the job's folder, the log and the exit code come back.
 
 Ray's client does what needs its protocol: uploading packages and following a log. Plain HTTP does the rest,
 since the client cannot tell a wrong token from a dashboard that takes none.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from titans_platform.clusters import packaging
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
-from titans_platform.clusters.steps import LOOPBACK, Note, Step, Token, detached, perform
+from titans_platform.clusters.steps import LOOPBACK, Note, Step, Token, Write, detached, perform
 from titans_platform.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class RayJobs(Jobs):
         return ClusterError(f"cluster {self.cluster}: {self.address}{why}")
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """Build the wheel, upload it with the job's files, submit."""
+        """Upload the job's folder, its files and the code in it, and submit."""
         # Ray's command line for it; the token comes from where `titans` reads it
-        runtime_env = _runtime_env(job, "<job folder>", f"<{packaging.DISTRIBUTION} wheel>")
+        runtime_env = _runtime_env(job, "<job folder>")
         line = (
-            f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}\n"
+            f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}, this version's packages\n"
             f"ray job submit --address {shlex.quote(self.address)} --submission-id {job_id} \\\n"
             f"  --runtime-env-json {shlex.quote(json.dumps(runtime_env))} \\\n"
             f"  -- {shlex.join(job.command)}"
@@ -111,17 +111,15 @@ class RayJobs(Jobs):
         return [Step(line, partial(self._submit, job, job_id))]
 
     def _submit(self, job: Job, job_id: str) -> None:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name, "files")
+        with tempfile.TemporaryDirectory() as folder:
+            packaging.put_code(Path(folder))
             for file, content in {**job.files, CONSTRAINTS: packaging.constraints()}.items():
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                (folder / file).write_bytes(content)
-            wheel = packaging.project_wheel(Path(name))
+                Write(Path(folder, file), content).do()
             try:
                 self.client.submit_job(
                     entrypoint=shlex.join(job.command),
                     submission_id=job_id,
-                    runtime_env=_runtime_env(job, str(folder), str(wheel)),
+                    runtime_env=_runtime_env(job, folder),
                     metadata={"name": job.name},
                 )
             except Exception as error:
@@ -220,8 +218,8 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _runtime_env(job: Job, folder: str, wheel: str) -> dict[str, Any]:
-    env: dict[str, Any] = {"working_dir": folder, "py_modules": [wheel], "env_vars": dict(job.env)}
+def _runtime_env(job: Job, folder: str) -> dict[str, Any]:
+    env: dict[str, Any] = {"working_dir": folder, "env_vars": dict(job.env)}
     if job.pip:
         locked = "-c ${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + CONSTRAINTS
         env["pip"] = [locked, *packaging.requirements()]
