@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -178,23 +178,12 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
     The mapping goes through JSON, where pydantic's strict mode takes lists for tuples and still refuses
     a string for a number.
     """
-    for field, value in _fields(mapping, where):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{field}: .nan and .inf are not values a config can hold; give a number")
     try:
         return model.model_validate_json(json.dumps(mapping, default=str))
     except ValidationError as error:
         first, *others = _without_consequences(model, error.errors(include_url=False))
         more = f" (and {len(others)} more)" if others else ""
         raise UsageError(_explain(model, first, where) + more) from None
-
-
-def _fields(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every leaf of a config with its dotted name."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, inner in items:
-        name = f"{path}.{key}".lstrip(".")
-        yield from _fields(inner, name) if isinstance(inner, Mapping | list | tuple) else [(name, inner)]
 
 
 def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
@@ -214,8 +203,10 @@ def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list
 
 
 def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
-    loc = error["loc"]
+    loc, given = error["loc"], error["input"]
     field = ".".join(map(str, ([where] if where else []) + list(loc)))
+    if isinstance(given, float) and not math.isfinite(given):
+        return f"{field}: .nan and .inf are not values a config can hold; give a number"
     if error["type"] == "extra_forbidden":
         return f"{field}: unknown key; {nearest(str(loc[-1]), _valid_keys(model, loc[:-1]))}"
     if error["type"] == "missing":
@@ -224,7 +215,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         message = str(error["ctx"]["error"])
         return f"{field}.{message}" if field else message
     message = error["msg"].replace("Input should be", "should be")
-    return f"{field or 'config'}: {message}, got {json.dumps(error['input'], default=str)[:60]}"
+    return f"{field or 'config'}: {message}, got {json.dumps(given, default=str)[:60]}"
 
 
 def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | None:
