@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from titans_platform.config import BYTE_VOCABULARY, RunConfig
-from titans_platform.errors import UsageError, nearest
+from titans_platform.errors import UsageError, nearest, one_line
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -117,7 +117,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file{_near_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {_one_line(error)}") from None
+        raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     value = parse_yaml(text, str(path))
     if value is None:
         return {}
@@ -134,7 +134,7 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}:{line} not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{where}: not valid YAML: {_one_line(error)}") from None
+        raise UsageError(f"{where}: not valid YAML: {one_line(error)}") from None
 
 
 def apply_override(mapping: dict[str, Any], override: str) -> None:
@@ -249,7 +249,3 @@ def _near_file(path: Path) -> str:
     names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {folder / close[0]}?" if close else ""
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -25,7 +25,7 @@ from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import Note, Run, Step
-from titans_platform.errors import ClusterError, UsageError
+from titans_platform.errors import ClusterError, UsageError, one_line
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m)?$")]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
@@ -374,7 +374,7 @@ def _schemas(file: Path) -> Iterator[tuple[tuple[str, str], Any]]:
             api = f"{spec['group']}/{version['name']}"
             yield (api, spec["names"]["kind"]), version["schema"]["openAPIV3Schema"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--schema {file}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+        raise UsageError(f"--schema {file}: cannot be read: {one_line(error, 120)}") from None
     except (KeyError, TypeError):
         raise UsageError(f"--schema {file}: is no CustomResourceDefinition") from None
 

@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import LOOPBACK, Run, Step, Write, new_token
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, one_line
 
 REMOTE_TOKEN = "~/.ray/auth_token"
 LOCK = "export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0"
@@ -113,4 +113,4 @@ def _check(config: dict[str, Any], where: str) -> None:
         place = ".".join([where, *map(str, error.absolute_path)])
         raise UsageError(f"{place}: {error.message[:200]}") from None
     except Exception as error:
-        raise UsageError(f"{where}: Ray refuses it: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(f"{where}: Ray refuses it: {one_line(error, 200)}") from None

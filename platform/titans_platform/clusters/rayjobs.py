@@ -10,11 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import shlex
-import signal
-import socket
-import subprocess
 import tempfile
 import time
 import urllib.error
@@ -28,8 +24,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from titans_platform.clusters import packaging
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
-from titans_platform.clusters.steps import LOOPBACK, Note, Step, Token, Write, detached, perform
-from titans_platform.errors import ClusterError
+from titans_platform.clusters.steps import (
+    LOOPBACK,
+    Note,
+    Step,
+    Token,
+    Write,
+    answers,
+    detached,
+    end_group,
+    perform,
+)
+from titans_platform.errors import ClusterError, one_line
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -44,7 +50,7 @@ _TRIES = 40
 """Times in a row the log may break off, half a second apart, before we give up on it."""
 
 
-def answers(address: str, token: str | None, timeout: float = 10.0) -> int:
+def _http_status(address: str, token: str | None, timeout: float = 10.0) -> int:
     """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
     try:
         with _open(f"{address}/api/version", token, timeout) as reply:
@@ -86,13 +92,13 @@ class RayJobs(Jobs):
 
     def check(self) -> None:
         """Raise ClusterError for no answer, a token that is refused, or a cluster open to everybody."""
-        status = answers(self.address, self.token.read(self.cluster))
+        status = _http_status(self.address, self.token.read(self.cluster))
         if status in (401, 403):
             raise self._error(f" refuses the token in {self.token}")
         if status != 200:
             what = f"answers {status}, not as a Ray dashboard" if status else "no answer"
             raise self._error(f": {what}; see titans cluster status, or up")
-        if answers(self.address, None) == 200:
+        if _http_status(self.address, None) == 200:
             raise self._error(" takes jobs from anybody, without a token; start it with RAY_AUTH_MODE=token")
 
     def _error(self, why: str) -> ClusterError:
@@ -124,7 +130,7 @@ class RayJobs(Jobs):
                 )
             except Exception as error:
                 raise ClusterError(
-                    f"cluster {self.cluster}: the job was not accepted: {_one_line(error)}"
+                    f"cluster {self.cluster}: the job was not accepted: {one_line(error)}"
                 ) from None
 
     def list(self) -> list[JobInfo]:
@@ -157,7 +163,7 @@ class RayJobs(Jobs):
                 tries = tries + 1 if log.written == before else 0
                 if tries > _TRIES:
                     raise ClusterError(
-                        f"cluster {self.cluster}: the log of {job_id} broke off: {_one_line(error)}; "
+                        f"cluster {self.cluster}: the log of {job_id} broke off: {one_line(error)}; "
                         f"titans cluster logs {self.cluster} {job_id} follows it again"
                     ) from None
                 time.sleep(self.poll)
@@ -184,7 +190,7 @@ class RayJobs(Jobs):
             with _open(self.address + path, self.token.read(self.cluster), timeout=30) as reply:
                 return json.load(reply)
         except (OSError, ValueError, HTTPException) as error:
-            raise self._error(f": {_one_line(error)}") from None
+            raise self._error(f": {one_line(error)}") from None
 
     @cached_property
     def client(self) -> JobSubmissionClient:
@@ -197,7 +203,7 @@ class RayJobs(Jobs):
             headers = {"Authorization": f"Bearer {self.token.read(self.cluster)}"}
             return JobSubmissionClient(self.address, headers=headers)
         except Exception as error:
-            raise self._error(f": {_one_line(error)}") from None
+            raise self._error(f": {one_line(error)}") from None
 
 
 def _job_info(job: Mapping[str, Any]) -> JobInfo:
@@ -226,12 +232,8 @@ def _runtime_env(job: Job, folder: str) -> dict[str, Any]:
     return env
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 @contextlib.contextmanager
-def _tunnel(argv: Sequence[str], port: int, timeout: float = 120.0) -> Iterator[None]:
+def _tunnel(argv: Sequence[str], port: int) -> Iterator[None]:
     """Run ``argv``, which forwards local ``port``, until the block ends. Raises ClusterError."""
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -241,28 +243,10 @@ def _tunnel(argv: Sequence[str], port: int, timeout: float = 120.0) -> Iterator[
                 f"{argv[0]}: not installed here; the dashboard is reached through it"
             ) from None
         try:
-            deadline = time.monotonic() + timeout
-            # a port that opens after the command has ended is somebody else's
-            while not (alive := process.poll() is None) or not _is_open(port):
-                if not alive or time.monotonic() > deadline:
-                    output.seek(0)
-                    lines = output.read().strip().splitlines() or ["no answer"]
-                    raise ClusterError(f"{' '.join(argv[:2])}: {lines[-1]}")
-                time.sleep(0.2)
+            if not answers(process, LOOPBACK, port):
+                output.seek(0)
+                lines = output.read().strip().splitlines() or ["no answer"]
+                raise ClusterError(f"{' '.join(argv[:2])}: {lines[-1]}")
             yield
         finally:
-            _end(process)
-
-
-def _is_open(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
-        return True
-    return False
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that leads its group, and the others of that group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(timeout=5)
+            end_group(process)

@@ -6,7 +6,6 @@ import glob
 import os
 import platform
 import sysconfig
-import textwrap
 import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titans_platform.config import SourceConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, one_line
 
 # not on every machine: distributions ship these apart, or leave them out of slim images
 STDLIB_LEFT_OUT = {
@@ -121,8 +120,7 @@ class RecordSource(TextSource):
         except UsageError:
             raise
         except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
-            reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
-            raise UsageError(f"{self.field}: {what} cannot be read: {reason}") from error
+            raise UsageError(f"{self.field}: {what} cannot be read: {one_line(error, 160)}") from error
 
 
 class FilesSource(RecordSource):
