@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import click
 
-from titans_platform.cli.options import dry_run_option, echo_json, json_option
+from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import DETACHED, Answer, Job, Jobs, Log

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from titans_platform.cli.options import (
+from titans_platform.cli import (
     checkpoint_option,
     cluster_option,
     dry_run_option,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from titans_platform.cli.options import dry_run_option, root_option
+from titans_platform.cli import dry_run_option, root_option
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from titans_platform.loading import nearest, read_yaml, validate
 KINDS = {
     "local": "titans_platform.clusters.local:Local",
     "nodes": "titans_platform.clusters.nodes:Nodes",
-    "existing": "titans_platform.clusters.existing:Existing",
+    "existing": "titans_platform.clusters.rayjobs:Existing",
     "ray-up": "titans_platform.clusters.ray_up:RayUp",
     "kuberay": "titans_platform.clusters.kuberay:KubeRay",
     "slurm": "titans_platform.clusters.slurm:Slurm",

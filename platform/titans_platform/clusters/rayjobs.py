@@ -1,5 +1,8 @@
 """Jobs through Ray's Jobs API: the project goes in the job's folder, the log and the exit code come back.
 
+Kind `existing` is no more than that: a Ray cluster somebody else brought up, by the address of its dashboard
+and its token.
+
 Ray's client does what needs its protocol: uploading packages and following a log. Plain HTTP does the rest,
 since the client cannot tell a wrong token from a dashboard that takes none.
 """
@@ -21,8 +24,12 @@ from functools import cached_property, partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+from pydantic import model_validator
 
 from titans_platform.clusters import packaging
+from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
 from titans_platform.clusters.steps import (
     LOOPBACK,
@@ -204,6 +211,35 @@ class RayJobs(Jobs):
             return JobSubmissionClient(self.address, headers=headers)
         except Exception as error:
             raise self._error(f": {one_line(error)}") from None
+
+
+class Existing(Cluster):
+    """A cluster that runs already; nothing is started or ended."""
+
+    address: str
+    """http:// or https:// address of the dashboard, where the Jobs API is: usually port 8265."""
+
+    @model_validator(mode="after")
+    def _http(self) -> Existing:
+        parts = urlsplit(self.address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("address: should be like http://head:8265, the address of Ray's dashboard")
+        if parts.username or parts.password:
+            raise ValueError("address: holds a name or password; the token goes through `token`")
+        return self
+
+    def up_steps(self) -> list[Step]:
+        look = f"# nothing to start; checks that {self.address} accepts the token in {self.token_used}"
+        return [Step(look, self.jobs().check)]
+
+    def down_steps(self) -> list[Step]:
+        return [Note("nothing to end: `up` started nothing")]
+
+    def where(self) -> str:
+        return self.address
+
+    def jobs(self) -> RayJobs:
+        return RayJobs(self.name, self.address.rstrip("/"), self.token_used)
 
 
 def _job_info(job: Mapping[str, Any]) -> JobInfo:
