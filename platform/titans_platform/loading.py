@@ -6,6 +6,7 @@ import copy
 import difflib
 import json
 import math
+import os
 import re
 import types
 import typing
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from titans_platform.config import BYTE_VOCABULARY, RunConfig
 from titans_platform.errors import UsageError, nearest, one_line
+from titans_platform.provenance import shipped
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -124,6 +126,24 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{path}: should hold a mapping of keys to values, found a {type(value).__name__}")
     return value
+
+
+def known_files(folder: str) -> dict[str, Path]:
+    """The YAML files that can be given by name: of ``folder`` where we are, then of what is shipped."""
+    files: dict[str, Path] = {}
+    for place in (Path.cwd(), shipped()):
+        for path in sorted((place / folder).glob("*.yaml")):
+            files.setdefault(path.stem, path)
+    return files
+
+
+def file_at(name: str, what: str) -> Path | None:
+    """The YAML file whose path ``name`` is, None where it is a plain name. Raises UsageError: no file."""
+    if not name.endswith((".yaml", ".yml")) and os.sep not in name:
+        return None
+    if not Path(name).is_file():
+        raise UsageError(f"{what}: no file {name}")
+    return Path(name)
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -19,6 +19,7 @@ from titans_platform.study.spec import Cell
 
 name_argument = click.argument("name")
 job_argument = click.argument("job")
+_echo = partial(click.echo, nl=False)
 _SIGNALS = 128
 """Exit codes above it are of processes that a signal ended."""
 
@@ -174,7 +175,7 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.log_steps(job))
     with found.connected() as jobs:
-        log = Log(_write(sys.stdout))
+        log = Log(_echo)
         if not no_follow:
             return _follow(jobs, name, job, log)
         jobs.info(job)
@@ -252,8 +253,8 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
         if not as_json:
-            return _follow(jobs, name, job_id, Log(_write(sys.stdout)))
-        answer = Answer(_write(sys.stderr))
+            return _follow(jobs, name, job_id, Log(_echo))
+        answer = Answer(partial(_echo, err=True))
         code = _follow(jobs, name, job_id, Log(answer.write))
         click.echo(answer.text(), nl=False)
         return code
@@ -277,13 +278,6 @@ def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
             err=True,
         )
     return code
-
-
-def _write(stream: TextIO) -> Callable[[str], None]:
-    def write(text: str) -> None:
-        print(text, end="", file=stream, flush=True)
-
-    return write
 
 
 def _show(steps: Sequence[Step], as_json: bool = False) -> int:

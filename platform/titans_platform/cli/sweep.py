@@ -31,13 +31,27 @@ if TYPE_CHECKING:
 MAX_SEEDS = 1000
 """Seeds of one command; more are a slip of the keyboard, and would be counted for minutes."""
 
+
+def split(values: tuple[str, ...]) -> list[str]:
+    """Names given one by one or with commas."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    """The rows of --rows; none given means all. Raises UsageError."""
+    rows = split(values)
+    if values and not rows:
+        raise UsageError("--rows: names no row; give a name, or leave the option out for all")
+    return rows
+
+
 scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
 rows_option = click.option(
     "--rows",
     multiple=True,
     metavar="NAME",
     help="Only this row, or several with commas. May be repeated.",
-    callback=lambda ctx, option, values: parse_rows(values),
+    callback=parse_rows,
 )
 seeds_option = click.option(
     "--seeds", metavar="LIST", help="Seeds in place of the scale's own, e.g. 0,1,2 or 0-4."
@@ -278,19 +292,6 @@ def _exit_code(table: Table, as_json: bool) -> int:
     if as_json:
         echo_json(as_record(table))
     return 4 if table.unfinished else 0
-
-
-def split(values: tuple[str, ...]) -> list[str]:
-    """Names given one by one or with commas."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def parse_rows(values: tuple[str, ...]) -> list[str]:
-    """The rows of --rows; none given means all. Raises UsageError."""
-    rows = split(values)
-    if values and not rows:
-        raise UsageError("--rows: names no row; give a name, or leave the option out for all")
-    return rows
 
 
 def parse_seeds(text: str | None) -> list[int]:

@@ -6,14 +6,13 @@ cluster file names it by import path, `kind: my_lab.cluster:MyCluster`.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.errors import UsageError, find_named
-from titans_platform.loading import nearest, read_yaml, validate
+from titans_platform.loading import file_at, known_files, nearest, read_yaml, validate
 
 KINDS = {
     "local": "titans_platform.clusters.local:Local",
@@ -29,9 +28,7 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 def known_clusters() -> dict[str, Path]:
     """Every cluster that can be given by name, and its file: in ./clusters first, then what is shipped."""
-    package = Path(__file__).resolve().parents[1]
-    folders = [Path.cwd() / "clusters", package / "_shipped" / "clusters", package.parents[1] / "clusters"]
-    return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.yaml"))}
+    return known_files("clusters")
 
 
 def load_cluster(name: str) -> Cluster:
@@ -47,10 +44,8 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _find_file(name: str) -> Path:
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
-        if not Path(name).is_file():
-            raise UsageError(f"cluster: no file {name}")
-        return Path(name)
+    if path := file_at(name, "cluster"):
+        return path
     found = known_clusters()
     if name not in found:
         raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, found)}")

@@ -22,11 +22,11 @@ from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job
 from titans_platform.clusters.steps import Write
 from titans_platform.errors import UsageError
+from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
 from titans_platform.study.spec import Cell, find_study
 
 DISTRIBUTION = "titans-lab"
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
@@ -133,15 +133,9 @@ def _tokenizers(cells: Sequence[Cell]) -> dict[str, bytes]:
     return {path.as_posix(): path.read_bytes() for path in here}
 
 
-def checkout() -> Path | None:
-    """The source tree this code runs from, None where it is installed."""
-    tree = _PACKAGE.parents[1]
-    return tree if _PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
-
-
 def constraints() -> bytes:
     """The locked requirements: every version the project is tested with."""
-    return ((checkout() or _PACKAGE / "_shipped") / "constraints.txt").read_bytes()
+    return (shipped() / "constraints.txt").read_bytes()
 
 
 def requirements() -> list[str]:

@@ -38,7 +38,7 @@ from titans_platform.data.sources import open_source
 from titans_platform.data.stream import Batch, RowStream, SourceRows, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
+from titans_platform.files import write_bytes, write_json
 
 Progress = Callable[[str, int, int, "float | None"], None]
 """Called with a source's label, documents and tokens so far, and the share done where it is known."""
@@ -156,10 +156,7 @@ def _keep_tokenizer(tokenizer: Tokenizer, store: Path) -> str:
         return tokenizer.fingerprint
     kept = store / "tokenizers" / f"{tokenizer.fingerprint}{tokenizer.path.suffix}"
     if not kept.exists():
-        kept.parent.mkdir(exist_ok=True)
-        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-        shutil.copyfile(tokenizer.path, partial)
-        os.replace(partial, kept)
+        write_bytes(kept, tokenizer.path.read_bytes())
     return kept.name
 
 
