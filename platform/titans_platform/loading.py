@@ -167,7 +167,7 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
     holder: Any = mapping
     for depth, key in enumerate(keys):
         at = ".".join(keys[:depth])
-        place = _place(holder, key, at, dotted)
+        place = _key_in(holder, key, at, dotted)
         if depth == len(keys) - 1:
             holder[place] = value
         elif isinstance(holder, dict) and holder.get(key) is None:
@@ -179,8 +179,8 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
         holder = holder[place]
 
 
-def _place(holder: Any, key: str, at: str, dotted: str) -> str | int:
-    """What stands for ``key`` in ``holder``, a mapping or a list, which is at ``at``."""
+def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
+    """The key or the index that ``key`` means in ``holder``, the mapping or list at ``at``."""
     if isinstance(holder, dict):
         return key
     if not isinstance(holder, list):

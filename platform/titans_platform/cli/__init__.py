@@ -27,7 +27,7 @@ AFTER_INTERRUPT = {
     "sweep": GOES_ON,
     "data": "finished sources are kept; the same command begins the one in progress again",
 }
-"""What is left of an interrupted command; of the others, nothing."""
+"""What an interrupted command leaves behind; the other commands leave nothing."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {

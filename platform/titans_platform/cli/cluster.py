@@ -261,7 +261,7 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
 
 
 def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
-    """Add to the log until the job ends; its exit code, or ``DETACHED`` after Ctrl-C."""
+    """Write the log until the job ends; returns its exit code, or ``DETACHED`` after Ctrl-C."""
     try:
         code = jobs.follow(job_id, log)
     except KeyboardInterrupt:
@@ -288,6 +288,6 @@ def _show(steps: Sequence[Step], as_json: bool = False) -> int:
 
 
 def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
-    """Print what leads to a cluster's jobs, and ``steps`` there; contacts nothing."""
+    """Print how a cluster's jobs are reached, and ``steps`` there; contacts nothing."""
     jobs = found.jobs()
-    return _show([*jobs.way(), *steps(jobs)], as_json)
+    return _show([*jobs.access_steps(), *steps(jobs)], as_json)

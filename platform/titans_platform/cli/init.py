@@ -198,7 +198,7 @@ def _values(schema: Mapping[str, Any]) -> str:
         return " or ".join(map(_values, schema["anyOf"]))
     if "$ref" in schema:
         return "any value" if schema["$ref"].endswith("/JsonValue") else "a section"
-    kind = schema.get("type", "any value")
+    kind: str = schema.get("type", "any value")
     if kind == "array":
         return f"list of {_values(schema['items'])}"
     if kind == "object":

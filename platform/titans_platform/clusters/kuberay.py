@@ -134,9 +134,9 @@ class KubeRay(Cluster):
         """Apply the claim and the RayCluster, wait for its pods."""
         apply = [self.apply(self._kept())] if self._kept() else []
         if self.lifetime == "job":
-            return [*apply, Note("no cluster to keep: each submit makes its own"), self.remember()]
+            return [*apply, Note("no cluster to keep: each submit makes its own"), self.record_step()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
-        return [*apply, self.remember(), Run(self.kubectl(*ready))]
+        return [*apply, self.record_step(), Run(self.kubectl(*ready))]
 
     def _kept(self) -> list[dict[str, Any]]:
         """The claim, where the file says to make it, and the RayCluster, which lives from `up` to `down`."""

@@ -77,7 +77,7 @@ class RayUp(Cluster):
     def up_steps(self) -> list[Step]:
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)
         token = [new_token(self.token_used.path)] if self.token is None else []
-        return [*token, Write(self.file, text), self.remember(), self._ray("up", "--yes")]
+        return [*token, Write(self.file, text), self.record_step(), self._ray("up", "--yes")]
 
     def down_steps(self) -> list[Step]:
         return [self._ray("down", "--yes")]

@@ -85,7 +85,7 @@ class RayJobs(Jobs):
     """What is done before the token is read."""
     poll: ClassVar[float] = 0.5
 
-    def way(self) -> list[Step]:
+    def access_steps(self) -> list[Step]:
         forward = [Note(f"for as long as it takes: {shlex.join(self.forward)}")] if self.forward else []
         return [*self.before, *forward]
 

@@ -143,8 +143,7 @@ def prepare(
         (store / "index").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--root: {store} cannot be written ({error.strerror}); give another") from error
-    places = range(len(data.sources))
-    folders = [_prepare_source(data, i, tokenizer, store, progress, repair) for i in places]
+    folders = [_prepare_source(data, i, tokenizer, store, progress, repair) for i in range(len(data.sources))]
     kept = _keep_tokenizer(tokenizer, store)
     write_json(_index_file(data, store), {"sources": folders, "tokenizer": kept})
     return _open_folders(data, store, kept, folders)
