@@ -83,9 +83,9 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
     """
     found = load_cluster(name)
     if schemas:
-        from titans_platform.clusters.kuberay import check_manifests
+        from titans_platform.clusters.kuberay import KubeRay, check_manifests
 
-        if not found.manifests():
+        if not isinstance(found, KubeRay):
             raise UsageError(f"--schema: a cluster of kind {found.kind} has no manifests to check")
         for line in check_manifests(found.manifests(), schemas):
             click.echo(f"# {line}", err=True)

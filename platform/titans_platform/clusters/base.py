@@ -131,10 +131,6 @@ class Cluster(Frozen, ABC):
     def jobs(self) -> Jobs:
         """Its jobs, not contacted yet."""
 
-    def manifests(self) -> list[dict[str, Any]]:
-        """The Kubernetes objects `up` and `submit` apply; none elsewhere."""
-        return []
-
     def up(self) -> str:
         """Bring it up; where it is."""
         if self.recorded() is not None:

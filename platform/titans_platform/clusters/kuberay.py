@@ -152,7 +152,7 @@ class KubeRay(Cluster):
         return kept
 
     def manifests(self) -> list[dict[str, Any]]:
-        """What is applied, a sample job among it."""
+        """The Kubernetes objects that `up` and `submit` apply, with a sample job in place of a real one."""
         return self._kept() + (ray_job("sample", self, _SAMPLE) if self.lifetime == "job" else [])
 
     def down_steps(self) -> list[Step]:
