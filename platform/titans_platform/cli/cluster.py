@@ -221,25 +221,21 @@ def down(name: str, dry_run: bool) -> None:
     click.echo(f"{found.name} is down")
 
 
-def run_study_on(
-    name: str,
-    study: str,
-    scale: str,
-    root: Path,
-    options: Sequence[str],
-    cells: Sequence[Cell],
-    dry_run: bool,
-    as_json: bool,
-) -> int:
-    """`titans sweep run --cluster NAME`; its exit code."""
+def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> int:
+    """Run the `sweep run` of ``context`` as a job on the cluster ``name``; its exit code."""
     from titans_platform.clusters.packaging import check_reachable, root_on, study_job
 
-    found = load_cluster(name)
-    given = click.get_current_context().get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
-    where = root_on(found, root, given)
+    given, found = context.params, load_cluster(name)
+    explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
+    root = root_on(found, given["root"], explicit)
     check_reachable(found)
-    job = study_job(found, study, scale, where, [*options, *["--json"] * as_json], cells)
-    return _submit(found, name, job, dry_run, as_json)
+    rows, changes = ",".join(given["rows"]), [*given["overrides"], *given["checkpoint_every"]]
+    named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
+    named += [("--set", change) for change in changes]
+    options = [part for option, value in named if value for part in (option, str(value))]
+    options += ["--rerun-stale"] * given["rerun_stale"] + ["--json"] * given["as_json"]
+    job = study_job(found, given["study"], given["scale"], root, options, cells)
+    return _submit(found, name, job, given["dry_run"], given["as_json"])
 
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:

@@ -196,11 +196,7 @@ def run(
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
-        chosen = {"--rows": ",".join(rows), "--seeds": seeds, "--concurrency": concurrency}
-        options = [part for key, value in chosen.items() if value for part in (key, str(value))]
-        options += [part for override in overrides for part in ("--set", override)]
-        options += ["--rerun-stale"] * rerun_stale
-        return run_study_on(cluster, study, scale, root, options, opened.cells, dry_run, as_json)
+        return run_study_on(cluster, click.get_current_context(), opened.cells)
     if dry_run:
         found, refusal = show_plan(opened, rerun_stale, concurrency, console, quiet=as_json)
         if as_json:
