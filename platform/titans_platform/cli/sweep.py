@@ -26,6 +26,7 @@ from titans_platform.errors import UsageError
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.report.table import Table
+    from titans_platform.study.opened import Opened
     from titans_platform.study.spec import Study
 
 MAX_SEEDS = 1000
@@ -159,18 +160,12 @@ def _task_text(task: TaskConfig) -> str:
 @dry_run_option
 @json_option
 def run(
-    study: str,
-    scale: str,
-    rows: list[str],
-    seeds: str | None,
-    overrides: tuple[str, ...],
-    root: Path,
     rerun_stale: bool,
     concurrency: int | None,
-    checkpoint_every: tuple[str, ...],
     cluster: str | None,
     dry_run: bool,
     as_json: bool,
+    **chosen: Any,
 ) -> int:
     """Run the cells of STUDY (a name, or a YAML file) that are missing, then draw its table and figure.
 
@@ -187,12 +182,9 @@ def run(
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import run_study
-    from titans_platform.study.opened import open_study
 
     began = time.time()
-    console = _console(as_json)
-    overrides += checkpoint_every
-    opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
+    console, opened = _console(as_json), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
@@ -207,7 +199,7 @@ def run(
     # half a second of imports that a plan need not wait for
     from titans_platform.report.publish import make as report_study
 
-    with joined(root):
+    with joined(chosen["root"]):
         table = run_study(
             opened,
             console,
@@ -253,16 +245,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 @study_options
 @click.option("--ui", metavar="ADDRESS", help="Where the page's links lead, e.g. http://127.0.0.1:5001.")
 @json_option
-def report(
-    study: str,
-    scale: str,
-    rows: list[str],
-    seeds: str | None,
-    overrides: tuple[str, ...],
-    root: Path,
-    ui: str | None,
-    as_json: bool,
-) -> int:
+def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     """Write the report of a study anew: one HTML page that needs nothing beside it, and the table as
     Markdown, LaTeX and CSV. The table is the whole study's; exit code 4: cells asked for are missing.
 
@@ -271,10 +254,24 @@ def report(
       titans sweep report ablation --scale laptop
     """
     from titans_platform.report.publish import make as report_study
+
+    return _exit_code(report_study(_opened(**chosen), _console(as_json), address=ui), as_json)
+
+
+def _opened(
+    study: str,
+    scale: str,
+    root: Path,
+    rows: list[str],
+    seeds: str | None,
+    overrides: tuple[str, ...],
+    checkpoint_every: tuple[str, ...] = (),
+) -> Opened:
+    """The study that the options of a command choose."""
     from titans_platform.study.opened import open_study
 
-    opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
-    return _exit_code(report_study(opened, _console(as_json), address=ui), as_json)
+    overrides += checkpoint_every
+    return open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
 
 
 def _console(as_json: bool) -> Console:
