@@ -48,12 +48,12 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
 
 
-def load_config(path: Path | str, overrides: Iterable[str] = (), model: type[Model] = RunConfig) -> Model:
-    """The config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
     mapping = read_yaml(Path(path))
     for override in overrides:
         apply_override(mapping, override)
-    return validate(model, complete(mapping) if issubclass(model, RunConfig) else mapping)
+    return validate(RunConfig, complete(mapping))
 
 
 def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def load_cluster(name: str) -> Cluster:
         )
     mapping = read_yaml(path)
     kind = _find_kind(mapping.get("kind"), f"{path.name}.kind")
-    return validate(kind, mapping, path.name).named(path.stem)
+    cluster = validate(kind, mapping, path.name)
+    cluster._name = path.stem
+    return cluster
 
 
 def _find_file(name: str) -> Path:

@@ -70,11 +70,6 @@ class Cluster(Frozen, ABC):
         """Its file's name."""
         return self._name
 
-    def named(self, name: str) -> Self:
-        """This cluster, with the name of its file."""
-        self._name = name
-        return self
-
     @property
     def state_folder(self) -> Path:
         """What `up` started is recorded in it, outside the project; XDG_STATE_HOME moves it."""

@@ -112,7 +112,7 @@ def answers(process: subprocess.Popen[Any], host: str, port: int, timeout: float
 def end_group(process: subprocess.Popen[Any]) -> None:
     """End a process that leads its group, and the others of that group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        with suppress(OSError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
             process.wait(timeout=10)
 

@@ -90,11 +90,6 @@ class PreparedData:
         return f"py{python}-{name}" if python else name
 
     @cached_property
-    def tokens(self) -> dict[str, int]:
-        """Training tokens of each source, by its label."""
-        return {label: s.manifest.train.tokens for label, s in zip(self.labels, self.sources, strict=True)}
-
-    @cached_property
     def labels(self) -> list[str]:
         """A name for each source, each once."""
         names = [source.manifest.label for source in self.sources]
