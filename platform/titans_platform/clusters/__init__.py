@@ -33,7 +33,11 @@ def known_clusters() -> dict[str, Path]:
 
 def load_cluster(name: str) -> Cluster:
     """Read a cluster by name or path. Raises UsageError, one line, for anything wrong in it."""
-    path = _find_file(name)
+    if (path := file_at(name, "cluster")) is None:
+        known = known_clusters()
+        if name not in known:
+            raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, known)}")
+        path = known[name]
     if not NAME.fullmatch(path.stem):
         raise UsageError(
             f"{path.name}: a cluster's name is its file's: up to 40 of a-z, 0-9 and -, a letter first"
@@ -43,15 +47,6 @@ def load_cluster(name: str) -> Cluster:
     cluster = validate(kind, mapping, path.name)
     cluster._name = path.stem
     return cluster
-
-
-def _find_file(name: str) -> Path:
-    if path := file_at(name, "cluster"):
-        return path
-    found = known_clusters()
-    if name not in found:
-        raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, found)}")
-    return found[name]
 
 
 def _find_kind(kind: Any, field: str) -> type[Cluster]:

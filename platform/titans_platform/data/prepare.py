@@ -109,13 +109,9 @@ class PreparedData:
         """Training batches of ``batch_size`` rows over all workers. Raises UsageError."""
         return RowStream(self.sources, batch_size, seed, rank, world_size)
 
-    def validation_rows(self) -> int:
-        """Number of validation rows."""
-        return sum(source.count(source.validation) for source in self.sources)
-
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once in a fixed order. Raises UsageError where there are none."""
-        if not self.validation_rows():
+        if not any(source.count(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             raise UsageError(
                 f"data.sources: {have} validation tokens make no row of {self.config.sequence_length} + 1; "
