@@ -57,10 +57,10 @@ _TRIES = 40
 """Times in a row the log may break off, half a second apart, before we give up on it."""
 
 
-def _http_status(address: str, token: str | None, timeout: float = 10.0) -> int:
+def _http_status(address: str, token: str | None) -> int:
     """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
     try:
-        with _open(f"{address}/api/version", token, timeout) as reply:
+        with _open(f"{address}/api/version", token, timeout=10) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
