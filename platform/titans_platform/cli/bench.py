@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from titans_platform.cli import LazyGroup
-from titans_platform.cli.options import echo_json, json_option, set_option
+from titans_platform.cli import LazyGroup, echo_json, json_option, set_option
 
 # with torch, which takes seconds to import
 KERNELS = ("titans_kernels.bench.command", "kernels", "Time the memory's kernels beside others, on a GPU.")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from titans_platform.cli.options import (
+from titans_platform.cli import (
     checkpoint_option,
     config_options,
     dry_run_option,

@@ -41,11 +41,11 @@ class Local(Cluster):
         return "this machine"
 
     def jobs(self) -> Jobs:
-        return _Here(self.name)
+        return LocalJobs(self.name)
 
 
 @dataclass(frozen=True)
-class _Here(Jobs):
+class LocalJobs(Jobs):
     """Runs commands in this shell, one after the other, and keeps no record of them."""
 
     codes: dict[str, int] = field(default_factory=dict)

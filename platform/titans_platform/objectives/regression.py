@@ -84,6 +84,10 @@ class Regression(Objective[SeriesData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
+    def least_activations(self) -> int:
+        """A token is a patch."""
+        return super().least_activations() // self.options.patch
+
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))

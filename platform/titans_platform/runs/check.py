@@ -129,8 +129,7 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
     have = torch.cuda.mem_get_info()[1] if on_gpu else _machine_memory() // workers
     model = BYTES_A_PARAMETER * count + (0 if on_gpu else PROCESS_BYTES)
-    # what the backward pass needs at least: the residual stream of each block, the logits
-    activations = 4 * tokens * (cfg.model.d_model * cfg.model.n_layers + cfg.model.vocab_size)
+    activations = 4 * rows * build_objective(cfg).least_activations()
     field = "model" if BYTES_A_PARAMETER * count > have else "workers" if model > have else None
     if field is None and model + activations > have:
         field, model = "data.sequence_length", model + activations

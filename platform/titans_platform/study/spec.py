@@ -8,7 +8,6 @@ and have a fingerprint.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,7 +20,16 @@ from pydantic import Field, JsonValue, model_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.loading import apply_override, complete, nearest, overlay, read_yaml, validate
+from titans_platform.loading import (
+    apply_override,
+    complete,
+    file_at,
+    known_files,
+    nearest,
+    overlay,
+    read_yaml,
+    validate,
+)
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.resources import Resources
 from titans_platform.study.space import Search
@@ -195,30 +203,17 @@ def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
     return folded[name.casefold()]
 
 
-def study_folders() -> list[Path]:
-    """Where studies are looked up by name, the first that has it wins."""
-    package = Path(__file__).resolve().parents[1]
-    checkout = package.parents[1] / "sweeps"
-    return [Path.cwd() / "sweeps", package / "_shipped" / "sweeps", checkout]
-
-
 def find_study(name: str) -> Path:
     """The file of a study given by name or by path."""
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
-        if not Path(name).is_file():
-            raise UsageError(f"study: no file {name}")
-        return Path(name)
+    if path := file_at(name, "study"):
+        return path
     found = known_studies()
     return found[pick(name, found, "study", "sweeps")]
 
 
 def known_studies() -> dict[str, Path]:
     """Every study that can be given by name, and its file."""
-    files: dict[str, Path] = {}
-    for folder in study_folders():
-        for path in sorted(folder.glob("*.yaml")):
-            files.setdefault(path.stem, path)
-    return files
+    return known_files("sweeps")
 
 
 def load_study(name: str) -> Study:
