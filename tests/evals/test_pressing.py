@@ -34,7 +34,7 @@ RECALLS = [
     ("fuzzy_recall", {"pairs": 8, "key_length": 3, "value_length": 3, "queries": 9}, 128),
 ]
 OTHERS = [
-    ("memorisation", {}, 64),
+    ("memorisation", {"entries": 128}, 64),
     ("memorisation", {"entries": 30, "values": 7, "queries": 20, "dictionary": 5}, 128),
     ("functions", {}, 64),
     ("functions", {"hidden": 0, "classes": 2}, 64),
@@ -100,7 +100,7 @@ def test_the_last_binding_is_the_answer(task, options, length):
 def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
     _, items = made(task, options, length)
     known = dict(pair for item in items[:150] for pair in PAIR.findall(item.text))
-    assert len(known) == dict(options).get("entries", 128)
+    assert len(known) == dict(options)["entries"]
     assert right(items[150:], lambda before: known[latest(before)[0]])[0] == 1
     assert all(len(pairs) == len(dict(pairs)) for item in items if (pairs := PAIR.findall(item.text)))
 
@@ -110,7 +110,7 @@ def test_another_dictionary_has_other_values():
         build_task(TaskConfig(task="memorisation", options={"dictionary": n})).dictionary for n in (0, 1)
     ]
     assert tables[0] != tables[1]
-    assert set(Counter(tables[0].values()).values()) == {8}
+    assert set(Counter(tables[0].values()).values()) == {128}
 
 
 def outputs(rng, inputs, levels, classes, hidden):
@@ -338,12 +338,13 @@ def test_queries_at_the_end_follow_all_of_the_filler():
         ("episodes", {"keys": 5, "renewed": 0.5}, "renewed: an episode of 4 pairs needs more than 5 keys"),
         ("fuzzy_recall", {"pairs": 9}, "pairs: 9 exceed symbols: 8"),
         ("fuzzy_recall", {"key_length": 4}, "options.key_length"),
-        ("memorisation", {"entries": 10}, "queries: 12 exceed entries: 10"),
+        ("memorisation", {"entries": 10}, "queries: 16 exceed entries: 10"),
         ("functions", {"levels": 9, "inputs": 4}, "levels: 9 to the power 4 are more than 4096"),
         ("functions", {"examples": 60}, "examples: with the queries 68, of 64 inputs"),
         ("functions", {"levels": 2, "inputs": 1, "examples": 1, "queries": 1}, "classes: 4 exceed the 2"),
         ("words", {"group": "symmetric", "degree": 6}, "degree: the symmetric group of 6"),
         ("words", {"degree": 11}, "options.degree"),
+        ("words", {"queries": 0}, "options.queries"),
     ],
 )
 def test_bad_options_name_the_field(task, options, message):

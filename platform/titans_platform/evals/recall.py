@@ -245,7 +245,8 @@ class EpisodeOptions(PairOptions):
 
     @model_validator(mode="after")
     def _long_enough(self) -> EpisodeOptions:
-        needed = 2 * (self.pairs + (self.queries or self.pairs))
+        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
+        needed = width * (self.pairs + (self.queries or self.pairs))
         if self.tokens < needed:
             raise ValueError(
                 f"tokens: {self.tokens} are fewer than the {needed} of an episode's pairs and queries"
@@ -330,10 +331,10 @@ class FuzzyRecall(Associative):
 class MemorisationOptions(QueryOptions):
     """How large the dictionary is, and which one."""
 
-    entries: Annotated[int, Field(ge=2, le=len(KEYS) ** 2)] = 128
+    entries: Annotated[int, Field(ge=2, le=len(KEYS) ** 2)] = 2048
     """Keys of the dictionary."""
     values: Values = 16
-    queries: PositiveInt | None = 12
+    queries: PositiveInt | None = 16
     """Entries asked about in a row, no two alike; None: all of them."""
     dictionary: int = 0
     """Seed of the dictionary: one number, one dictionary, in training and in evaluation."""

@@ -28,7 +28,7 @@ class WordOptions(Frozen):
     """Numbers modulo `degree`, or all permutations of `degree` things."""
     degree: Annotated[int, Field(ge=2, le=10)] = 3
     """cyclic: at most 10; symmetric: at most 5."""
-    queries: PositiveInt = 4
+    queries: PositiveInt = 8
     """The last one ends the row; the others stand anywhere, with a letter at least before each."""
 
     @model_validator(mode="after")
