@@ -238,13 +238,13 @@ def measures_table(result: Mapping[str, Any]) -> Table:
     """The result of ``evaluate`` as a table: each column, and under it its tasks at their lengths."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
-    for heading in ("value", "± s.e.", "chance", "items"):
+    for heading in ("value", "± s.e.", "chance", "floor", "items"):
         table.add_column(heading, justify="right")
     for column, value in result["columns"].items():
         table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result["chance"].get(column)))
         for name, task in result["tasks"].items():
             if name.partition("/")[0] == column:
-                measured = (number(task[key]) for key in ("value", "stderr", "chance"))
+                measured = (number(task.get(key)) for key in ("value", "stderr", "chance", "floor"))
                 table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task['items']:,}")
     return table
 

@@ -44,7 +44,7 @@ def evaluate(
         device: where the model is.
 
     Returns:
-        `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, items}},
+        `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, floor, items}},
         `chance` {column: value}, `buckets` {column/task@tokens: {positions: perplexity}}.
 
     Raises:
