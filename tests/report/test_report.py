@@ -20,8 +20,8 @@ from titans_platform.report.publish import Extras, html
 from titans_platform.report.series import sheet
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.columns import params, shown
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.tracker import params, shown
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
 ACC = Column(title="Reasoning", unit="%", factor=100)

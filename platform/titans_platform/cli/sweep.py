@@ -171,9 +171,9 @@ def run(
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined
+    from titans_platform.study.cells import open_study
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import run_study
-    from titans_platform.study.opened import open_study
 
     began = time.time()
     console = _console(as_json)
@@ -261,7 +261,7 @@ def report(
       titans sweep report ablation --scale laptop
     """
     from titans_platform.report.publish import make as report_study
-    from titans_platform.study.opened import open_study
+    from titans_platform.study.cells import open_study
 
     opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
     return _exit_code(report_study(opened, _console(as_json), address=ui), as_json)

@@ -25,12 +25,12 @@ from titans_platform.report.figure import pictures
 from titans_platform.report.picture import DARK, LIGHT, Line, Picture, save, svg
 from titans_platform.report.series import sheet
 from titans_platform.report.table import Table, build_table
-from titans_platform.study.columns import shown
 from titans_platform.study.schedule import MANIFEST, SEARCH
+from titans_platform.study.tracker import shown
 from titans_platform.text import NONE, commit, count, number, plural
 
 if TYPE_CHECKING:
-    from titans_platform.study.opened import Opened
+    from titans_platform.study.plan import StudyRun
     from titans_platform.tracking import Store
 
 PAGE, FIGURES = "report.html", "figures"
@@ -50,17 +50,16 @@ MARKS = {
 }
 
 
-def make(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
+def make(run: StudyRun, console: Console, link: bool = True, address: str | None = None) -> Table:
     """Draw the views of a study from what is there, print the table, and return it.
 
     ``link`` puts the views on the study's MLflow run too; ``address`` is where the page's links go. Raises
     UsageError where nothing has run.
     """
-    run = opened.run
-    if not any(cell.name for cell in opened.whole):
+    if not any(cell.name for cell in run.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
-    asked = tuple(cell.name for cell in opened.cells)
+    table = build_table(run.study, run.scale_name, run.whole, run.root, run.commit)
+    asked = tuple(cell.name for cell in run.cells)
     table = replace(table, overrides=tuple(run.overrides), asked=asked)
     paths = make_report(table, run.folder, run.root, run.label if link else None, address)
     folder = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder

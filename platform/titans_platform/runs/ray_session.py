@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.errors import ClusterError, UsageError
-from titans_platform.runs.resources import Machine, Resources, this_machine
+from titans_platform.runs.spec import Machine, Resources, this_machine
 
 ADDRESS = "TITANS_RAY_ADDRESS"
 """Set in a job: the Ray to join, `auto`. Without it a study starts a Ray of its own."""
