@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 
 from titans_platform.report import plot
-from titans_platform.report.content import better, heading, titled
 from titans_platform.report.picture import KINDS, MARKERS, NARROW, STEPS, Line, Panel, Picture, ordered, panel
 from titans_platform.report.series import THROUGHPUT, Axis, Curve, Series, Sheet, Value, placed
 from titans_platform.study.spec import Column
@@ -31,7 +30,7 @@ MIN_LOG_RATIO = 4.0
 
 def rows_side_by_side(sheet: Sheet) -> Iterator[Picture]:
     """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
-    columns, chance = sheet.table.study.columns, sheet.table.chance
+    columns, chance = sheet.table.columns, sheet.table.chance
     if sheet.axes or len(sheet.rows) > ROWS or len(columns) > MANY:
         return
     panels = []
@@ -64,10 +63,10 @@ def heat_maps(sheet: Sheet) -> Iterator[Picture]:
             alt = f"{name or column.title}: {_best_in_words(replace(sheet, rows=tuple(rows)), key)}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
         caption = (
-            f"Mean over seeds; stronger colour is better, on one scale over all panels ({better(column)}); "
+            f"Mean over seeds; stronger colour is better, on one scale over all panels ({column.better}); "
             f"what is no better than chance is palest. Hatched: no number.{_timing(sheet, [key])}"
         )
-        title = f"{titled(column)} over {down.title} and {across.title}"
+        title = f"{column.titled()} over {down.title} and {across.title}"
         yield Picture(f"grid-{key}", title, caption, panels, size)
 
 
@@ -89,7 +88,7 @@ def against_a_field(sheet: Sheet) -> Iterator[Picture]:
         for (name, rows), look in zip(groups, looks, strict=True):
             points = {float(row.axes[x.key]): row.values[key] for row in rows if row.values.get(key)}
             shown.append(Line(name or column.title, points, *look, bounds=plot.bounds(column)))
-        panels.append(panel(heading(column), _trend(column, x.title, shown), draw, x.title, shown=shown))
+        panels.append(panel(column.heading, _trend(column, x.title, shown), draw, x.title, shown=shown))
     caption = f"Mean over seeds; bars: one standard deviation.{_timing(sheet, sheet.measures)}"
     legend = shown if len(shown) > 1 else ()
     key = f"against-{x.key.rpartition('.')[2]}"
@@ -112,7 +111,7 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
         if key in together:
             styled = [(line, *looks[line.label]) for line in lines]
             shown = [replace(line, colour=colour, marker=marker) for line, colour, marker in styled]
-            few.append(panel(heading(column), _trend(column, "length", lines), draw, "tokens", shown=shown))
+            few.append(panel(column.heading, _trend(column, "length", lines), draw, "tokens", shown=shown))
             dashed |= any(line.printed for line in lines)
         elif len(lines) <= ROWS:
             draw = partial(draw, ghosts=lines, limits=plot.span(lines))
@@ -121,10 +120,12 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
                 for line in lines
             ]
             caption = (
-                f"Measured at each length in tokens; {better(column)}. "
+                f"Measured at each length in tokens; {column.better}. "
                 "Band: one standard deviation over seeds; grey: the other rows."
             )
-            many.append(Picture(f"length-{key}", f"{titled(column)} against length", caption, panels, NARROW))
+            many.append(
+                Picture(f"length-{key}", f"{column.titled()} against length", caption, panels, NARROW)
+            )
     if few:
         caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
         caption += " Dashed: the paper's." * dashed
@@ -144,8 +145,8 @@ def against_every_field(sheet: Sheet) -> Iterator[Picture]:
         rows = [row for row in sheet.rows if axis.key in row.axes]
         pairs = [(row.axes[axis.key], value) for row in rows for value in row.values[key]]
         panels.append(panel("", alt, plot.points, axis.title, column.title, shown=pairs))
-    caption = f"A point for each run; {better(column)}."
-    yield Picture("fields", f"{titled(column)} against each field", caption, panels, NARROW)
+    caption = f"A point for each run; {column.better}."
+    yield Picture("fields", f"{column.titled()} against each field", caption, panels, NARROW)
 
 
 def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
@@ -269,11 +270,11 @@ def _best_in_words(sheet: Sheet, key: str) -> str:
     if best is None:
         return f"{column.title}: nothing measured yet."
     value = short(best.means[key], column.decimals)
-    return f"{column.title}, {better(column)}: best is {best.name} with {value}{column.unit}."
+    return f"{column.title}, {column.better}: best is {best.name} with {value}{column.unit}."
 
 
 def _trend(column: Column, x: str, drawn: Sequence[Line]) -> str:
-    return f"{titled(column)} from the smallest to the largest {x}: {_ends(drawn, column.decimals)}."
+    return f"{column.titled()} from the smallest to the largest {x}: {_ends(drawn, column.decimals)}."
 
 
 def _ends(drawn: Sequence[Line], decimals: int) -> str:

@@ -93,19 +93,17 @@ def sheet(
     """
     spread = _spread_tasks(table)
     rows = tuple(_series(table, row, curves or {}, spread) for row in table.rows)
-    measures = dict(table.study.columns)
+    measures = dict(table.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    lengths = _at_lengths(table.study.columns, rows, spread)
+    lengths = _at_lengths(table.columns, rows, spread)
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return Sheet(table, rows, _axes(rows, table.study.axes), measures, lengths, trials)
+    return Sheet(table, rows, _axes(rows, table.run.study.axes), measures, lengths, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Spread) -> Series:
     values = {key: entry.values for key, entry in row.entries.items()}
-    lengths = {
-        key: _by_length(key, column.factor, row.results) for key, column in table.study.columns.items()
-    }
+    lengths = {key: _by_length(key, column.factor, row.results) for key, column in table.columns.items()}
     lengths = {key: found for key, found in lengths.items() if found}
     printed: dict[str, dict[float, float]] = {}
     for task, places in spread.items():
@@ -136,7 +134,7 @@ def _spread_tasks(table: Table) -> Spread:
         owners = [owner for owner, _, _ in parts]
         crowded |= {owner for owner in owners if owners.count(owner) > 1}
         for owner, task, length in parts:
-            if length is not None and owner in table.study.columns:
+            if length is not None and owner in table.columns:
                 places.setdefault(task, {})[float(length)] = owner
     return {
         task: dict(sorted(at.items()))

@@ -139,9 +139,7 @@ def _average(before: float, now: float) -> float:
 
 def _summary(result: dict[str, Any]) -> dict[str, float]:
     """The final numbers as flat metrics: columns and, below each, the tasks in it; size, time."""
-    flat = dict(result["columns"])
-    # @ is not allowed in a metric's name
-    flat |= {name.replace("@", "/"): task["value"] for name, task in result["tasks"].items()}
+    flat = result["columns"] | {name: task["value"] for name, task in result["tasks"].items()}
     names = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
     return flat | {name: result[name] for name in names}
 

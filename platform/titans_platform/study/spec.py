@@ -183,6 +183,25 @@ class Column(Frozen):
     higher_is_better: bool = True
     decimals: Annotated[int, Field(ge=0)] = 1
 
+    def titled(self, name: str = "") -> str:
+        """The title, or another name, with the unit."""
+        return f"{name or self.title} ({self.unit})" if self.unit else name or self.title
+
+    @property
+    def arrow(self) -> str:
+        """The way that is better, as a sign."""
+        return "↑" if self.higher_is_better else "↓"
+
+    @property
+    def better(self) -> str:
+        """The way that is better, in words."""
+        return "higher is better" if self.higher_is_better else "lower is better"
+
+    @property
+    def heading(self) -> str:
+        """The title with the unit and the way that is better."""
+        return f"{self.titled()} {self.arrow}"
+
 
 class Study(Frozen):
     """A study file, whole."""

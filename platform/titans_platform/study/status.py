@@ -51,13 +51,6 @@ class Seen:
         steps = self.progress.get("steps") or 0
         return TRAINING_SHARE * float(self.progress.get("step", 0)) / steps if steps else 0.0
 
-    @property
-    def eta(self) -> float | None:
-        """Seconds of training left at the present speed."""
-        speed, config = self.progress.get("tokens_per_second"), self.cell.config
-        steps = max(0, config.optim.steps - int(self.progress.get("step", 0)))
-        return steps * config.tokens_per_step / float(speed) if speed else None
-
 
 def look(cells: Sequence[Cell], root: Path) -> list[Seen]:
     """Read the state of every cell."""
@@ -92,7 +85,7 @@ def running_line(item: Seen) -> list[str]:
         return [*who, "evaluating", "", "", ""]
     loss = f"loss {float(p['loss']):.3f}" if p.get("loss") is not None else ""
     speed = f"{count(int(p['tokens_per_second']))} tok/s" if p.get("tokens_per_second") else ""
-    return [*who, f"{p.get('step', 0)}/{steps}", loss, speed, clock(item.eta)]
+    return [*who, f"{p.get('step', 0)}/{steps}", loss, speed, clock(p.get("eta_seconds"))]
 
 
 class View:
