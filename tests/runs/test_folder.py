@@ -16,7 +16,7 @@ from titans_platform.study.ledger import Marks
 from titans_platform.study.plan import StudyRun, make_plan
 from titans_platform.study.schedule import only_driver
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
-from titans_platform.study.status import View, look
+from titans_platform.study.status import View, cell_statuses
 from titans_platform.text import clock
 
 HOLD = """
@@ -204,12 +204,12 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     with cells[0].folder(tmp_path).hold():
         view = View(study_of(tmp_path, *cells), cells, Marks())
         view.started = time.monotonic() - 10
-        assert view.eta(look(cells, tmp_path)) is None
+        assert view.eta(cell_statuses(cells, tmp_path)) is None
         assert "1 running, 1 missing" in view.plain()
         assert "LMM seed 0 500/1000 loss 2.500" in view.plain()
     write_json(cells[0].folder(tmp_path).path / "result.json", result())
     # 0.55 of a cell took ten seconds, one is left
-    assert view.eta(look(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
+    assert view.eta(cell_statuses(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
     assert view.news() == ["done    LMM, seed 0:  (10s)"]
     assert view.news() == []
 

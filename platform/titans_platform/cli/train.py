@@ -141,7 +141,7 @@ def _display(folder: RunFolder, console: Console) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None, shown="")
 
-        def look() -> None:
+        def update() -> None:
             nonlocal printed
             state = folder.progress()
             if not state or state["age"] > time.time() - began + 1:
@@ -153,7 +153,7 @@ def _display(folder: RunFolder, console: Console) -> Iterator[None]:
                 text = f"{phase} {step}/{steps}  {line}"
                 console.print(text.rstrip(), highlight=False, soft_wrap=True)
 
-        with repeating(look, 0.5):
+        with repeating(update, 0.5):
             yield
 
 

@@ -11,8 +11,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from titans_platform.report.figure_data import Axis, Series, Value
 from titans_platform.report.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
-from titans_platform.report.series import Axis, Series, Value
 from titans_platform.study.spec import Column
 from titans_platform.text import NONE, short, tokens
 

@@ -21,8 +21,8 @@ from titans_platform.provenance import commands
 from titans_platform.report import content, figure
 from titans_platform.report.content import Links
 from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal
+from titans_platform.report.figure_data import figure_data
 from titans_platform.report.picture import DARK, LIGHT, Line, Picture, save, svg
-from titans_platform.report.series import sheet
 from titans_platform.report.table import Table, build_table
 from titans_platform.study.schedule import MANIFEST, SEARCH
 from titans_platform.study.tracker import shown
@@ -94,7 +94,7 @@ def write_views(table: Table, store: Store | None = None, address: str | None = 
     """
     folder = table.run.folder
     search = read_json(folder / SEARCH) or {}
-    drawn = figure.pictures(sheet(table, store.curves(_runs(table)) if store else {}, search))
+    drawn = figure.pictures(figure_data(table, store.curves(_runs(table)) if store else {}, search))
     server = store.server if store else None
     links = Links((address or server or UI).rstrip("/"), store.experiment, folder.name) if store else None
     notes = [search["line"]] if "line" in search else []

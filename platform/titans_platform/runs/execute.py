@@ -217,7 +217,6 @@ class _Worker:
             return {}
         result = self._result(trainer, measured) | {"eval_seconds": time.perf_counter() - started}
         with self.phases.phase("record"):
-            self.reporter.close(result)
             self.reporter.finish(result)
         return result
 

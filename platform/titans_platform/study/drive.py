@@ -24,7 +24,7 @@ from titans_platform.study.plan import Estimate, Plan, StudyRun, estimate, make_
 from titans_platform.study.schedule import SEARCH, only_driver, output_to, ray_for, run_cells, write_manifest
 from titans_platform.study.search import FOUND, Searched, read_search, run_search, set_line, with_found
 from titans_platform.study.spec import Cell
-from titans_platform.study.status import View, look, showing, showing_search
+from titans_platform.study.status import View, cell_statuses, showing, showing_search
 from titans_platform.text import NONE, clock, count, plural
 
 Drawn = TypeVar("Drawn")
@@ -106,26 +106,25 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
     console.print(grid)
     if not all(cell["cell"] for cell in record["cells"]):
-        console.print("Cells get their names once the data are prepared; the run does that first.")
+        _say(console, "Cells get their names once the data are prepared; the run does that first.")
     if search := record["search"]:
         low, high = (count(search[key]) for key in ("tokens_least", "tokens_at_most"))
-        console.print(
+        _say(
+            console,
             f"First a search: {search['trials']} trials ({search['finished']} finished), rungs after "
             f"{', '.join(map(str, search['rungs']))} steps, {low} to {high} tokens; what is best becomes a "
             "row, run with the same seeds.",
-            highlight=False,
-            soft_wrap=True,
         )
     r = record["resources"]
     workers = plural(r["workers"], "worker") + (", each" if r["workers"] > 1 else "")
-    console.print(
+    _say(
+        console,
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
         f"each on {workers} with {r['cpus_per_worker']} CPU and {r['gpus_per_worker']:g} GPU.",
-        highlight=False,
     )
     if not record["refused"]:
         guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
-        console.print(f"Time: about {guess} (from {record['estimate_basis']}).", highlight=False)
+        _say(console, f"Time: about {guess} (from {record['estimate_basis']}).")
 
 
 def run_study(
@@ -223,6 +222,6 @@ def _resumable(run: StudyRun, console: Console) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        done = sum(item.state == "done" for item in look(run.cells, run.root))
-        console.print(f"{done} of {len(run.cells)} cells are done and kept", highlight=False)
+        done = sum(item.state == "done" for item in cell_statuses(run.cells, run.root))
+        _say(console, f"{done} of {len(run.cells)} cells are done and kept")
         raise

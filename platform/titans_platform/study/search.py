@@ -184,13 +184,11 @@ def _read_trial(root: Path, entry: dict[str, Any], metric: str) -> Trial:
 
 
 @dataclass(frozen=True)
-class Climb:
+class TrialContext:
     """What every trial of a search shares."""
 
     tracker: Tracker
     search: Search
-    milestones: tuple[int, ...]
-    """The optimiser steps at which a trial is measured."""
     data: str
     """Fingerprint of the data."""
 
@@ -213,7 +211,7 @@ def run_search(run: StudyRun, known: Searched, data: str, slots: int) -> None:
         run_trials(
             run,
             run_trial,
-            {"climb": Climb(tracker, search, tuple(steps), data)},
+            {"shared": TrialContext(tracker, search, data)},
             slots,
             search_alg=_sampler(search, mode, [trial.params for trial in known.trials]),
             scheduler=asha,
@@ -252,11 +250,11 @@ def run_trial(space: dict[str, Any]) -> None:
 
     die_with_parent()
     params = dict(space)
-    climb: Climb = params.pop("climb")
-    spec = _trial_spec(climb, params)
+    shared: TrialContext = params.pop("shared")
+    search, spec = shared.search, _trial_spec(shared, params)
     try:
-        for step in climb.milestones:
-            value = _measured(spec, Rung(step, climb.search.metric))
+        for step in search.milestones(spec.config.optim.steps):
+            value = _measured(spec, Rung(step, search.metric))
             if value is None:
                 return
             tune.report({"steps": step, "value": value})
@@ -267,13 +265,13 @@ def run_trial(space: dict[str, Any]) -> None:
         raise
 
 
-def _trial_spec(climb: Climb, params: dict[str, Any]) -> RunSpec:
-    run = climb.tracker.run
-    config = trial_config(run, climb.search, params)
-    name = build_objective(config).run_name(climb.data, run.resources.workers)
+def _trial_spec(shared: TrialContext, params: dict[str, Any]) -> RunSpec:
+    run = shared.tracker.run
+    config = trial_config(run, shared.search, params)
+    name = build_objective(config).run_name(shared.data, run.resources.workers)
     title = f"trial {_number(run, name, params)}"
-    searched = trial_row(run, next(iter(climb.search.corners())))
-    return climb.tracker.spec(Cell(title, config.seed, config, name), title, [searched])
+    searched = trial_row(run, next(iter(shared.search.corners())))
+    return shared.tracker.spec(Cell(title, config.seed, config, name), title, [searched])
 
 
 def _number(run: StudyRun, name: str, params: dict[str, Any]) -> int:

@@ -35,7 +35,7 @@ PLAIN_EVERY = 15.0
 
 
 @dataclass(frozen=True)
-class Seen:
+class CellStatus:
     """One cell as its files show it."""
 
     cell: Cell
@@ -52,22 +52,22 @@ class Seen:
         return TRAINING_SHARE * float(self.progress.get("step", 0)) / steps if steps else 0.0
 
 
-def look(cells: Sequence[Cell], root: Path) -> list[Seen]:
+def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
     """Read the state of every cell."""
-    seen = []
+    statuses = []
     for cell in cells:
         folder = cell.folder(root)
         state = folder.state()
         failure = folder.failure() if state == "failed" else None
         progress = folder.progress() if state in ("running", "interrupted") else None
-        seen.append(Seen(cell, state, progress or {}, str((failure or {}).get("reason", ""))))
-    return seen
+        statuses.append(CellStatus(cell, state, progress or {}, str((failure or {}).get("reason", ""))))
+    return statuses
 
 
-def counts(seen: Sequence[Seen]) -> dict[str, int]:
+def counts(statuses: Sequence[CellStatus]) -> dict[str, int]:
     """Cells by state."""
     states = ("done", "running", "failed", "interrupted", "missing")
-    return {state: sum(item.state == state for item in seen) for state in states}
+    return {state: sum(item.state == state for item in statuses) for state in states}
 
 
 def counted(counts: Mapping[str, int]) -> str:
@@ -75,7 +75,7 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {state}" for state, n in counts.items() if n or state == "done")
 
 
-def running_line(item: Seen) -> list[str]:
+def running_line(item: CellStatus) -> list[str]:
     """What one running cell shows: row, seed, step, loss, speed, time left."""
     p, who = item.progress, [item.cell.row, f"seed {item.cell.seed}"]
     steps = p.get("steps") or item.cell.config.optim.steps
@@ -99,52 +99,52 @@ class View:
         self.started = time.monotonic()
         self._at_start = {
             item.cell.name: 0.0 if item.state in ("done", "failed") else item.fraction
-            for item in look(todo, run.root)
+            for item in cell_statuses(todo, run.root)
         }
         self._printed: set[str | None] = set()
 
-    def eta(self, seen: Sequence[Seen]) -> float | None:
+    def eta(self, statuses: Sequence[CellStatus]) -> float | None:
         """Seconds until all of it is done, by the work done since the start; None before there is any."""
-        mine = [item for item in seen if item.cell.name in self._at_start]
+        mine = [item for item in statuses if item.cell.name in self._at_start]
         work = sum(item.fraction - self._at_start[item.cell.name] for item in mine)
         left = sum(1 - item.fraction for item in mine)
         return left * (time.monotonic() - self.started) / work if work > 0.02 else None
 
     def render(self) -> RenderableType:
         """Overall line, bar, one line a running cell."""
-        seen = look(self.run.cells, self.run.root)
-        share = sum(item.fraction for item in seen) / len(seen) if seen else 1.0
+        statuses = cell_statuses(self.run.cells, self.run.root)
+        share = sum(item.fraction for item in statuses) / len(statuses) if statuses else 1.0
         head = RichTable.grid(expand=True)
         head.add_column(ratio=1, no_wrap=True)
         head.add_column(justify="right", no_wrap=True)
         name = f"{self.run.study.name} at {self.run.scale_name}"
-        title = Text(f"{name}: {len(seen)} cells, {counted(counts(seen))}", style="bold")
-        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(seen))} left")
+        title = Text(f"{name}: {len(statuses)} cells, {counted(counts(statuses))}", style="bold")
+        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(statuses))} left")
         bar = ProgressBar(total=1.0, completed=share, complete_style="green")
-        return Group(head, bar, self._running(seen))
+        return Group(head, bar, self._running(statuses))
 
     def _elapsed(self) -> str:
         return clock(time.monotonic() - self.started)
 
-    def _running(self, seen: Sequence[Seen]) -> RenderableType:
+    def _running(self, statuses: Sequence[CellStatus]) -> RenderableType:
         lines = RichTable.grid(padding=(0, 2, 0, 0))
         longest = max((len(cell.row) for cell in self.run.cells), default=0)
         lines.add_column(no_wrap=True, min_width=longest)
         for justify in ("left", "right", "right", "right", "right"):
             lines.add_column(justify=justify, no_wrap=True)
-        for item in seen:
+        for item in statuses:
             if item.state == "running":
                 lines.add_row(*running_line(item))
         return lines if lines.rows else Text(self.marks.now, style="dim")
 
     def news(self) -> list[str]:
         """A line for every cell that ended since the last call."""
-        ended = [item for item in look(self.todo, self.run.root) if item.state in ("done", "failed")]
+        ended = [item for item in cell_statuses(self.todo, self.run.root) if item.state in ("done", "failed")]
         new = [item for item in ended if item.cell.name not in self._printed]
         self._printed |= {item.cell.name for item in new}
         return [self._ended(item) for item in new]
 
-    def _ended(self, item: Seen) -> str:
+    def _ended(self, item: CellStatus) -> str:
         who = f"{item.cell.row}, seed {item.cell.seed}"
         if item.state == "failed":
             return f"failed  {who}: {item.reason}"
@@ -160,10 +160,10 @@ class View:
 
     def plain(self) -> str:
         """The state in one line, for logs."""
-        seen = look(self.run.cells, self.run.root)
-        running = [running_line(item) for item in seen if item.state == "running"]
+        statuses = cell_statuses(self.run.cells, self.run.root)
+        running = [running_line(item) for item in statuses if item.state == "running"]
         cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running) or self.marks.now
-        line = f"[{self._elapsed()}] {counted(counts(seen))}; {clock(self.eta(seen))} left"
+        line = f"[{self._elapsed()}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
         return f"{line} | {cells}" if cells else line
 
 
@@ -259,14 +259,14 @@ def status_of(label: str, root: Path) -> dict[str, Any]:
         Cell(entry["row"], entry["seed"], validate(RunConfig, entry["config"]), entry["cell"])
         for entry in manifest["cells"]
     ]
-    seen = look(cells, root)
+    statuses = cell_statuses(cells, root)
     # the lock of a driver on another machine may not be seen here; what its cells write is
     elsewhere = manifest.get("host", platform.node()) != platform.node()
     return {
         "study": label,
-        "running": is_locked(folder / "lock") or (elsewhere and counts(seen)["running"] > 0),
+        "running": is_locked(folder / "lock") or (elsewhere and counts(statuses)["running"] > 0),
         "host": manifest.get("host"),
-        "counts": counts(seen),
+        "counts": counts(statuses),
         "overhead": read_json(folder / LEDGER),
         "search": _search(folder, manifest, root),
         "cells": [
@@ -279,7 +279,7 @@ def status_of(label: str, root: Path) -> dict[str, Any]:
                 "progress": item.progress or None,
                 "shown": running_line(item) if item.state == "running" else None,
             }
-            for item in seen
+            for item in statuses
         ],
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from titans_core.config import ModelConfig
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.reporter import finish
+from titans_platform.runs.reporter import log_result
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Row
@@ -82,7 +82,7 @@ def _settle(store: Store, parent: str, root: Path) -> None:
         folder = RunFolder(root, name)
         state = folder.state()
         if state == "done":
-            finish(store.run(run_id), folder.result() or {})
+            log_result(store.run(run_id), folder.result() or {})
         elif state != "running":
             ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
             store.end(run_id, ends.get(state, "KILLED"))
