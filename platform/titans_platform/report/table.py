@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Column, Row, Scale
+from titans_platform.study.status import CellStatus, cell_statuses
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,6 @@ class Entry:
         return max((self.sd or 0.0) / math.sqrt(len(self.values) or 1), self.item_stderr)
 
 
-class Unfinished(NamedTuple):
-    """A cell without a result: its state, and the reason where it failed."""
-
-    cell: Cell
-    state: str
-    reason: str = ""
-
-
 @dataclass(frozen=True)
 class TableRow:
     """A row: its entries by column, and the cells they come from."""
@@ -56,7 +49,8 @@ class TableRow:
     row: Row
     cells: tuple[Cell, ...]
     results: tuple[dict[str, Any], ...]
-    unfinished: tuple[Unfinished, ...] = ()
+    unfinished: tuple[CellStatus, ...] = ()
+    """How the cells without a result stand."""
     entries: dict[str, Entry] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
     """Short commits, other than the present one, that made some of its cells."""
@@ -138,14 +132,9 @@ def _side_by_side(run: StudyRun) -> bool:
 
 
 def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
-    results, unfinished = [], []
-    for cell in cells:
-        folder = cell.folder(run.root)
-        if (result := folder.shown_result()) is not None:
-            results.append(result)
-        else:
-            reason = str((folder.failure() or {}).get("reason", ""))
-            unfinished.append(Unfinished(cell, folder.state(), reason))
+    found = [(cell, cell.folder(run.root).shown_result()) for cell in cells]
+    results = [result for _, result in found if result is not None]
+    unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
     entries = {}
     for key, column in run.study.columns.items():
         kept = [result for result in results if _finite(result["columns"].get(key))]
