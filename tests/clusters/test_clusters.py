@@ -18,7 +18,7 @@ from titans_platform.clusters.packaging import environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
-from titans_platform.runs.resources import Resources, concurrency
+from titans_platform.runs.spec import Resources, concurrency
 
 SECRET = "0123456789abcdef" * 4
 

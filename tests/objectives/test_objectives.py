@@ -19,7 +19,7 @@ from titans_platform.objectives import build_objective
 from titans_platform.runs import check
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
-from titans_platform.runs.resources import Resources
+from titans_platform.runs.spec import Resources
 
 RUN: dict[str, Any] = {
     "model": {

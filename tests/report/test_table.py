@@ -17,6 +17,7 @@ from titans_platform.report.export import terminal
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
 from titans_platform.runs.folder import RunFolder
+from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
 COLUMNS = {
@@ -64,7 +65,7 @@ def finish(root, cell: Cell, commit: str = "c0ffee", **changes) -> None:
 
 def table(root, commit: str = "c0ffee"):
     study = Study(name="tiny", columns=COLUMNS, scales={"small": Scale(seeds=(0, 1))}, rows=ROWS)
-    return build_table(study, "small", cells(), root, commit)
+    return build_table(StudyRun(study, "small", root, commit, whole=tuple(cells())))
 
 
 @pytest.fixture
@@ -261,8 +262,9 @@ def test_numbers_timed_beside_other_cells_are_marked(root):
 
 
 def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
-    paths = write_views(table(root), root / "views")
-    assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
+    empty = table(root)
+    paths = write_views(empty)
+    assert {path for path in empty.run.folder.rglob("*") if path.is_file()} == set(paths.values())
     assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
     assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
 

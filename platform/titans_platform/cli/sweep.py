@@ -26,7 +26,7 @@ from titans_platform.errors import UsageError
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.report.table import Table
-    from titans_platform.study.opened import Opened
+    from titans_platform.study.plan import StudyRun
     from titans_platform.study.spec import Study
 
 MAX_SEEDS = 1000
@@ -266,9 +266,9 @@ def _opened(
     seeds: str | None,
     overrides: tuple[str, ...],
     checkpoint_every: tuple[str, ...] = (),
-) -> Opened:
+) -> StudyRun:
     """The study that the options of a command choose."""
-    from titans_platform.study.opened import open_study
+    from titans_platform.study.cells import open_study
 
     overrides += checkpoint_every
     return open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)

@@ -12,7 +12,7 @@ from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Note, Step
 from titans_platform.errors import UsageError
-from titans_platform.runs.resources import this_machine
+from titans_platform.runs.spec import this_machine
 
 
 class Local(Cluster):

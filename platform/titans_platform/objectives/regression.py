@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -153,15 +152,13 @@ class SeriesError(Task):
     """
 
     data_kind = "series"
+    error: ClassVar[Callable[[Tensor], Tensor]]
+    """Of each number, from how far the prediction is off."""
 
     @property
     def chance(self) -> float:
         """Infinite: it depends on the series; `measure` gives it."""
         return math.inf
-
-    @abstractmethod
-    def error(self, difference_BhC: Tensor) -> Tensor:
-        """[B] error of each window."""
 
     def measure(self, context: Context) -> Measurement:
         """Error on `config.items` windows of `context.length` steps.
@@ -180,7 +177,8 @@ class SeriesError(Task):
         """[B] errors of the model, and of the training part's mean."""
         scorer = context.scorer
         predicted = scorer.model(batch.inputs.to(scorer.device)).prediction.float().cpu()
-        return self.error(predicted - batch.targets), self.error(batch.targets)
+        error = type(self).error
+        return error(predicted - batch.targets).mean((1, 2)), error(batch.targets).mean((1, 2))
 
 
 @register_task
@@ -188,10 +186,7 @@ class MeanSquaredError(SeriesError):
     """Mean squared error."""
 
     name = "mse"
-
-    def error(self, difference_BhC: Tensor) -> Tensor:
-        """[B] mean of squares."""
-        return difference_BhC.square().mean((1, 2))
+    error = staticmethod(torch.square)
 
 
 @register_task
@@ -199,7 +194,4 @@ class MeanAbsoluteError(SeriesError):
     """Mean absolute error."""
 
     name = "mae"
-
-    def error(self, difference_BhC: Tensor) -> Tensor:
-        """[B] mean of absolute values."""
-        return difference_BhC.abs().mean((1, 2))
+    error = staticmethod(torch.abs)

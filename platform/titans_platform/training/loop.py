@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from titans_core import Model
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
 from titans_platform.errors import TitansError, UsageError
@@ -52,15 +53,9 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * high)
 
 
-class Grouped(Protocol):
-    """A model that says which of its weights decay."""
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]: ...
-
-
 def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the model's own parameter groups: it knows which of its weights decay may pull on."""
-    groups = cast(Grouped, model).parameter_groups(cfg.weight_decay)
+    groups = cast(Model, model).parameter_groups(cfg.weight_decay)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
 
 
@@ -90,8 +85,8 @@ class Stream(Protocol):
     def batch(self, step: int) -> Any: ...
 
 
-class Objective(Protocol):
-    """What a batch asks of a model: a loss for each row, and which rows have one."""
+class Loss(Protocol):
+    """What a batch asks of a model: a loss for each row, and which rows have one. An `Objective` is one."""
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row in nats; 0 for a row that does not count."""
@@ -170,7 +165,7 @@ class Trainer:
         cfg: OptimConfig,
         stream: Stream,
         device: torch.device | str = "cpu",
-        objective: Objective | None = None,
+        objective: Loss | None = None,
         *,
         sequence_length: int,
     ):
