@@ -1,7 +1,7 @@
 """The verdict: which way each row goes from the row it is compared with, in the paper and here.
 
-A difference is of means over seeds, paired by seed. It is resolved where two intervals at 95% leave out zero: the
-bootstrap's, and Student's, since a bootstrap of three to five seeds alone is too narrow.
+A difference is of means over seeds, paired by seed. It is resolved where two intervals at 95% leave out zero:
+the bootstrap's, and Student's, since a bootstrap of three to five seeds alone is too narrow.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Verdict:
 
 
 def verdicts(table: Table) -> list[Verdict]:
-    """One a row and column that both rows have numbers for; the first row of a table is the one compared with."""
-    first, *others = [row for row in table.rows if not row.row.reference] or [None]
-    if first is None:
+    """One a row and column that has numbers; the first row of the table is the one compared with."""
+    rows, found = compared(table), []
+    if not rows:
         return []
-    found = []
+    first, *others = rows
     for key, column in table.columns.items():
         sign, before = (1 if column.higher_is_better else -1), by_seed(first, key, column.factor)
         for row in others:
@@ -68,6 +68,11 @@ def verdicts(table: Table) -> list[Verdict]:
                 paper = _paper(row, first, key, sign)
                 found.append(Verdict(row.row.name, key, first.row.name, paper, ours))
     return found
+
+
+def compared(table: Table) -> list[TableRow]:
+    """The rows of the paper's table: those that are there for reference are not compared."""
+    return [row for row in table.rows if not row.row.reference]
 
 
 def _paper(row: TableRow, first: TableRow, key: str, sign: int) -> float | None:
@@ -136,9 +141,9 @@ def lock_ins(table: Table) -> list[LockIn]:
     """
     from scipy.stats import fisher_exact
 
-    rows = [row for row in table.rows if not row.row.reference]
-    found = []
-    for task in dict.fromkeys(key for row in rows for result in row.results for key in result.get("tasks", {})):
+    rows, found = compared(table), []
+    tasks = dict.fromkeys(key for row in rows for result in row.results for key in result.get("tasks", {}))
+    for task in tasks:
         rates = {row.row.name: _solved(row, task) for row in rows}
         if len({outcome for outcomes in rates.values() for outcome in outcomes}) < 2:
             continue
@@ -146,7 +151,7 @@ def lock_ins(table: Table) -> list[LockIn]:
         for name, own in others:
             if own and base:
                 sides = [[sum(own), len(own) - sum(own)], [sum(base), len(base) - sum(base)]]
-                p = float(fisher_exact(sides)[1])
+                p = float(fisher_exact(sides).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
                 found.append(LockIn(name, task, sum(own), len(own), sum(base), len(base), p))
     return found
 
