@@ -183,7 +183,7 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
     console = Console(width=60, file=io.StringIO())
     console.print(terminal(view, 60))
     lines = console.file.getvalue().splitlines()
-    cut = [line for line in lines if line.startswith("w/o")]
+    cut = [line for line in lines if line.startswith("w/o") and "resolved" not in line]
     assert len(cut) == 1
     assert "…†" in cut[0]
     assert cut[0].endswith("137M 9.34K")
@@ -212,6 +212,24 @@ def test_every_number_leads_to_its_cell_and_run(full):
     lines = [line for line in text.splitlines() if line.startswith("|")]
     widths = {line.count("|") for line in lines[:6]}
     assert widths == {8}
+
+
+def test_every_view_says_what_becomes_of_the_papers_directions(root):
+    steady = {"LMM": (5.0, 0.5), "w/o Persistent Memory": (6.0, 0.3), "Transformer++": (9.0, 0.9)}
+    for cell in cells():
+        ppl, acc = (value * (1 + cell.seed / 1000) for value in steady[cell.row])
+        finish(root, cell, columns={"lm_ppl": ppl, "reasoning_acc": acc})
+    full = table(root)
+    said = "1 comparison: 1 agrees, 0 disagrees, 0 not resolved"
+    (line,) = [each for each in printed(full) if "Persistent" in each and "agrees" in each]
+    assert line.split()[-2:] == ["-1.00", "agrees"]  # 1.00 higher, which is worse; the paper too says worse
+    paths = write_views(full)
+    texts = {name: paths[name].read_text() for name in ("table.md", "table.tex", "report.html")}
+    assert all(said in each for each in (*texts.values(), " ".join(" ".join(printed(full)).split())))
+    assert all("-1.00 [-1.00, -1.00] agrees" in each for each in texts.values())
+    (judged, free) = csv.DictReader(io.StringIO(paths["verdict.csv"].read_text()))
+    assert (judged["column"], judged["verdict"], judged["resolved"]) == ("lm_ppl", "agrees", "True")
+    assert (free["column"], free["verdict"], free["paper difference"]) == ("reasoning_acc", "", "")
 
 
 def test_csv_reads_back(full):

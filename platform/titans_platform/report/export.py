@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from titans_platform.report import content
+from titans_platform.report import content, verdict
 from titans_platform.report.content import DAGGERS, SIZES, Shown, fields
 from titans_platform.report.table import Table
 from titans_platform.text import NONE, commit
@@ -59,6 +59,11 @@ def cells_csv(table: Table) -> str:
     return _csv(lines)
 
 
+def verdict_csv(table: Table) -> str:
+    """A line for each row and column beside the first row's: the difference, its interval, the verdict."""
+    return _csv(verdict.verdict_rows(table))
+
+
 def _csv(lines: Iterable[Sequence[Any]]) -> str:
     out = io.StringIO()
     # None is written as nothing
@@ -90,7 +95,28 @@ def latex(table: Table) -> str:
         "\\end{table}",
         "",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_tex_verdict(table)])
+
+
+def _tex_verdict(table: Table) -> list[str]:
+    """A table of its own: each row's difference to the first, and what it says of the paper's direction."""
+    if (found := verdict.shown(table)) is None:
+        return []
+    return [
+        "\\begin{table}[t]",
+        "\\centering",
+        f"\\caption{{{tex(found.sentence)}}}",
+        f"\\label{{tab:{table.run.study.name}-{table.run.scale_name}-verdict}}",
+        f"\\begin{{tabular}}{{{'l' * len(found.heads)}}}",
+        "\\toprule",
+        _tex_line(map(tex, found.heads)),
+        "\\midrule",
+        *(_tex_line(map(tex, line)) for line in found.body),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+        "",
+    ]
 
 
 def tex(text: str) -> str:
@@ -135,6 +161,10 @@ def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
     lines += [_md(line) for line in content.body(table)]
     lines += [_md([f"*{text}*" if text else "" for text in content.chance_line(table)]), ""]
     lines += [f"- {line}" for line in (*map("; ".join, content.summaries(table)), *content.footnotes(table))]
+    if found := verdict.shown(table):
+        lines += ["", found.sentence, "", _md(found.heads), "|:--" * len(found.heads) + "|"]
+        lines += [_md(line) for line in found.body]
+    lines += [f"- {line}" for line in verdict.lock_in_lines(table)]
     lines += [line for name, path in pictures for line in ("", f"![{name}]({path})", f"*{name}*")]
     lines += ["", "<details><summary>Where each number comes from</summary>", ""]
     lines += [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
@@ -157,7 +187,18 @@ def terminal(table: Table, width: int = 80) -> RenderableType:
     grids = _fitting(table, list(table.columns), width)
     notes = [Text(note, style="dim") for note in content.footnotes(table)]
     found = [Text(_broken(clauses, width)) for clauses in content.summaries(table)]
-    return Group(content.title(table), *grids, *found, "", *notes)
+    return Group(content.title(table), *grids, *found, *_verdict(table), "", *notes)
+
+
+def _verdict(table: Table) -> list[RenderableType]:
+    if (found := verdict.shown(table, intervals=False)) is None:
+        return []
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for head in found.heads:
+        grid.add_column(head, vertical="bottom")
+    for line in found.body:
+        grid.add_row(*line)
+    return ["", found.sentence, grid, *map(Text, verdict.lock_in_lines(table))]
 
 
 def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:

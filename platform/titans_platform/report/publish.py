@@ -18,9 +18,9 @@ from rich.console import Console
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
-from titans_platform.report import content, figure
+from titans_platform.report import content, figure, verdict
 from titans_platform.report.content import Links
-from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal
+from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal, verdict_csv
 from titans_platform.report.figure_data import figure_data
 from titans_platform.report.picture import DARK, LIGHT, Line, Picture, save, svg
 from titans_platform.report.table import Table, build_table
@@ -106,6 +106,7 @@ def write_views(table: Table, store: Store | None = None, address: str | None = 
         "table.tex": latex(table),
         "table.csv": summary_csv(table),
         "cells.csv": cells_csv(table),
+        "verdict.csv": verdict_csv(table),
     }
     for name, text in texts.items():
         write_text(folder / name, text)
@@ -136,6 +137,7 @@ def html(
         table=table,
         columns=columns,
         content=content,
+        verdict=verdict,
         links=links,
         local=local,
         commands=commands,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titans_platform.report.table import Table, TableRow
+from titans_platform.text import NONE, plural
 
 LEVEL = 0.95
 RESAMPLES = 10_000
@@ -118,6 +119,74 @@ def counted(found: Sequence[Verdict]) -> dict[str, int]:
     """How many comparisons end in each way; those without a direction in the paper left out."""
     counts = Counter(verdict.outcome for verdict in found)
     return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED)}
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The verdict as every view of a table shows it: a sentence, headings, a line a row."""
+
+    sentence: str
+    heads: list[str]
+    body: list[list[str]]
+
+
+def shown(table: Table, intervals: bool = True) -> Verdicts | None:
+    """Differences as text, positive is better, with what they mean for the paper's direction.
+
+    None where the paper has no direction, or where one seed cannot resolve any.
+    """
+    found = [verdict for verdict in verdicts(table) if verdict.outcome]
+    if not any(verdict.ours.pairs > 1 for verdict in found):
+        return None
+    base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
+    columns = {key: column for key, column in table.columns.items() if key in {v.column for v in found}}
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in counted(found).items())
+    return Verdicts(
+        f"Against {base}, beside the paper's direction, of {plural(len(found), 'comparison')}: {counts}.",
+        [
+            f"minus {base}, better is +",
+            *(f"{c.title} ({c.unit})" if c.unit else c.title for c in columns.values()),
+        ],
+        [
+            [
+                row,
+                *(
+                    _text(by_place.get((row, key)), column.decimals, intervals)
+                    for key, column in columns.items()
+                ),
+            ]
+            for row in dict.fromkeys(verdict.row for verdict in found)
+        ],
+    )
+
+
+def _text(verdict: Verdict | None, decimals: int, intervals: bool) -> str:
+    if verdict is None:
+        return NONE
+    ours, signed = verdict.ours, f"+.{decimals}f"
+    ends = f" [{ours.low:{signed}}, {ours.high:{signed}}]" if intervals and ours.pairs > 1 else ""
+    return f"{ours.mean:{signed}}{ends} {verdict.outcome}"
+
+
+def verdict_rows(table: Table) -> list[list[object]]:
+    """For a spreadsheet: a heading, then a line a row and column, in the column's unit."""
+    heads: list[object] = ["row", "column", "baseline", "difference", "low", "high", "pairs", "resolved"]
+    lines = []
+    for found in verdicts(table):
+        ours = found.ours
+        numbers = [ours.mean, ours.low, ours.high, ours.pairs, ours.resolved, found.paper, found.outcome]
+        lines.append([found.row, found.column, found.baseline, *numbers])
+    return [[*heads, "paper difference", "verdict"], *lines]
+
+
+def lock_in_lines(table: Table) -> list[str]:
+    """A sentence for each task and row whose rate of solving Fisher's test tells from the first row's."""
+    told_apart = [found for found in lock_ins(table) if found.p < 1 - LEVEL]
+    return [
+        f"{found.task}: solved by {found.solved} of {found.seeds} seeds of {found.row}, and by "
+        f"{found.baseline_solved} of {found.baseline_seeds} of the first row (p = {found.p:.3f})"
+        for found in told_apart
+    ]
 
 
 @dataclass(frozen=True)
