@@ -1,4 +1,4 @@
-"""A training step of every row of a study, timed, alone or beside another checkout, for `titans bench step`."""
+"""A training step of every row of a study timed, alone or beside another checkout: `titans bench step`."""
 
 from __future__ import annotations
 
@@ -93,12 +93,14 @@ def run(
     has fields that the other has not, ``same_losses`` says whether they train one model.
 
     Raises:
-        UsageError: no such study, scale or row; no checkout at ``against``; a row that is not trained on tokens.
+        UsageError: no such study, scale or row; no checkout at ``against``; a row not trained on tokens.
         TitansError: a step failed.
     """
     if against is not None and not (against / "titans_core").is_dir():
         raise UsageError(f"--against: {against} is no checkout of this project: titans_core is not in it")
-    cells = {cell.row: cell.config for cell in expand(load_study(study), scale, rows=rows, overrides=overrides)}
+    cells = {
+        cell.row: cell.config for cell in expand(load_study(study), scale, rows=rows, overrides=overrides)
+    }
     jobs = {name: _job(name, config, threads) for name, config in cells.items()}
     results = []
     for name, job in jobs.items():
@@ -142,7 +144,9 @@ def _time(
             progress(f"round {i + 1} of {rounds}")
             for worker in list(workers.values())[:: -1 if i % 2 else 1]:
                 worker.turn(steps)
-    row: dict[str, Any] = {name: _summary(worker.steps, tokens) for name, worker in workers.items()} | compared
+    row: dict[str, Any] = {
+        name: _summary(worker.steps, tokens) for name, worker in workers.items()
+    } | compared
     if against:
         both = zip(workers["theirs"].steps, workers["ours"].steps, strict=True)
         ratios = [theirs[0] / ours[0] for theirs, ours in both]
@@ -151,7 +155,7 @@ def _time(
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Whether the two trees compute the same; where they do not, their configs must differ, if in new fields."""
+    """Whether the two trees compute the same; where they do not, their configs must differ."""
     off = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     same = off <= SAME_LOSS and ours["parameters"] == theirs["parameters"]
     found = {"same_losses": same, "loss_off": off}
@@ -162,4 +166,9 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 def _summary(steps: Sequence[tuple[float, float]], tokens: int) -> dict[str, Any]:
     cpu, wall = (median(step[i] for step in steps) for i in (0, 1))
-    return {"cpu_ms": 1e3 * cpu, "wall_ms": 1e3 * wall, "tokens_per_second": tokens / cpu, "samples": list(steps)}
+    return {
+        "cpu_ms": 1e3 * cpu,
+        "wall_ms": 1e3 * wall,
+        "tokens_per_second": tokens / cpu,
+        "samples": list(steps),
+    }

@@ -1,11 +1,11 @@
-"""What is compiled for a CPU: the same as the recurrence, and as PyTorch's operators; had once, or done without."""
+"""What is compiled for a CPU is the recurrence, and PyTorch's operators; it can be done without."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import product, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,9 @@ from titans_kernels import layers, native, neural_memory, rms_norm, short_convol
 from titans_kernels.memory import op
 
 # the cases of the operator's own tests
-_spec = importlib.util.spec_from_file_location("memory_cases", Path(__file__).with_name("test_neural_memory.py"))
+_spec = importlib.util.spec_from_file_location(
+    "memory_cases", Path(__file__).with_name("test_neural_memory.py")
+)
 assert _spec is not None
 assert _spec.loader is not None
 cases = importlib.util.module_from_spec(_spec)
@@ -115,12 +117,14 @@ def test_the_short_convolution_is_what_it_says(borders):
     assert found is not None
     flat, expected = torch.nn.functional.silu(x).flatten(0, 1), []
     borders = borders or [0, 9, 18]
-    for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(borders)):
         held = torch.cat([state[min(i, rows - 1)], flat[a:b]])
         expected.append(sum(weight[j] * held[3 - j : 3 - j + b - a] for j in range(4)))
     q, v = torch.cat(expected).view(2, 9, 2, 2, 3).unbind(2)
     wanted = [q / q.norm(dim=-1, keepdim=True), v]
-    grads = [torch.autograd.grad(sum(part.sin().sum() for part in parts), leaves) for parts in (wanted, found)]
+    grads = [
+        torch.autograd.grad(sum(part.sin().sum() for part in parts), leaves) for parts in (wanted, found)
+    ]
     assert_close([*wanted, *grads[0]], [*found, *grads[1]])
 
 
