@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product, pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest

@@ -8,6 +8,7 @@ library cannot be had `chunked` does the same.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +21,6 @@ from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.rules import Rule
 from titans_kernels.native import in_parts, library, numbers, pointer, pointers
-import itertools
 
 TAKES = (Rule,)
 """The rules that the library computes: the paper's."""
