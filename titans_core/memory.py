@@ -229,12 +229,14 @@ class NeuralMemory(nn.Module):
             state = torch.cat([conv_state[name] for name in names], -1)
         borders = documents and documents.cu_seqlens
         found = short_convolution(y, weight, state, unit, self.config.heads, borders)
-        if found is None or not self.config.conv or documents is not None:
-            return found and (found, conv_state)
-        keep, T = state.shape[1], y.shape[1]
-        last = F.silu(y[:, max(0, T - keep) :])
-        if T < keep:
-            last = torch.cat([state[:, T:].expand(len(y), -1, -1), last], 1)
+        if found is None:
+            return None
+        if not self.config.conv or documents is not None:
+            return found, conv_state
+        keep = state.shape[1]
+        last = F.silu(y[:, max(0, y.shape[1] - keep) :])
+        if last.shape[1] < keep:
+            last = torch.cat([state[:, last.shape[1] :].expand(len(y), -1, -1), last], 1)
         after = last.unflatten(-1, (len(names), -1)).unbind(-2)
         return found, conv_state | dict(zip(names, after, strict=True))
 
@@ -344,7 +346,9 @@ def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     """Gates in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
     with without_autocast(x):
         dtype, heads = state_dtype(linears[0].weight), linears[0].out_features
-        weight, bias = (torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias"))
+        weight, bias = (
+            torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
+        )
         return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(heads, -1)
 
 

@@ -1,4 +1,4 @@
-"""A training step of every row of a study, timed, alone or beside another checkout, for `titans bench step`."""
+"""A training step of every row of a study timed, alone or beside another checkout: `titans bench step`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run(
     has fields that the other has not, ``same_losses`` says whether they train one model.
 
     Raises:
-        UsageError: no such study, scale or row; no checkout at ``against``; a row that is not trained on tokens.
+        UsageError: no such study, scale or row; no checkout at ``against``; a row not trained on tokens.
         TitansError: a step failed.
     """
     if against is not None and not (against / "titans_core").is_dir():
@@ -155,7 +155,7 @@ def _time(
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Whether the two trees compute the same; where they do not, their configs must differ, if in new fields."""
+    """Whether the two trees compute the same; where they do not, their configs must differ."""
     off = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     same = off <= SAME_LOSS and ours["parameters"] == theirs["parameters"]
     found = {"same_losses": same, "loss_off": off}

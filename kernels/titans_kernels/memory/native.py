@@ -8,6 +8,7 @@ library cannot be had `chunked` does the same.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -87,12 +88,10 @@ class Call(NamedTuple):
             options.surprise_bound or 0.0, *map(ctypes.addressof, arrays),
         )  # fmt: skip
         rounded = [-(-n // 16) * 16 for n in widths]
-        size = 2 * sum(D * F for D, F in zip(rounded, rounded[1:], strict=False))
+        size = 2 * sum(D * F for D, F in itertools.pairwise(rounded))
         return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * spec.heads * size)
 
-    def forward(
-        self, tokens: Sequence[Tensor], state: Sequence[Tensor], kept: Tensor | None
-    ) -> list[Tensor]:
+    def forward(self, tokens: Sequence[Tensor], state: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
         """y and the state after the last token; chunk-start states go into ``kept``."""
         tokens, state = [x.contiguous() for x in tokens], [_rows(x) for x in state]
         y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state]
@@ -118,7 +117,7 @@ class Call(NamedTuple):
 
     def _like_state(self, x: Tensor) -> list[Tensor]:
         widths = list(self.arrays[0])
-        shapes = [(self.documents, self.spec.heads, *pair) for pair in zip(widths, widths[1:], strict=False)]
+        shapes = [(self.documents, self.spec.heads, *pair) for pair in itertools.pairwise(widths)]
         return [x.new_empty(shape) for shape in 2 * shapes]
 
     def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
@@ -152,7 +151,7 @@ def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     if cu_seqlens is None:
         return (T,) * B
     borders = document_borders(cu_seqlens, T)
-    return tuple(b - a for a, b in zip(borders, borders[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(borders))
 
 
 @lru_cache(maxsize=32)

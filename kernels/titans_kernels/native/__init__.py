@@ -1,4 +1,4 @@
-"""C++ for small work on a CPU, compiled where there is a compiler: called from Python without PyTorch's headers.
+"""C++ for small work on a CPU, compiled where there is a compiler, without PyTorch's headers.
 
 Compiled at the first call, seconds once for each machine and user: the library stays in the user's cache.
 Without a compiler, or with ``TITANS_NATIVE=0`` in the environment, PyTorch's operators do the same.
@@ -25,7 +25,7 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 SOURCES = ("memory.cpp", "layers.cpp")
 HEADERS = ("exponential.h",)
-FLAGS = "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -march=native -shared -fPIC".split()
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-march=native", "-shared", "-fPIC"]
 COMPILE_SECONDS = 120
 TYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -99,7 +99,7 @@ def _processor() -> str:
 
 
 def in_parts(jobs: int, work: Callable[[ctypes.c_int64, ctypes.c_int64], object]) -> None:
-    """``work(first, stop)`` for all jobs, in torch's number of threads: the library lets go of Python's lock."""
+    """``work(first, stop)`` for all jobs in torch's number of threads: a call lets go of Python's lock."""
     threads = torch.get_num_threads()
     parts = max(1, min(jobs, 1 if threads == 1 else 4 * threads))
     borders = [ctypes.c_int64(jobs * i // parts) for i in range(parts + 1)]
