@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
-from titans_core.layers import EPS, CausalConv, RMSNorm
+from titans_core.layers import EPS, RMSNorm
+from titans_core.projections import ConvState, Projections, per_row
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -27,14 +28,11 @@ from titans_kernels import (
     neural_memory,
     read_memory,
     rms_norm,
-    short_convolution,
     state_dtype,
     state_numel,
     without_autocast,
 )
 
-ConvState = dict[str, Tensor]
-"""For q, k and v the last inputs of the convolution, [B, K - 1, C] each."""
 Record = dict[str, tuple[Tensor, int]]
 """Telemetry of one call: for each quantity its sum, and the count to divide it by."""
 
@@ -63,7 +61,7 @@ class MemoryCache(NamedTuple):
         return MemoryState(self.memory.weights, self.memory.momentum)
 
 
-class NeuralMemory(nn.Module):
+class NeuralMemory(Projections):
     """Memory whose weights learn while it reads; every component is a switch of `MemoryConfig`.
 
     Args:
@@ -77,18 +75,11 @@ class NeuralMemory(nn.Module):
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
-        super().__init__()
-        self.config = config
-        self.rule = _rule(config)
-        self.head_dim = config.head_dim or d_model // config.heads
-        channels = config.heads * self.head_dim
-        self.w_q = nn.Linear(d_model, channels, bias=False)
-        self.w_k = nn.Linear(d_model, channels, bias=False)
-        self.w_v = nn.Linear(d_model, channels, bias=False)
-        if config.conv:
-            self.conv_q = CausalConv(channels, config.conv_kernel)
-            self.conv_k = CausalConv(channels, config.conv_kernel)
-            self.conv_v = CausalConv(channels, config.conv_kernel)
+        head_dim = config.head_dim or d_model // config.heads
+        kernel = config.conv_kernel if config.conv else None
+        unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
+        super().__init__(d_model, config.heads, head_dim, kernel, unit)
+        self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
         self.alpha = nn.Linear(d_model, config.heads) if config.decay else None
         self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
         self.theta = nn.Linear(d_model, config.heads)
@@ -139,7 +130,7 @@ class NeuralMemory(nn.Module):
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
     ) -> tuple[Tensor, ConvState]:
         """M(q) at given weights, without a write (eq. 21); the convolution state is that of q alone."""
-        q, conv_state = self._queries(x_BTD, conv_state)
+        (q,), conv_state = self.project(x_BTD, "q", conv_state)
         y = read_memory(q, weights, activation=self.config.activation)
         return self._output(y, x_BTD), conv_state
 
@@ -150,7 +141,7 @@ class NeuralMemory(nn.Module):
         same for every row and document, so it is written once.
         """
         x, weights = self.w_k.weight, tuple(self.initial_weights)
-        conv_state = {n: getattr(self, f"conv_{n}").zero_state(1) for n in "qkv"} if self.config.conv else {}
+        conv_state = self.zero_conv_state()
         state = MemoryState(
             tuple(W[None].to(state_dtype(x)) for W in weights),
             tuple(torch.zeros_like(W, dtype=state_dtype(x))[None] for W in weights),
@@ -161,7 +152,7 @@ class NeuralMemory(nn.Module):
             _, state = self._operate(q, self._per_chunk(writes), state, record=False)
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
-        return MemoryCache(DecodeState.of(state), {n: grow(c) for n, c in conv_state.items()})
+        return MemoryCache(DecodeState.of(state), per_row(conv_state, batch))
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
@@ -170,7 +161,7 @@ class NeuralMemory(nn.Module):
         per_head = state_numel(shapes, opened, self.rule)
         per_head += 3 if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
-        return state + sum(self._conv_state_bytes(n) for n in "qkv")
+        return state + self.conv_bytes()
 
     def read_bytes(self, length: int, segment: int) -> int:
         """Bytes that `read` adds where it is at the weights of each segment's start.
@@ -179,66 +170,18 @@ class NeuralMemory(nn.Module):
         """
         moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.initial_weights) if moved else 0
-        return state_dtype(self.w_k.weight).itemsize * weights + self._conv_state_bytes("q")
-
-    def _conv_state_bytes(self, name: str) -> int:
-        return getattr(self, f"conv_{name}").zero_state(1).nbytes if self.config.conv else 0
-
-    def _queries(self, x: Tensor, conv_state: ConvState) -> tuple[Tensor, ConvState]:
-        (q,), conv_state = self._project(x, "q", conv_state, None)
-        return q, conv_state
+        return state_dtype(self.w_k.weight).itemsize * weights + self.conv_bytes("q")
 
     def _tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[Tensor, Writes, ConvState]:
         """What tokens read with, q [B, T, H, E], and what they write with."""
-        (q, k, v), conv_state = self._project(x, "qkv", conv_state, documents)
+        (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
         gates = {n: gate for n in ("alpha", "eta", "theta") if (gate := getattr(self, n)) is not None}
         found = dict(zip(gates, _gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
         return q, Writes(k, v, alpha, eta, theta), conv_state
-
-    def _project(
-        self, x: Tensor, names: str, conv_state: ConvState, documents: Documents | None
-    ) -> tuple[list[Tensor], ConvState]:
-        """For each name projection, SiLU, convolution, heads and their norm: [B, T, D] to [B, T, H, E].
-
-        All names in one product, one convolution: their weights side by side.
-        """
-        c = self.config
-        unit = [c.value_norm if name == "v" else c.qk_norm for name in names]
-        y = F.linear(x, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
-        found = self._compiled(y, names, unit, conv_state, documents)
-        if found is not None:
-            return found
-        parts = list(F.silu(y).unflatten(-1, (len(names), -1)).unbind(-2))
-        for i, name in enumerate(names if c.conv else ""):
-            parts[i], after = getattr(self, f"conv_{name}")(parts[i], conv_state[name], documents)
-            conv_state = {**conv_state, name: after}
-        heads = [part.unflatten(-1, (c.heads, self.head_dim)) for part in parts]
-        return [_unit(h) if scaled else h for h, scaled in zip(heads, unit, strict=True)], conv_state
-
-    def _compiled(
-        self, y: Tensor, names: str, unit: list[bool], conv_state: ConvState, documents: Documents | None
-    ) -> tuple[list[Tensor], ConvState] | None:
-        """What follows the projections y [B, T, C each] as one operator; None where it does not serve."""
-        weight, state = y.new_ones(1, y.shape[-1]), y.new_empty(1, 0, y.shape[-1])
-        if self.config.conv:
-            weight = torch.cat([getattr(self, f"conv_{name}").weight_KC for name in names], 1)
-            state = torch.cat([conv_state[name] for name in names], -1)
-        borders = documents and documents.cu_seqlens
-        found = short_convolution(y, weight, state, unit, self.config.heads, borders)
-        if found is None:
-            return None
-        if not self.config.conv or documents is not None:
-            return found, conv_state
-        keep = state.shape[1]
-        last = F.silu(y[:, max(0, y.shape[1] - keep) :])
-        if last.shape[1] < keep:
-            last = torch.cat([state[:, last.shape[1] :].expand(len(y), -1, -1), last], 1)
-        after = last.unflatten(-1, (len(names), -1)).unbind(-2)
-        return found, conv_state | dict(zip(names, after, strict=True))
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -350,11 +293,6 @@ def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
             torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
         )
         return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(heads, -1)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x scaled to norm 1 over the last dimension, in the precision of the state."""
-    return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)
 
 
 def _check_start(cache: MemoryCache) -> None:
