@@ -23,7 +23,7 @@ class MAGState(NamedTuple):
 class GateOptions(Frozen):
     """What MAC and MAG take beyond `ModelConfig`."""
 
-    gating: Gating = "sum"
+    gating: Gating = "sigmoid"
     """How the attention's output gates the memory's, which the paper leaves open: see `Gate`."""
 
 
