@@ -177,7 +177,8 @@ class NeuralMemory(Projections):
     ) -> tuple[Tensor, Writes, ConvState]:
         """What tokens read with, q [B, T, H, E], and what they write with."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
-        gates = {n: gate for n in ("alpha", "eta", "theta") if (gate := getattr(self, n)) is not None}
+        switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta}
+        gates = {name: gate for name, gate in switched.items() if gate is not None}
         found = dict(zip(gates, _gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
