@@ -252,6 +252,7 @@ def test_without_a_gradient_a_long_row_goes_through_in_parts(monkeypatch):
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_borders_that_a_compiler_lets_pass_are_looked_at_when_it_runs():
     call = Call(Case((16, 16), 20, 16))
     tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
@@ -292,6 +293,7 @@ def test_tables_are_made_once_for_the_same_borders():
     assert changed.documents.tolist()[1][0] == 10
 
 
+@pytest.mark.slow
 def test_the_operators_pass_torch_s_own_checks():
     call = Call(Case(DEEP, 20, 16))
     tokens = [x.float().requires_grad_() for x in call.tokens]
@@ -300,6 +302,7 @@ def test_the_operators_pass_torch_s_own_checks():
     torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
 
 
+@pytest.mark.slow
 def test_compiled_whole_it_gives_the_same():
     call = Call(Case(DEEP, 20, 16))
     tokens = [x.float().requires_grad_() for x in call.tokens]
