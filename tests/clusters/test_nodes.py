@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.small import study
 from titans_platform.clusters.nodes import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
@@ -25,28 +26,7 @@ from titans_platform.study.spec import expand, load_study
 
 pytestmark = pytest.mark.cluster
 
-TASK = {"task": "recall", "options": {"pairs": 2}}
-STUDY = {
-    "name": "tiny",
-    "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
-    "base": {
-        "model": {
-            "vocab_size": 260,
-            "d_model": 16,
-            "n_layers": 1,
-            "memory": {"heads": 2, "chunk_size": 8},
-            "attention": {"heads": 2},
-        },
-        "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
-        "optim": {"steps": 300, "global_batch_size": 4, "lr": 3e-3},
-        "eval": {"items": 20, "columns": {"reasoning": [TASK]}},
-    },
-    "scales": {"small": {"seeds": [0]}},
-    "rows": [
-        {"name": "LMM"},
-        {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
-    ],
-}
+STUDY = study(steps=300, items=20)
 
 
 def until(what: Any, process: subprocess.Popen[str], timeout: float = 120.0) -> Any:
