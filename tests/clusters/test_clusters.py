@@ -207,6 +207,7 @@ def test_schema_finds_what_a_server_would_drop(tmp_path, capsys):
         check_manifests([ray], [Path(schema)])
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
     wheel = packaging.project_wheel(tmp_path)
     again = packaging.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel

@@ -24,12 +24,15 @@ from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import expand, load_study
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-STUDY = study(steps=300, items=20)
+# three cells: while the second node is slow to start, the first may be through with one
+STUDY = study(
+    steps=300, items=20, more_rows=({"name": "w/o Momentum", "set": {"model.memory.momentum": False}},)
+)
 
 
-def until(what: Any, process: subprocess.Popen[str], timeout: float = 120.0) -> Any:
+def until(what: Any, process: subprocess.Popen[str], timeout: float = 300.0) -> Any:
     """What ``what`` finds while ``process`` lives."""
     deadline = time.monotonic() + timeout
     while not (found := what()):
@@ -49,7 +52,7 @@ def titans(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 180) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str]:
     out, _ = process.communicate(timeout=timeout)
     return process.returncode, out
 

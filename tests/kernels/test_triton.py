@@ -159,6 +159,7 @@ def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.slow
 def test_states_found_again_are_those_kept(monkeypatch):
     case = Case((16, 32, 32, 16), 34, 16)
     kept = Call(case).results("triton", torch.float32)
@@ -173,6 +174,7 @@ def test_states_found_again_are_those_kept(monkeypatch):
     [(torch.float16, 3e-3), (torch.bfloat16, 4e-2)],
     ids=["fp16", "bf16"],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(32, 32), (32, 32, 32), (32, 32, 32, 32)], ids=["1", "2", "3"])
 def test_operands_of_half_precision(widths, operands, limit):
     found = errors(Case(widths, 64, 32, activation="gelu", resets=False), operands)

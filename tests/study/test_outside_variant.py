@@ -139,7 +139,7 @@ def test_it_has_its_row_in_the_table_of_a_study(lab):
     # as the installed command does it: without the current folder on the path
     command = [sys.executable, "-P", "-c", "from titans_platform.cli import main; main()"]
     arguments = ["sweep", "run", "mine.yaml", "--scale", "small", "--root", "runs", "--concurrency", "1"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     with (lab / "runs" / "studies" / "mine-small" / "table.csv").open() as file:
         (line,) = csv.DictReader(file)
