@@ -6,7 +6,6 @@ K convolution width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +15,8 @@ from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
-from titans_core.layers import EPS, CausalConv, RotaryEmbedding, causal_conv, rotate
+from titans_core.layers import RotaryEmbedding, rotate
+from titans_core.projections import ConvState, Projections, per_row
 from titans_kernels import document_borders
 
 
@@ -35,8 +35,7 @@ class AttentionState(NamedTuple):
     """What a sequence leaves behind: keys and values, and the last inputs of the convolution."""
 
     keys: KeyCache | None
-    conv_state: Tensor | None
-    """[B, K - 1, 3 D], of q, k and v; None without a convolution."""
+    conv_state: ConvState
 
 
 class SegmentState(NamedTuple):
@@ -48,34 +47,27 @@ class SegmentState(NamedTuple):
     @staticmethod
     def after(prefix: AttentionState, batch: int) -> SegmentState:
         """At the start of ``batch`` sequences, after the persistent tokens; reads have no queries."""
-        if prefix.conv_state is None:
-            return SegmentState(prefix, prefix)
-        tokens = prefix.conv_state.expand(batch, -1, -1)
-        return SegmentState(
-            AttentionState(None, tokens[..., tokens.shape[-1] // 3 :]), AttentionState(None, tokens)
-        )
+        tokens = per_row(prefix.conv_state, batch)
+        reads = {name: inputs for name, inputs in tokens.items() if name != "q"}
+        return SegmentState(AttentionState(None, reads), AttentionState(None, tokens))
 
     def closed(self) -> SegmentState:
         """At the end of a segment: convolutions run on, keys do not."""
         return SegmentState(*(AttentionState(None, part.conv_state) for part in self))
 
 
-class Attention(nn.Module):
+class Attention(Projections):
     """Causal attention with rotary positions; memory is linear in T at a fixed window.
 
-    Queries, keys and values pass SiLU and a causal depthwise convolution after their projection, and queries
-    and keys are L2-normalised (Section 4.4), each where its switch in `AttentionConfig` is on. Scores of
-    normalised queries and keys are ``scale_H * sqrt(E)`` times their cosine; the scale is learned.
+    Queries, keys and values are those of Section 4.4, each part where its switch in `AttentionConfig` is on.
+    Scores of normalised queries and keys are ``scale_H * sqrt(E)`` times their cosine; the scale is learned.
     """
 
     def __init__(self, d_model: int, config: AttentionConfig):
-        super().__init__()
+        kernel, unit = config.conv_kernel if config.conv else None, "qk" if config.qk_norm else ""
+        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, config.silu)
         self.config = config
-        self.w_q = nn.Linear(d_model, d_model, bias=False)
-        self.w_k = nn.Linear(d_model, d_model, bias=False)
-        self.w_v = nn.Linear(d_model, d_model, bias=False)
         self.w_o = nn.Linear(d_model, d_model, bias=False)
-        self.conv = CausalConv(3 * d_model, config.conv_kernel) if config.conv else None
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
 
     def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:
@@ -83,10 +75,10 @@ class Attention(nn.Module):
 
         Persistent tokens stand before the sequence, in its convolution too, and have no position.
         """
-        conv_state = None if self.conv is None else self.conv.zero_state(1)
+        conv_state = self.zero_conv_state()
         if prefix_PD is None or not len(prefix_PD):
             return None, AttentionState(None, conv_state)
-        (_, k, v), conv_state = self._project(prefix_PD[None], conv_state)
+        (_, k, v), conv_state = self._heads(prefix_PD[None], "qkv", conv_state)
         return KeyCache(k, v), AttentionState(None, conv_state)
 
     def forward(
@@ -103,7 +95,7 @@ class Attention(nn.Module):
         """
         prefix, first = self.start(prefix_PD)
         state, window = state or first, self.config.window
-        (q, k, v), conv_state = self._project(x_BTD, state.conv_state, documents)
+        (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.conv_state, documents)
         rotary = self._rotary(position_BT)
         q, k = rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
@@ -130,9 +122,9 @@ class Attention(nn.Module):
         [B, T, D] and the state after the tokens.
         """
         rotary = self._rotary(position_BT)
-        (q, k, v), conv_state = self._project(x_BTD, state.tokens.conv_state)
+        (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.tokens.conv_state)
         tokens = KeyCache(rotate(k, rotary), v)
-        (k, v), read_conv_state = self._project(read_BTD, state.reads.conv_state, names="kv")
+        (k, v), read_conv_state = self._heads(read_BTD, "kv", state.reads.conv_state)
         reads = KeyCache(rotate(k, rotary), v)
         if state.tokens.keys is not None and state.reads.keys is not None:
             tokens, reads = state.tokens.keys.extended(tokens), state.reads.keys.extended(reads)
@@ -153,28 +145,17 @@ class Attention(nn.Module):
         keys = 2 * kept * self.w_k.weight.shape[0] * self.w_k.weight.element_size()
         return keys + self.conv_bytes()
 
-    def conv_bytes(self) -> int:
-        """Bytes of the last inputs of the convolution."""
-        return 0 if self.conv is None else self.conv.zero_state(1).nbytes
-
-    def _project(
-        self, x_BTD: Tensor, conv_state: Tensor | None, documents: Documents | None = None, names: str = "qkv"
-    ) -> tuple[Sequence[Tensor], Tensor | None]:
+    def _heads(
+        self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
+    ) -> tuple[list[Tensor], ConvState]:
         """Each of ``names``, [B, H, T, E] and not yet rotated, and the next state of the convolution."""
-        c = self.config
-        y = F.linear(x_BTD, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
-        y = F.silu(y) if c.silu else y
-        if self.conv is not None and conv_state is not None:
-            weight_KC = self.conv.weight_KC[:, -y.shape[-1] :]
-            y, conv_state = causal_conv(y, weight_KC, conv_state, documents)
-        parts = y.unflatten(-1, (len(names), c.heads, -1)).permute(2, 0, 3, 1, 4)
-        v = parts[-1].clone()  # a view would keep q and k alive as long as the cache
-        if self.scale_H is None:
-            return [*parts[:-1], v], conv_state
-        # of length sqrt(E), by which the scores are divided
-        unit = F.rms_norm(parts[:-1], parts.shape[-1:], eps=EPS)
-        scaled = unit[0] * self.scale_H.to(unit.dtype)[:, None, None] if names[0] == "q" else unit[0]
-        return [scaled, *unit[1:], v], conv_state
+        found, conv_state = self.project(x_BTD, names, conv_state, documents)
+        parts = {name: y.transpose(1, 2) for name, y in zip(names, found, strict=True)}
+        # a copy: a view would keep q and k alive as long as the cache
+        parts["v"] = v = parts["v"].clone(memory_format=torch.contiguous_format)
+        if self.scale_H is not None and "q" in parts:  # scores are divided by sqrt(E)
+            parts["q"] = parts["q"] * (self.head_dim * self.scale_H)[:, None, None]
+        return [y.to(v.dtype) for y in parts.values()], conv_state
 
     def _output(self, y_BHTE: Tensor) -> Tensor:
         """Heads merged and projected, [B, T, D]."""

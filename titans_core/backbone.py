@@ -92,7 +92,7 @@ class Backbone(Model):
         for block, block_state in zip(self.blocks, before, strict=True):
             x_BTD, block_state = block(x_BTD, block_state, positions)
             after.append(block_state)
-        end = None if positions.documents else ModelState(start + x_BTD.shape[1], tuple(after))
+        end = None if document_starts is not None else ModelState(start + x_BTD.shape[1], tuple(after))
         return self.norm(x_BTD), end
 
     def state_bytes(self, length: int) -> int:
@@ -105,6 +105,8 @@ def _positions(
 ) -> tuple[Positions, int]:
     if starts is not None:
         documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
+        if documents.one_a_row:  # a plain batch, which needs no packing
+            return Positions(documents.position_BT[:1]), 0
         return Positions(documents.position_BT, documents), 0
     start = 0 if state is None else state.position
     return Positions(torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]), start

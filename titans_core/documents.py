@@ -19,6 +19,11 @@ class Documents(NamedTuple):
     position_BT: Tensor  # place of each token within its document
     index_BT: Tensor  # which document a token belongs to
 
+    @property
+    def one_a_row(self) -> bool:
+        """Whether every row of the batch is one document."""
+        return self.cu_seqlens.shape[0] - 1 == self.index_BT.shape[0]
+
     @staticmethod
     def from_starts(starts_BT: Tensor) -> Documents:
         """From a mask that is True where a document begins; the first token of a row always does."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
+from titans_kernels import rms_norm
 
 EPS = 1e-6
 """Epsilon of every norm."""
@@ -25,7 +26,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, EPS)
 
 
 class CausalConv(nn.Module):
@@ -38,33 +39,26 @@ class CausalConv(nn.Module):
     def forward(
         self, x_BTC: Tensor, state_BKC: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`causal_conv` with the layer's weights."""
-        return causal_conv(x_BTC, self.weight_KC, state_BKC, documents)
+        """y_t = sum_j w_j x_{t-j}.
+
+        ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
+        when packed). Returns y and the state after the last token.
+        """
+        kernel, T = self.weight_KC.shape[0], x_BTC.shape[1]
+        padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
+        y = self.weight_KC[0] * x_BTC
+        for j in range(1, kernel):
+            shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
+            if documents is not None:
+                shifted = _reset(shifted, state_BKC, documents.position_BT, j)
+            y = torch.addcmul(y, self.weight_KC[j], shifted)
+        # a copy: a view would keep every input alive for as long as the state
+        return y, padded[:, T:].clone()
 
     def zero_state(self, batch: int) -> Tensor:
         """The state before the first token: zeros [B, K - 1, C]."""
         kernel, channels = self.weight_KC.shape
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
-
-
-def causal_conv(
-    x_BTC: Tensor, weight_KC: Tensor, state_BKC: Tensor, documents: Documents | None = None
-) -> tuple[Tensor, Tensor]:
-    """y_t = sum_j w_j x_{t-j}.
-
-    ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
-    when packed). Returns y and the state after the last token.
-    """
-    kernel, T = weight_KC.shape[0], x_BTC.shape[1]
-    padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
-    y = weight_KC[0] * x_BTC
-    for j in range(1, kernel):
-        shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
-        if documents is not None:
-            shifted = _reset(shifted, state_BKC, documents.position_BT, j)
-        y = torch.addcmul(y, weight_KC[j], shifted)
-    # a copy: a view would keep every input alive for as long as the state
-    return y, padded[:, T:].clone()
 
 
 def _reset(shifted: Tensor, state_BKC: Tensor, position: Tensor, j: int) -> Tensor:

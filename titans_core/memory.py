@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
-from titans_core.layers import CausalConv, RMSNorm
+from titans_core.layers import EPS, RMSNorm
+from titans_core.projections import ConvState, Projections, per_row
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -25,13 +27,12 @@ from titans_kernels import (
     find_rule,
     neural_memory,
     read_memory,
+    rms_norm,
     state_dtype,
     state_numel,
     without_autocast,
 )
 
-ConvState = dict[str, Tensor]
-"""For q, k and v the last inputs of the convolution, [B, K - 1, C] each."""
 Record = dict[str, tuple[Tensor, int]]
 """Telemetry of one call: for each quantity its sum, and the count to divide it by."""
 
@@ -60,7 +61,7 @@ class MemoryCache(NamedTuple):
         return MemoryState(self.memory.weights, self.memory.momentum)
 
 
-class NeuralMemory(nn.Module):
+class NeuralMemory(Projections):
     """Memory whose weights learn while it reads; every component is a switch of `MemoryConfig`.
 
     Args:
@@ -74,18 +75,11 @@ class NeuralMemory(nn.Module):
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
-        super().__init__()
-        self.config = config
-        self.rule = _rule(config)
-        self.head_dim = config.head_dim or d_model // config.heads
-        channels = config.heads * self.head_dim
-        self.w_q = nn.Linear(d_model, channels, bias=False)
-        self.w_k = nn.Linear(d_model, channels, bias=False)
-        self.w_v = nn.Linear(d_model, channels, bias=False)
-        if config.conv:
-            self.conv_q = CausalConv(channels, config.conv_kernel)
-            self.conv_k = CausalConv(channels, config.conv_kernel)
-            self.conv_v = CausalConv(channels, config.conv_kernel)
+        head_dim = config.head_dim or d_model // config.heads
+        kernel = config.conv_kernel if config.conv else None
+        unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
+        super().__init__(d_model, config.heads, head_dim, kernel, unit)
+        self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
         self.alpha = nn.Linear(d_model, config.heads) if config.decay else None
         self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
         self.theta = nn.Linear(d_model, config.heads)
@@ -124,8 +118,7 @@ class NeuralMemory(nn.Module):
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
-        q, conv_state = self._queries(x_BTD, cache.conv_state)
-        writes, conv_state = self._writes(x_BTD, conv_state)
+        q, writes, conv_state = self._tokens(x_BTD, cache.conv_state)
         writes = self._per_chunk(writes, cache=cache)
         y, memory = self._extend(q, writes, cache.memory, record=not padded)
         # copies: the cache outlives the call, views would keep all its tokens alive
@@ -137,7 +130,7 @@ class NeuralMemory(nn.Module):
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
     ) -> tuple[Tensor, ConvState]:
         """M(q) at given weights, without a write (eq. 21); the convolution state is that of q alone."""
-        q, conv_state = self._queries(x_BTD, conv_state)
+        (q,), conv_state = self.project(x_BTD, "q", conv_state)
         y = read_memory(q, weights, activation=self.config.activation)
         return self._output(y, x_BTD), conv_state
 
@@ -148,19 +141,18 @@ class NeuralMemory(nn.Module):
         same for every row and document, so it is written once.
         """
         x, weights = self.w_k.weight, tuple(self.initial_weights)
-        conv_state = {n: getattr(self, f"conv_{n}").zero_state(1) for n in "qkv"} if self.config.conv else {}
+        conv_state = self.zero_conv_state()
         state = MemoryState(
             tuple(W[None].to(state_dtype(x)) for W in weights),
             tuple(torch.zeros_like(W, dtype=state_dtype(x))[None] for W in weights),
         )
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
-            q, conv_state = self._queries(prefix, conv_state)
-            writes, conv_state = self._writes(prefix, conv_state)
+            q, writes, conv_state = self._tokens(prefix, conv_state)
             _, state = self._operate(q, self._per_chunk(writes), state, record=False)
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
-        return MemoryCache(DecodeState.of(state), {n: grow(c) for n, c in conv_state.items()})
+        return MemoryCache(DecodeState.of(state), per_row(conv_state, batch))
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
@@ -169,7 +161,7 @@ class NeuralMemory(nn.Module):
         per_head = state_numel(shapes, opened, self.rule)
         per_head += 3 if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
-        return state + sum(self._conv_state_bytes(n) for n in "qkv")
+        return state + self.conv_bytes()
 
     def read_bytes(self, length: int, segment: int) -> int:
         """Bytes that `read` adds where it is at the weights of each segment's start.
@@ -178,38 +170,18 @@ class NeuralMemory(nn.Module):
         """
         moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.initial_weights) if moved else 0
-        return state_dtype(self.w_k.weight).itemsize * weights + self._conv_state_bytes("q")
+        return state_dtype(self.w_k.weight).itemsize * weights + self.conv_bytes("q")
 
-    def _conv_state_bytes(self, name: str) -> int:
-        return getattr(self, f"conv_{name}").zero_state(1).nbytes if self.config.conv else 0
-
-    def _queries(
+    def _tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
-    ) -> tuple[Tensor, ConvState]:
-        q, conv_state = self._project(x, "q", conv_state, documents)
-        return (_unit(q) if self.config.qk_norm else q), conv_state
-
-    def _writes(
-        self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
-    ) -> tuple[Writes, ConvState]:
-        k, conv_state = self._project(x, "k", conv_state, documents)
-        v, conv_state = self._project(x, "v", conv_state, documents)
-        k = _unit(k) if self.config.qk_norm else k
-        v = _unit(v) if self.config.value_norm else v
-        theta = self.config.max_theta * _gate(self.theta, x)
-        alpha = torch.zeros_like(theta) if self.alpha is None else _gate(self.alpha, x)
-        eta = torch.zeros_like(theta) if self.eta is None else _gate(self.eta, x)
-        return Writes(k, v, alpha, eta, theta), conv_state
-
-    def _project(
-        self, x: Tensor, name: str, conv_state: ConvState, documents: Documents | None
-    ) -> tuple[Tensor, ConvState]:
-        """Projection, SiLU, convolution, and the split into heads: [B, T, D] to [B, T, H, E]."""
-        y = F.silu(getattr(self, f"w_{name}")(x))
-        if self.config.conv:
-            y, after = getattr(self, f"conv_{name}")(y, conv_state[name], documents)
-            conv_state = {**conv_state, name: after}
-        return y.unflatten(-1, (self.config.heads, self.head_dim)), conv_state
+    ) -> tuple[Tensor, Writes, ConvState]:
+        """What tokens read with, q [B, T, H, E], and what they write with."""
+        (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
+        gates = {n: gate for n in ("alpha", "eta", "theta") if (gate := getattr(self, n)) is not None}
+        found = dict(zip(gates, _gates(list(gates.values()), x), strict=True))
+        theta = self.config.max_theta * found["theta"]
+        alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
+        return q, Writes(k, v, alpha, eta, theta), conv_state
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -231,8 +203,7 @@ class NeuralMemory(nn.Module):
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
         _check_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
-        q, _ = self._queries(x_BTD, conv_state, documents)
-        writes, _ = self._writes(x_BTD, conv_state, documents)
+        q, writes, _ = self._tokens(x_BTD, conv_state, documents)
         flat = Writes(*(w.flatten(0, 1)[None] for w in writes))
         N = documents.cu_seqlens.numel() - 1
         state = MemoryState(*(tuple(s[:1].expand(N, *s.shape[1:]) for s in part) for part in cache.start))
@@ -297,11 +268,14 @@ class NeuralMemory(nn.Module):
         )
 
     def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
-        y = y_BTHE if self.output_norm is None else self.output_norm(y_BTHE)
-        y = y.flatten(-2).to(x_BTD.dtype)
+        y, gate = y_BTHE, None
         if self.output_gate is not None:
-            y = y * F.silu(self.output_gate(x_BTD))
-        return self.w_o(y)
+            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
+        if self.output_norm is not None:
+            y = rms_norm(y, self.output_norm.weight, EPS, gate)
+        elif gate is not None:
+            y = y.to(gate.dtype) * F.silu(gate)
+        return self.w_o(y.flatten(-2).to(x_BTD.dtype))
 
 
 def _rule(config: MemoryConfig) -> Rule:
@@ -311,16 +285,14 @@ def _rule(config: MemoryConfig) -> Rule:
         raise ValueError(f"memory.{error}") from None
 
 
-def _gate(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A gate in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
+def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Gates in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
     with without_autocast(x):
-        dtype = state_dtype(linear.weight)
-        return torch.sigmoid(F.linear(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x scaled to norm 1 over the last dimension, in the precision of the state."""
-    return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)
+        dtype, heads = state_dtype(linears[0].weight), linears[0].out_features
+        weight, bias = (
+            torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
+        )
+        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(heads, -1)
 
 
 def _check_start(cache: MemoryCache) -> None:

@@ -1,5 +1,6 @@
 """Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
 
+from titans_kernels.layers import rms_norm, short_convolution
 from titans_kernels.memory import (
     BACKENDS,
     RULES,
@@ -36,6 +37,8 @@ __all__ = [
     "neural_memory",
     "packed_layout",
     "read_memory",
+    "rms_norm",
+    "short_convolution",
     "source_file",
     "state_dtype",
     "state_numel",

@@ -68,7 +68,7 @@ def peer(chunk: int, **sizes: Any) -> Op:
 
 def run(
     lengths: list[int], pairs: int, threads: int, *, shape: Shape = SHAPE, against: str | None = None,
-    base: int = BASE_LENGTH, progress: Progress = lambda message: None,
+    progress: Progress = lambda message: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Check the operator, then time each length forward and backward in ``pairs`` interleaved rounds.
 
@@ -84,10 +84,10 @@ def run(
     progress("measuring the machine's matmul rate")
     torch.set_num_threads(threads)
     machine, rates = describe(CPU, None), ceilings(Clock(CPU), torch.float32, CPU)
-    of_lengths = [_subjects(replace(shape, length=length), against, base) for length in lengths]
+    of_lengths = [_subjects(replace(shape, length=length), against) for length in lengths]
     rows = [_row(subjects, pairs, threads, rates["matmul"], progress) for subjects in of_lengths]
     return {
-        "shape": {**_sizes(shape), "threads": threads, "pairs": pairs, "base_length": base},
+        "shape": {**_sizes(shape), "threads": threads, "pairs": pairs, "base_length": BASE_LENGTH},
         "machine": machine | {"ceilings": rates},
         "peer": {"name": against, "version": version} if against else None,
         "operator_error": verdict.errors[verdict.worst],
@@ -120,14 +120,14 @@ class Subject(NamedTuple):
         return Worker(f"{__name__}:{self.kind}", _sizes(self.shape) | dict(self.more), threads, label)
 
 
-def _subjects(shape: Shape, against: str | None, base: int) -> dict[str, Subject]:
+def _subjects(shape: Shape, against: str | None) -> dict[str, Subject]:
     """What a row of the table compares."""
     subjects = {"ours": Subject("layer", shape), "operator": Subject("operator", shape)}
     if against and shape.length <= LONGEST_PEER:
         chunk = 1 if shape.length <= EXACT_LENGTH else shape.chunk_size
         subjects["peer"] = Subject("peer", shape, {"chunk": chunk})
     if shape.length > LONGEST_PEER:
-        subjects["base"] = Subject("layer", replace(shape, length=base))
+        subjects["base"] = Subject("layer", replace(shape, length=BASE_LENGTH))
     return subjects
 
 

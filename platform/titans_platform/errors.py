@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -28,6 +29,11 @@ class ClusterError(TitansError):
     exit_code = 3
 
 
+def one_line(error: BaseException, most: int = 300) -> str:
+    """What an error of somebody else's code says, as a part of a line of ours of ``most`` characters."""
+    return textwrap.shorten(str(error), most, placeholder=" ...") or type(error).__name__
+
+
 @contextmanager
 def within(field: str) -> Iterator[None]:
     """Put where we are in the config before what a UsageError says."""
@@ -49,7 +55,6 @@ def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
 
     Modules of the current directory are found too. Raises UsageError that begins with ``field``.
     """
-    # it brings torch, which a line of --help need not wait for
     # brings torch with it, which --help need not wait for
     from titans_kernels.registry import find_class
 

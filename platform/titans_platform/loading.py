@@ -6,10 +6,11 @@ import copy
 import difflib
 import json
 import math
+import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from titans_platform.config import BYTE_VOCABULARY, RunConfig
-from titans_platform.errors import UsageError, nearest
+from titans_platform.errors import UsageError, nearest, one_line
+from titans_platform.provenance import shipped
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -46,12 +48,12 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
 
 
-def load_config(path: Path | str, overrides: Iterable[str] = (), model: type[Model] = RunConfig) -> Model:
-    """The config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
     mapping = read_yaml(Path(path))
     for override in overrides:
         apply_override(mapping, override)
-    return validate(model, complete(mapping) if issubclass(model, RunConfig) else mapping)
+    return validate(RunConfig, complete(mapping))
 
 
 def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,13 +119,31 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file{_near_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {_one_line(error)}") from None
+        raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     value = parse_yaml(text, str(path))
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise UsageError(f"{path}: should hold a mapping of keys to values, found a {type(value).__name__}")
     return value
+
+
+def known_files(folder: str) -> dict[str, Path]:
+    """The YAML files that can be given by name: of ``folder`` where we are, then of what is shipped."""
+    files: dict[str, Path] = {}
+    for place in (Path.cwd(), shipped()):
+        for path in sorted((place / folder).glob("*.yaml")):
+            files.setdefault(path.stem, path)
+    return files
+
+
+def file_at(name: str, what: str) -> Path | None:
+    """The YAML file whose path ``name`` is, None where it is a plain name. Raises UsageError: no file."""
+    if not name.endswith((".yaml", ".yml")) and os.sep not in name:
+        return None
+    if not Path(name).is_file():
+        raise UsageError(f"{what}: no file {name}")
+    return Path(name)
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -134,7 +154,7 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}:{line} not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{where}: not valid YAML: {_one_line(error)}") from None
+        raise UsageError(f"{where}: not valid YAML: {one_line(error)}") from None
 
 
 def apply_override(mapping: dict[str, Any], override: str) -> None:
@@ -147,7 +167,7 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
     holder: Any = mapping
     for depth, key in enumerate(keys):
         at = ".".join(keys[:depth])
-        place = _place(holder, key, at, dotted)
+        place = _key_in(holder, key, at, dotted)
         if depth == len(keys) - 1:
             holder[place] = value
         elif isinstance(holder, dict) and holder.get(key) is None:
@@ -159,8 +179,8 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
         holder = holder[place]
 
 
-def _place(holder: Any, key: str, at: str, dotted: str) -> str | int:
-    """What stands for ``key`` in ``holder``, a mapping or a list, which is at ``at``."""
+def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
+    """The key or the index that ``key`` means in ``holder``, the mapping or list at ``at``."""
     if isinstance(holder, dict):
         return key
     if not isinstance(holder, list):
@@ -178,23 +198,12 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
     The mapping goes through JSON, where pydantic's strict mode takes lists for tuples and still refuses
     a string for a number.
     """
-    for field, value in _fields(mapping, where):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{field}: .nan and .inf are not values a config can hold; give a number")
     try:
         return model.model_validate_json(json.dumps(mapping, default=str))
     except ValidationError as error:
         first, *others = _without_consequences(model, error.errors(include_url=False))
         more = f" (and {len(others)} more)" if others else ""
         raise UsageError(_explain(model, first, where) + more) from None
-
-
-def _fields(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every leaf of a config with its dotted name."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, inner in items:
-        name = f"{path}.{key}".lstrip(".")
-        yield from _fields(inner, name) if isinstance(inner, Mapping | list | tuple) else [(name, inner)]
 
 
 def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
@@ -214,8 +223,10 @@ def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list
 
 
 def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
-    loc = error["loc"]
+    loc, given = error["loc"], error["input"]
     field = ".".join(map(str, ([where] if where else []) + list(loc)))
+    if isinstance(given, float) and not math.isfinite(given):
+        return f"{field}: .nan and .inf are not values a config can hold; give a number"
     if error["type"] == "extra_forbidden":
         return f"{field}: unknown key; {nearest(str(loc[-1]), _valid_keys(model, loc[:-1]))}"
     if error["type"] == "missing":
@@ -224,7 +235,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         message = str(error["ctx"]["error"])
         return f"{field}.{message}" if field else message
     message = error["msg"].replace("Input should be", "should be")
-    return f"{field or 'config'}: {message}, got {json.dumps(error['input'], default=str)[:60]}"
+    return f"{field or 'config'}: {message}, got {json.dumps(given, default=str)[:60]}"
 
 
 def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | None:
@@ -258,7 +269,3 @@ def _near_file(path: Path) -> str:
     names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {folder / close[0]}?" if close else ""
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -13,11 +13,22 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).resolve().parent
 BAKED = "_commit.txt"
 COMMANDS = "commands.jsonl"
 NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 """Packages whose version may decide a number, or how it was kept."""
+
+
+def checkout() -> Path | None:
+    """The source tree this code runs from, None where it is installed."""
+    tree = PACKAGE.parents[1]
+    return tree if PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
+
+
+def shipped() -> Path:
+    """The folder of what comes with the code: sweeps/, clusters/, constraints.txt."""
+    return checkout() or PACKAGE / "_shipped"
 
 
 @functools.cache
@@ -29,7 +40,8 @@ def commit() -> str:
     baked = PACKAGE / BAKED
     if baked.is_file():
         return baked.read_text().strip()
-    return commit_of_tree(PACKAGE.parents[1]) if PACKAGE.parent.name == "platform" else "unknown"
+    tree = checkout()
+    return commit_of_tree(tree) if tree else "unknown"
 
 
 def commit_of_tree(tree: Path) -> str:

@@ -209,7 +209,7 @@ class Store:
         except MlflowException:
             # of a store that is no longer there
             return
-        self._log(run_id, metrics=_metrics({k: v for k, v in values.items() if v != have.get(k)}))
+        self._log(run_id, metrics=[new for new in _metrics(values) if new.value != have.get(new.key)])
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; a run that is not there has none."""
@@ -336,10 +336,6 @@ class RunLog:
         tag = json.dumps([{"path": name, "type": "table"}])
         self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tag)
 
-    def text(self, text: str, name: str) -> None:
-        """Put a text on the run."""
-        self._client.log_text(self.run_id, text, name)
-
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Put a file on the run."""
         self._client.log_artifact(self.run_id, str(path), folder)
@@ -351,9 +347,10 @@ class RunLog:
 
 
 def _metrics(values: Mapping[str, float], step: int = 0) -> list[Metric]:
+    """The finite ones: a NaN would be shown as a run's latest value for ever; @ is not allowed in a name."""
     now = int(time.time() * 1000)
-    # MLflow shows a NaN as a run's latest value for ever
-    return [Metric(key, float(v), now, step) for key, v in values.items() if math.isfinite(v)]
+    finite = {key.replace("@", "/"): float(v) for key, v in values.items() if math.isfinite(v)}
+    return [Metric(key, value, now, step) for key, value in finite.items()]
 
 
 def _tags(tags: Mapping[str, str]) -> list[RunTag]:

@@ -13,7 +13,7 @@ import torch
 from titans_kernels.bench.process import Worker
 from titans_kernels.bench.timing import Failed, Samples
 from titans_kernels.bench.work import flops
-from titans_kernels.memory import chunked
+from titans_kernels.memory import chunked, native
 from titans_platform import benchmarks
 from titans_platform.benchmarks import PEER, QUICK, SHAPE
 from titans_platform.cli import run
@@ -45,6 +45,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
         return found._replace(C=found.C * 1.001)
 
     monkeypatch.setattr(chunked, "coefficients", wrong)
+    monkeypatch.setattr(native, "library", lambda dtype: None)
     monkeypatch.setattr(benchmarks, "Worker", None)  # nothing may be started
     assert run(["bench", "memory", "--quick"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from titans_core.config import MemoryConfig
 from titans_platform.cli import run
@@ -100,4 +101,4 @@ def test_values_are_in_words():
     assert values["steps"] == "integer >= 1"
     assert values["grad_clip"] == "number > 0 or null"
     assert values["precision"] == "`fp32`, `bf16`"
-    assert _values(tuple[int, ...]) == "list of integer"
+    assert _values(TypeAdapter(tuple[int, ...]).json_schema()) == "list of integer"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from titans_platform.clusters.packaging import environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
-from titans_platform.runs.resources import Resources, concurrency
+from titans_platform.runs.spec import Resources, concurrency
 
 SECRET = "0123456789abcdef" * 4
 
@@ -207,35 +206,32 @@ def test_schema_finds_what_a_server_would_drop(tmp_path, capsys):
         check_manifests([ray], [Path(schema)])
 
 
-@pytest.mark.slow
-def test_the_wheel_has_the_code_and_asks_for_nothing(tmp_path):
-    wheel = packaging.project_wheel(tmp_path)
-    again = packaging.project_wheel(tmp_path / "again") if (tmp_path / "again").mkdir() is None else wheel
-    assert (wheel.name, wheel.read_bytes()) == (again.name, again.read_bytes())
-    with zipfile.ZipFile(wheel) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
+def held(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_job_has_the_code_and_passes_it_on(tmp_path):
+    site = tmp_path / "site"
+    packaging.put_code(site)
+    files = held(site)
     shipped = "titans_platform/_shipped"
     for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
         assert name in files
     assert files[f"{shipped}/constraints.txt"] == packaging.constraints()
-    changed = packaging._write({**files, "titans_core/memory.py": b""}, tmp_path)
-    assert changed.name != wheel.name, "Ray keeps wheels by name"
-    # as Ray installs it, and without a network
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--target={tmp_path}/site"]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    # where there is no checkout, what was sent is all there is
     code = "import titans_platform as t; print(t.__file__); "
     code += "from titans_platform.clusters import packaging as p; "
-    code += "import pathlib, sys; print(p.project_wheel(pathlib.Path(sys.argv[1])).name, p.checkout())"
-    out = tmp_path / "out"
-    out.mkdir()
+    code += "import pathlib, sys; p.put_code(pathlib.Path(sys.argv[1])); print(p.checkout())"
     printed = subprocess.run(
-        [sys.executable, "-c", code, str(out)],
-        env={"PYTHONPATH": str(tmp_path / "site")},
+        [sys.executable, "-c", code, str(tmp_path / "again")],
+        env={"PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert printed == [f"{tmp_path}/site/titans_platform/__init__.py", wheel.name, "None"]
+    assert printed == [f"{site}/titans_platform/__init__.py", "None"]
+    assert held(tmp_path / "again") == files
 
 
 def test_an_answer_is_separated_from_the_log():

@@ -77,13 +77,13 @@ def attention_projected(a: Attention, name: str, x: Tensor, prefix: Tensor) -> t
     c, full = a.config, torch.cat([prefix, x])
     y = full @ getattr(a, f"w_{name}").weight.T
     y = F.silu(y) if c.silu else y
-    if a.conv is not None:
-        w = a.conv.weight_KC.chunk(3, 1)["qkv".index(name)]
+    if c.conv:
+        w = getattr(a, f"conv_{name}").weight_KC
         y = sum(w[j] * F.pad(y, (0, 0, j, 0))[: len(y)] for j in range(len(w)))
     y = y.view(len(full), c.heads, -1).transpose(0, 1)
     if c.qk_norm and name != "v":
-        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        y = y * a.scale_H[:, None, None] if name == "q" else y
+        y = y / y.norm(dim=-1, keepdim=True)
+        y = y * y.shape[-1] * a.scale_H[:, None, None] if name == "q" else y
     return y[:, : len(prefix)], y[:, len(prefix) :]
 
 

@@ -17,7 +17,7 @@ def test_telemetry_reports_the_surprise_before_the_write():
         memory(x)
     cache, errors = memory.start(2), []
     for t in range(20):  # a token at a time: the cache then holds the weights before each token
-        k, v, *_ = memory._writes(x[:, t : t + 1], {})[0]
+        k, v, *_ = memory._tokens(x[:, t : t + 1], {})[1]
         errors.append((read_memory(k, cache.start.weights) - v).square().sum(-1).mean())
         _, cache = memory(x[:, t : t + 1], cache)
     assert seen.summary()["surprise"] == pytest.approx(torch.stack(errors[1:]).mean().item())

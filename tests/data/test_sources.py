@@ -244,7 +244,8 @@ def test_hub_call_and_its_limit(tmp_path, monkeypatch):
         "name": "10BT", "split": "train", "streaming": True,
         "cache_dir": str(tmp_path / "data" / "huggingface"),
     }  # fmt: skip
-    assert prepared.tokens == {"hub:some/corpus/10BT": 5000}
+    assert prepared.labels == ["hub:some/corpus/10BT"]
+    assert prepared.sources[0].manifest.train.tokens == 5000
     # documents are looked at ahead: a split's window and one group for the tokenizer
     assert len(read) < 10_000
 

@@ -116,8 +116,6 @@ def test_recall_answers_are_the_latest_binding(options):
         first = len(asked[0][0]) - 1
         assert len(block) >= 2 * (options["pairs"] + round(options["pairs"] * options.get("rebind", 0)))
         assert first >= 2 * options["pairs"]
-        keys = [before[-1] for before, _ in asked]
-        assert len(set(keys)) == min(len(keys), options["pairs"])
 
 
 def test_rebound_keys_change_their_value():
@@ -133,7 +131,7 @@ def test_rebound_keys_change_their_value():
 def test_large_alphabets_take_two_characters():
     seen = Counter()
     for item in items("recall", 90, 200, pairs=5, keys=400, values=200):
-        pairs = dict(re.findall(r"([A-Z]{2})([0-9a-z]{2})", item.text[:20]))
+        pairs = dict(re.findall(r"([^.]{2})([0-9a-z]{2})", item.text[:20]))
         assert len(pairs) == 5
         for before, answer in questions(item):
             assert pairs[before[-2:]] == answer

@@ -73,6 +73,15 @@ def solve_recall(text):
     return text[before + 1] if before >= 0 else None
 
 
+def solve_composition(text):
+    value = re.search(rf"{text[-2:]}([0-9a-z])", text[:-2]) if text[-1:].isupper() else None
+    return value.group(1) if value else None
+
+
+def solve_sum(text):
+    return str(sum(ord(c) - ord("a") for c in text if c.isalpha()) % 3) if text.endswith("=") else None
+
+
 def solve_one_fact(text):
     asked = re.search(r"\?([A-M])$", text)
     return re.findall(rf"{asked.group(1)}([a-m])\.", text)[-1] if asked else None
@@ -90,6 +99,8 @@ SOLVED = [
     ("needle", {**COMPACT, "kind": "passkey"}, solve_needle, "0123456789"),
     ("needle", {**COMPACT, "kind": "uuid", "needles": 3, "queries": 2}, solve_needle, "0123456789abcdef"),
     ("recall", {"values": 16, "rebind": 0.5}, solve_recall, "0123456789abcdef"),
+    ("composition", {"queries": 2}, solve_composition, "0123456789abcdef"),
+    ("words", {}, solve_sum, "012"),
     ("reasoning", {**COMPACT, "kind": "one_fact"}, solve_one_fact, "abcdef"),
     ("reasoning", {**COMPACT, "kind": "yes_no", "questions": 2}, solve_yes_no, "YN"),
 ]
@@ -113,6 +124,7 @@ def test_a_guesser_gets_chance(task, options, solve, alphabet):
     chance = found["chance"]["col"]
     (measured,) = found["tasks"].values()
     assert measured["chance"] == chance
+    assert measured["floor"] == {"recall": 1 / 4, "composition": 1 / 4, "words": 1 / 3}.get(task)
     spread = math.sqrt(chance * (1 - chance) / 600)
     assert abs(measured["value"] - chance) < 4 * spread
     p = measured["value"]

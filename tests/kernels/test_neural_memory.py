@@ -234,7 +234,7 @@ def test_long_sequences_keep_only_every_few_states(monkeypatch):
     monkeypatch.setattr(chunked, "BLOCK_BYTES", 1)
     monkeypatch.setattr(chunked, "KEEP_WORK_BYTES", 0)
     case = Case(256, 1)
-    run = lambda: neural_memory(*case.inputs, case.weights, chunk_size=1)[0]  # noqa: E731
+    run = lambda: neural_memory(*case.inputs, case.weights, chunk_size=1, backend="chunked")[0]  # noqa: E731
     states = 256 * 2 * 2 * 3 * 3 * 8  # tokens x heads x (weights and momentum)
     kept = kept_bytes(run())
     assert kept > states

@@ -17,8 +17,10 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
+from titans_platform.runs import check
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
+from titans_platform.runs.spec import Resources
 
 RUN: dict[str, Any] = {
     "model": {k: v for k, v in small.RUN["model"].items() if k != "vocab_size"} | {"persistent_tokens": 0},
@@ -143,6 +145,28 @@ def test_what_a_config_gets_wrong_is_one_line(run_yaml, capsys, sets, says):
     assert len(lines) == 1
     assert f"error: {says}" in lines[0]
     assert not Path("runs/cells").exists()
+
+
+@pytest.mark.parametrize("command", ["prepare", "info"])
+def test_a_series_is_not_prepared_as_text(run_yaml, capsys, command):
+    assert cli.run(["data", command, "run.yaml", "--root", "runs"]) == 2
+    assert capsys.readouterr().err == (
+        "error: objective.kind: regression trains on series, which titans train prepares by itself; "
+        "titans data is for text\n"
+    )
+
+
+def test_only_tokens_need_memory_for_logits(tiny_run, monkeypatch):
+    monkeypatch.setattr(check, "_machine_memory", lambda: check.PROCESS_BYTES + 100 * 2**20)
+
+    def wide(cfg: RunConfig) -> RunConfig:
+        model = cfg.model.model_copy(update={"vocab_size": 2**16})
+        optim = cfg.optim.model_copy(update={"global_batch_size": 64})
+        return cfg.model_copy(update={"model": model, "optim": optim})
+
+    check.check_resources(wide(config()), Resources())
+    with pytest.raises(UsageError, match=r"^data\.sequence_length: .* tokens at once take at least"):
+        check.check_resources(wide(tiny_run), Resources())
 
 
 def test_tokens_are_not_measured_by_errors_of_a_series(tiny_run):

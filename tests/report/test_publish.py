@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import write_json
-from titans_platform.report.publish import log_views, make_report, write_views
+from titans_platform.report.publish import log_views, make, write_views
 from titans_platform.report.table import Table, build_table
+from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 from titans_platform.tracking import Store, open_store
 
@@ -45,13 +48,12 @@ def table(root, store) -> Table:
     }
     write_json(cell.folder(root).path / "result.json", result)
     study = Study(name="tiny", columns={"acc": ACC}, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    return build_table(study, "small", [cell], root, "c0ffee")
+    return build_table(StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,)))
 
 
 def test_a_cells_run_has_the_units_of_the_table(table, store, root):
-    folder = root / "studies" / "tiny-small"
-    log_views(store, table, "tiny-small", write_views(table, folder, store))
-    parent = log_views(store, table, "tiny-small", write_views(table, folder, store))
+    log_views(store, table, write_views(table, store))
+    parent = log_views(store, table, write_views(table, store))
     run_id = table.results[0]["mlflow_run_id"]
     run = store.client.get_run(run_id)
     assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
@@ -69,7 +71,8 @@ def test_a_copied_root_does_not_write_into_the_original(table, store, root, tmp_
     with pytest.raises(UsageError, match="copied or moved") as caught:
         open_store(copy)
     assert "\n" not in str(caught.value)
-    paths = make_report(table, copy / "studies" / "tiny-small", copy, "tiny-small")
-    assert paths["table.csv"].is_file()
+    run = replace(table.run, root=copy)
+    make(run, Console())
+    assert (run.folder / "table.csv").is_file()
     assert "copied or moved" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before

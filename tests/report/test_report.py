@@ -15,13 +15,14 @@ from titans_platform.files import write_json
 from titans_platform.report import export, plot
 from titans_platform.report.content import Links
 from titans_platform.report.figure import pictures
+from titans_platform.report.figure_data import figure_data
 from titans_platform.report.picture import DARK, LIGHT, svg
-from titans_platform.report.publish import Extras, html
-from titans_platform.report.series import sheet
+from titans_platform.report.publish import html
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.columns import params, shown
+from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.tracker import params, shown
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
 ACC = Column(title="Reasoning", unit="%", factor=100)
@@ -45,7 +46,11 @@ def measured(root: Path, found: Study, seeds=(0, 1), tasks=(), skip=()) -> Table
     for i, cell in enumerate(cells):
         if (cell.row, cell.seed) not in skip:
             write_json(cell.folder(root).path / "result.json", result(cell, i, tasks))
-    return build_table(found, "small", cells, root, "c0ffee")
+    return table_of(root, found, cells)
+
+
+def table_of(root: Path, found: Study, cells: list[Cell]) -> Table:
+    return build_table(StudyRun(found, "small", root, "c0ffee", cells=tuple(cells), whole=tuple(cells)))
 
 
 def result(cell: Cell, i: int, tasks) -> dict:
@@ -70,7 +75,7 @@ def curves(table: Table) -> dict:
 
 
 def page(table: Table) -> str:
-    return html(table, Extras(pictures(sheet(table, curves(table))), LINKS))
+    return html(table, pictures(figure_data(table, curves(table))), LINKS)
 
 
 class Tags(HTMLParser):
@@ -133,7 +138,7 @@ def test_every_number_leads_to_its_run(hurt):
         assert f'href="http://127.0.0.1:5000/#/experiments/1/runs/{run}"' in text
     # a mean leads to its runs side by side, one seed to the run itself
     assert "#/compare-runs?runs=[&#34;run0x0&#34;,&#34;run0x1&#34;]&amp;experiments=[&#34;1&#34;]" in text
-    assert "without links" in html(hurt, Extras())
+    assert "without links" in html(hurt)
 
 
 def test_tables_and_figures_can_be_read_by_a_machine(hurt):
@@ -196,13 +201,13 @@ LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
 )
 def test_figures_follow_from_what_the_rows_vary(tmp_path, rows, expected):
     table = measured(tmp_path, study(rows))
-    assert {picture.key for picture in pictures(sheet(table, curves(table)))} == expected
+    assert {picture.key for picture in pictures(figure_data(table, curves(table)))} == expected
 
 
 def test_what_is_measured_at_several_lengths_is_drawn_against_them(tmp_path):
     tasks = ("acc/needle@64", "acc/needle@128", "acc/recall@64")
     table = measured(tmp_path, study([Row(name="LMM"), Row(name="b")]), tasks=tasks)
-    data = sheet(table)
+    data = figure_data(table)
     assert data.rows[0].lengths == {"acc": {64: (50.0, 50.0), 128: (50.0, 50.0)}}
     assert "length" in {picture.key for picture in pictures(data)}
 
@@ -215,7 +220,7 @@ def test_a_task_with_a_column_for_each_length_is_one_line_beside_the_papers(tmp_
     done = result(cell, 0, ("pk_1/passkey@64", "pk_2/passkey@128"))
     done["columns"] = {"pk_1": 0.5, "pk_2": 0.25}
     write_json(cell.folder(tmp_path).path / "result.json", done)
-    data = sheet(build_table(found, "small", [cell], tmp_path, "c0ffee"))
+    data = figure_data(table_of(tmp_path, found, [cell]))
     assert data.rows[0].lengths == {"passkey": {64: (50.0,), 128: (25.0,)}}
     assert data.rows[0].printed == {"passkey": {64: 99.0, 128: 98.0}}
     assert data.lengths["passkey"].title == "PK"
@@ -230,7 +235,7 @@ def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
         for i in range(1, 4)
     ]
     trials.append({"params": {"optim.lr": 1.0}, "steps": 0, "value": None})
-    data = sheet(measured(tmp_path, study([Row(name="LMM")])), search={"trials": trials})
+    data = figure_data(measured(tmp_path, study([Row(name="LMM")])), search={"trials": trials})
     picture = next(picture for picture in pictures(data) if picture.key == "search")
     assert [panel.alt for panel in picture.panels] == ["3 trials against optim.lr."]
     assert svg(picture.panels[0], picture.size, "x").count("<use") >= 3

@@ -17,6 +17,7 @@ from titans_platform.report.export import terminal
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
 from titans_platform.runs.folder import RunFolder
+from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
 COLUMNS = {
@@ -64,7 +65,7 @@ def finish(root, cell: Cell, commit: str = "c0ffee", **changes) -> None:
 
 def table(root, commit: str = "c0ffee"):
     study = Study(name="tiny", columns=COLUMNS, scales={"small": Scale(seeds=(0, 1))}, rows=ROWS)
-    return build_table(study, "small", cells(), root, commit)
+    return build_table(StudyRun(study, "small", root, commit, whole=tuple(cells())))
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
     console = Console(width=60, file=io.StringIO())
     console.print(terminal(view, 60))
     lines = console.file.getvalue().splitlines()
-    cut = [line for line in lines if line.startswith("w/o")]
+    cut = [line for line in lines if line.startswith("w/o") and "resolved" not in line]
     assert len(cut) == 1
     assert "…†" in cut[0]
     assert cut[0].endswith("137M 9.34K")
@@ -211,6 +212,24 @@ def test_every_number_leads_to_its_cell_and_run(full):
     lines = [line for line in text.splitlines() if line.startswith("|")]
     widths = {line.count("|") for line in lines[:6]}
     assert widths == {8}
+
+
+def test_every_view_says_what_becomes_of_the_papers_directions(root):
+    steady = {"LMM": (5.0, 0.5), "w/o Persistent Memory": (6.0, 0.3), "Transformer++": (9.0, 0.9)}
+    for cell in cells():
+        ppl, acc = (value * (1 + cell.seed / 1000) for value in steady[cell.row])
+        finish(root, cell, columns={"lm_ppl": ppl, "reasoning_acc": acc})
+    full = table(root)
+    said = "1 comparison: 1 agrees, 0 disagrees, 0 not resolved"
+    (line,) = [each for each in printed(full) if "Persistent" in each and "agrees" in each]
+    assert line.split()[-2:] == ["-1.00", "agrees"]  # 1.00 higher, which is worse; the paper too says worse
+    paths = write_views(full)
+    texts = {name: paths[name].read_text() for name in ("table.md", "table.tex", "report.html")}
+    assert all(said in each for each in (*texts.values(), " ".join(" ".join(printed(full)).split())))
+    assert all("-1.00 [-1.00, -1.00] agrees" in each for each in texts.values())
+    (judged, free) = csv.DictReader(io.StringIO(paths["verdict.csv"].read_text()))
+    assert (judged["column"], judged["verdict"], judged["resolved"]) == ("lm_ppl", "agrees", "True")
+    assert (free["column"], free["verdict"], free["paper difference"]) == ("reasoning_acc", "", "")
 
 
 def test_csv_reads_back(full):
@@ -261,8 +280,9 @@ def test_numbers_timed_beside_other_cells_are_marked(root):
 
 
 def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
-    paths = write_views(table(root), root / "views")
-    assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
+    empty = table(root)
+    paths = write_views(empty)
+    assert {path for path in empty.run.folder.rglob("*") if path.is_file()} == set(paths.values())
     assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
     assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
 

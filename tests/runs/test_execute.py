@@ -18,11 +18,10 @@ from titans_platform.data import prepare
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import read_json
 from titans_platform.objectives import build_objective
-from titans_platform.runs.check import check_batch, check_config, check_data, spec_for
+from titans_platform.runs.check import check_batch, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
-from titans_platform.runs.resources import Resources
-from titans_platform.runs.spec import Tracking
+from titans_platform.runs.spec import Resources, Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest
 
@@ -176,9 +175,9 @@ def test_what_would_fail_after_training_is_found_before(tiny_run, tmp_path, part
     data = prepare(tiny_run.data, tmp_path)
 
     def check(cfg: RunConfig) -> None:
-        check_config(cfg)
+        build_objective(cfg).check()
         check_batch(cfg, Resources(workers=2))
-        check_data(cfg, data)
+        build_objective(cfg).check(data)
 
     check(tiny_run)
     with pytest.raises(UsageError, match=line):

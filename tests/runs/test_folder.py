@@ -11,11 +11,12 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.files import held, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
-from titans_platform.runs.resources import Machine, Node, Resources, concurrency
-from titans_platform.study.plan import make_plan
-from titans_platform.study.progress import View, look
-from titans_platform.study.schedule import StudyRun, only_driver
+from titans_platform.runs.spec import Machine, Node, Resources, concurrency
+from titans_platform.study.ledger import Marks
+from titans_platform.study.plan import StudyRun, make_plan
+from titans_platform.study.schedule import only_driver
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.status import View, cell_statuses
 from titans_platform.text import clock
 
 HOLD = """
@@ -105,13 +106,19 @@ def test_a_stale_result_is_shown_until_it_is_replaced(folder):
     assert not (folder.path / "result.stale.json").exists()
 
 
+def study_of(root, *cells: Cell) -> StudyRun:
+    columns = {"lm_ppl": Column(title="P")}
+    study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
+    return StudyRun(study, "small", root, "two", cells=cells)
+
+
 def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
     cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd", "abe"))]
     write_json(cells[0].folder(tmp_path).path / "result.json", result("one"))
     write_json(cells[1].folder(tmp_path).path / "result.json", {**result("two"), "cell": "abd"})
 
     def todo(**options):
-        plan = make_plan(cells, tmp_path, "two", resources=Resources(), machine=Machine(cpus=2), **options)
+        plan = make_plan(study_of(tmp_path, *cells), machine=Machine(cpus=2), **options)
         assert [cell.name for cell in plan.stale] == ["abc"]
         return [cell.name for cell in plan.todo]
 
@@ -173,9 +180,7 @@ def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
 
 
 def test_one_driver_a_study(tmp_path):
-    columns = {"lm_ppl": Column(title="P")}
-    study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    run = StudyRun(study, "small", tmp_path, "one")
+    run = study_of(tmp_path)
     with only_driver(run), pytest.raises(UsageError, match="another sweep run"), only_driver(run):
         pass
     with only_driver(run):
@@ -197,14 +202,14 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
     write_json(cells[0].folder(tmp_path).path / "progress.json", half)
     with cells[0].folder(tmp_path).hold():
-        view = View("tiny", cells, cells, tmp_path)
+        view = View(study_of(tmp_path, *cells), cells, Marks())
         view.started = time.monotonic() - 10
-        assert view.eta(look(cells, tmp_path)) is None
+        assert view.eta(cell_statuses(cells, tmp_path)) is None
         assert "1 running, 1 missing" in view.plain()
         assert "LMM seed 0 500/1000 loss 2.500" in view.plain()
     write_json(cells[0].folder(tmp_path).path / "result.json", result())
     # 0.55 of a cell took ten seconds, one is left
-    assert view.eta(look(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
+    assert view.eta(cell_statuses(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
     assert view.news() == ["done    LMM, seed 0:  (10s)"]
     assert view.news() == []
 

@@ -9,7 +9,7 @@ import pytest
 from titans_core.presets import preset
 from titans_platform.config import DEFAULTS_VERSION, RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.runs.check import check_config
+from titans_platform.objectives import build_objective
 
 DEFAULTS = {
     "model": {
@@ -164,7 +164,7 @@ def test_tokens_of_a_run():
 )
 def test_a_model_that_cannot_be_built_is_one_line(model, line):
     with pytest.raises(UsageError) as error:
-        check_config(run(json.dumps({"model": model})))
+        build_objective(run(json.dumps({"model": model}))).check()
     assert str(error.value).startswith(line)
     assert "\n" not in str(error.value)
 

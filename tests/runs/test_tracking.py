@@ -119,18 +119,17 @@ def test_what_is_no_number_is_left_out(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
-def test_parent_takes_table_text_figure_and_links(store, tmp_path):
+def test_parent_takes_table_figure_and_links(store, tmp_path):
     run_id = store.study_run("report")
     log = store.run(run_id)
     picture = tmp_path / "figure.png"
     picture.write_bytes(b"png")
     for value in (1, 2):
         log.table([{"row": "lmm", "ppl": value}, {"row": "mac", "ppl": None}], "table.json")
-    log.text("| row |", "table.md")
     log.artifact(picture)
     log.note(f"[cell]({store.url(run_id)})")
     client = MlflowClient(store.uri, store.uri)
-    assert {a.path for a in client.list_artifacts(run_id)} == {"table.json", "table.md", "figure.png"}
+    assert {a.path for a in client.list_artifacts(run_id)} == {"table.json", "figure.png"}
     loaded = json.loads(Path(client.download_artifacts(run_id, "table.json")).read_text())
     assert loaded == {"columns": ["row", "ppl"], "data": [["lmm", 2], ["mac", None]]}
     assert run_id in client.get_run(run_id).data.tags["mlflow.note.content"]

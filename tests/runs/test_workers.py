@@ -20,10 +20,9 @@ from titans_platform.errors import ClusterError, UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
+from titans_platform.runs.execute import execute, work
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.resources import Resources
-from titans_platform.runs.worker import work
+from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import load_model
 
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.study.opened import check
-from titans_platform.study.schedule import StudyRun
+from titans_platform.study.cells import check
+from titans_platform.study.plan import StudyRun
 from titans_platform.study.search import check_space
 from titans_platform.study.spec import expand, load_study
 

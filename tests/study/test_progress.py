@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
-from titans_platform.study.progress import View
-from titans_platform.study.spec import Cell, Column
+from titans_platform.study.ledger import Marks
+from titans_platform.study.plan import StudyRun
+from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.status import View
 
 
 def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
@@ -17,7 +19,8 @@ def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
         "train_seconds": 8,
         "eval_seconds": 2,
     }
-    view = View("tiny", [cell], [cell], tmp_path, columns)
+    study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
+    view = View(StudyRun(study, "small", tmp_path, "one", cells=(cell,)), [cell], Marks())
     assert view.news() == []
     write_json(cell.folder(tmp_path).path / "result.json", result)
     assert view.news() == ["done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)"]

@@ -151,7 +151,7 @@ class TestAblation:
 
     @pytest.mark.parametrize("scale", SCALES)
     def test_every_scale_is_valid_and_its_rows_differ(self, ablation, scale):
-        from titans_platform.study.opened import check
+        from titans_platform.study.cells import check
 
         cells = expand(ablation, scale)
         check(cells)

@@ -28,12 +28,18 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def save(folder: Path, of: Trainer, *arguments, **options) -> None:
+    """One checkpoint, written and waited for."""
+    with Saver(folder, of, **options) as saver:
+        saver.save(*arguments)
+
+
 def interrupted(folder, upto: int, seed: int = 5) -> Trainer:
     t = trainer(seed)
     while t.progress.step < upto:
         t.step()
         if t.progress.step % 3 == 0:
-            checkpoint.save(folder, t)
+            save(folder, t)
     return t
 
 
@@ -200,7 +206,7 @@ def test_a_save_that_fails_at_its_end_leaves_the_one_before(tmp_path, monkeypatc
 
     monkeypatch.setattr("os.replace", refused)
     with pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*Permission denied"):
-        checkpoint.save(tmp_path, t)
+        save(tmp_path, t)
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000003"
 
 
@@ -268,7 +274,7 @@ def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_p
     def flush() -> None:
         seen.append((t.progress.step, [p.name for p in tmp_path.iterdir()], threading.get_ident()))
 
-    checkpoint.save(tmp_path, t, flush)
+    save(tmp_path, t, flush)
     assert seen == [(1, [], threading.get_ident())]
 
     def fails() -> None:
@@ -276,7 +282,7 @@ def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_p
 
     t.step()
     with pytest.raises(TitansError, match="does not answer"):
-        checkpoint.save(tmp_path, t, fails)
+        save(tmp_path, t, fails)
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
@@ -299,13 +305,13 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
         (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
     t = trainer()
     t.run(Hooks(), until=4)
-    checkpoint.save(tmp_path, t, keep=1)
+    save(tmp_path, t, keep=1)
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000004"
 
 
 def test_what_a_killed_write_left_goes_at_the_next(tmp_path):
     (tmp_path / ".partial-step-00000001").mkdir()
-    checkpoint.save(tmp_path, trainer())
+    save(tmp_path, trainer())
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
 
 

@@ -103,7 +103,8 @@ def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, An
         straight = trainer(kind, rank, world_size)
         first = losses(straight, STEPS // 2)
         found[f"{kind} measured"] = measured(straight.model, speed=True)
-        checkpoint.save(folder / kind, straight)
+        with checkpoint.Saver(folder / kind, straight) as saver:
+            saver.save()
         found[kind] = first + losses(straight)
         resumed = trainer(kind, rank, world_size)
         checkpoint.restore(folder / kind, resumed)

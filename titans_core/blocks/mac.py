@@ -14,7 +14,8 @@ from titans_core.blocks.mag import GateOptions
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.layers import Gate, RMSNorm
-from titans_core.memory import ConvState, MemoryCache, NeuralMemory
+from titans_core.memory import MemoryCache, NeuralMemory
+from titans_core.projections import ConvState
 from titans_kernels import packed_layout
 
 
@@ -88,7 +89,7 @@ class MAC(Block):
     def state_bytes(self, length: int) -> int:
         x = self.memory_norm.weight
         keys = 4 * (length % self.segment_size) * x.nbytes
-        convolutions = self.attention.conv_bytes() * 5 // 3  # of q, k, v, and of k, v of the reads
+        convolutions = self.attention.conv_bytes("qkv") + self.attention.conv_bytes("kv")  # tokens and reads
         memory = self.memory.state_bytes(length) + self.memory.read_bytes(length, self.segment_size)
         return memory + keys + convolutions
 

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import autograd, chunked, chunked_op, reference
+from titans_kernels.memory import autograd, chunked, chunked_op, native, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import (
     Inputs,
@@ -23,7 +23,7 @@ from titans_kernels.memory.options import (
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import check_options, check_shapes
 
-BACKENDS = ("auto", "reference", "autograd", "chunked", "triton")
+BACKENDS = ("auto", "reference", "autograd", "chunked", "native", "triton")
 
 Form = Callable[[Inputs, Layers, Layers, Options], Result]
 """One form of the operator: inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's
@@ -120,6 +120,12 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     # eager keeps its work for the backward, which a compiler or a meta tensor could not follow
     if torch.compiler.is_compiling() or inputs.q.is_meta:
         return chunked_op.forget_and_learn
+    if backend in ("auto", "native"):
+        reason = native.refusal(inputs, weights, options)
+        if reason is None:
+            return native.forget_and_learn
+        if backend == "native":
+            raise ValueError(f"backend: native does not serve this call: {reason}")
     return chunked.forget_and_learn
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import click
 
-from titans_platform.cli import LazyGroup
-from titans_platform.cli.options import echo_json, json_option
+from titans_platform.cli import LazyGroup, echo_json, json_option, set_option
 
 # with torch, which takes seconds to import
 KERNELS = ("titans_kernels.bench.command", "kernels", "Time the memory's kernels beside others, on a GPU.")
@@ -75,6 +75,78 @@ def memory(
         echo_json(result)
     else:
         click.echo("\n".join(lines_of(result)))
+
+
+@bench.command()
+@click.argument("study", default="ablation")
+@click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
+@click.option("--rows", multiple=True, metavar="NAME", help="Only this row. May be repeated.")
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="CHECKOUT",
+    help="Also time the code of another checkout of this project, in turns.",
+)  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times each is timed.")
+@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Steps of a round.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of torch.")
+@set_option
+@json_option
+def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Time a training step of every row of a study: forward, backward, optimiser.
+
+    Rows are random tokens, a document each. Tokens a second are those of CPU time, which other work on the
+    machine changes less than the clock's. Beside another checkout a row must have the same losses in both:
+    one that has not is not timed (exit 1), or is marked where a field of its config is new.
+
+    \b
+    Example:
+      git worktree add ../before b9d7e15
+      titans bench step ablation --scale laptop --against ../before
+    """
+    from rich.console import Console
+
+    from titans_platform import step_benchmark
+
+    with Console(stderr=True).status("starting") as status:
+        result = step_benchmark.run(study, overrides=overrides, progress=status.update, **options)
+    if as_json:
+        echo_json(result)
+    else:
+        click.echo("\n".join(lines_of_steps(result)))
+    if any("refused" in row for row in result["rows"]):
+        raise click.exceptions.Exit(1)
+
+
+_STEP = "{:<24} {:>9} {:>8} {:>10} {:>8} {:>18}"
+
+
+def lines_of_steps(result: dict[str, Any]) -> list[str]:
+    """The table of ``step_benchmark.run`` as text of 80 columns."""
+    lines = [
+        f"Training steps of {result['study']} at {result['scale']}; threads: {result['threads']}, "
+        f"median of {result['rounds']}.",
+        _STEP.format("row", "tokens/s", "CPU ms", "clock ms", "before", "ratio").rstrip(),
+    ]
+    for row in result["rows"]:
+        if "refused" in row:
+            lines.append(f"{row['row'][:24]:<24} not timed: {row['refused']}")
+            continue
+        before, ratio, ours = "", "", row["ours"]
+        if "theirs" in row:
+            r = row["times"]
+            before = f"{row['theirs']['cpu_ms']:.1f}"
+            mark = "" if row["same_losses"] else "*"
+            ratio = f"{r['median']:.2f}x{mark} ({r['least']:.2f}-{r['most']:.2f})"
+        lines.append(
+            _STEP.format(
+                row["row"][:24], f"{ours['tokens_per_second']:,.0f}", f"{ours['cpu_ms']:.1f}",
+                f"{ours['wall_ms']:.1f}", before, ratio,
+            ).rstrip()
+        )  # fmt: skip
+    if result["against"]:
+        lines.append(f"before: CPU ms of {result['against']}; ratio: before over now.")
+    if any(not row.get("same_losses", True) for row in result["rows"]):
+        lines.append("* other losses in that checkout, whose config lacks a field: another model.")
+    return lines
 
 
 HEADINGS = ("T", "tokens/s", "peer", "ratio", "peak MB", "peer MB", "op/matmul")

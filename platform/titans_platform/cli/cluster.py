@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
-from titans_platform.cli.options import dry_run_option, echo_json, json_option
+from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import DETACHED, Answer, Job, Jobs, Log
@@ -19,6 +19,7 @@ from titans_platform.study.spec import Cell
 
 name_argument = click.argument("name")
 job_argument = click.argument("job")
+_echo = partial(click.echo, nl=False)
 _SIGNALS = 128
 """Exit codes above it are of processes that a signal ended."""
 
@@ -82,9 +83,9 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
     """
     found = load_cluster(name)
     if schemas:
-        from titans_platform.clusters.kuberay import check_manifests
+        from titans_platform.clusters.kuberay import KubeRay, check_manifests
 
-        if not found.manifests():
+        if not isinstance(found, KubeRay):
             raise UsageError(f"--schema: a cluster of kind {found.kind} has no manifests to check")
         for line in check_manifests(found.manifests(), schemas):
             click.echo(f"# {line}", err=True)
@@ -174,7 +175,7 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.log_steps(job))
     with found.connected() as jobs:
-        log = Log(_write(sys.stdout))
+        log = Log(_echo)
         if not no_follow:
             return _follow(jobs, name, job, log)
         jobs.info(job)
@@ -220,25 +221,21 @@ def down(name: str, dry_run: bool) -> None:
     click.echo(f"{found.name} is down")
 
 
-def run_study_on(
-    name: str,
-    study: str,
-    scale: str,
-    root: Path,
-    options: Sequence[str],
-    cells: Sequence[Cell],
-    dry_run: bool,
-    as_json: bool,
-) -> int:
-    """`titans sweep run --cluster NAME`; its exit code."""
+def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> int:
+    """Run the `sweep run` of ``context`` as a job on the cluster ``name``; its exit code."""
     from titans_platform.clusters.packaging import check_reachable, root_on, study_job
 
-    found = load_cluster(name)
-    given = click.get_current_context().get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
-    where = root_on(found, root, given)
+    given, found = context.params, load_cluster(name)
+    explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
+    root = root_on(found, given["root"], explicit)
     check_reachable(found)
-    job = study_job(found, study, scale, where, [*options, *["--json"] * as_json], cells)
-    return _submit(found, name, job, dry_run, as_json)
+    rows, changes = ",".join(given["rows"]), [*given["overrides"], *given["checkpoint_every"]]
+    named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
+    named += [("--set", change) for change in changes]
+    options = [part for option, value in named if value for part in (option, str(value))]
+    options += ["--rerun-stale"] * given["rerun_stale"] + ["--json"] * given["as_json"]
+    job = study_job(found, given["study"], given["scale"], root, options, cells)
+    return _submit(found, name, job, given["dry_run"], given["as_json"])
 
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
@@ -252,15 +249,15 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
         if not as_json:
-            return _follow(jobs, name, job_id, Log(_write(sys.stdout)))
-        answer = Answer(_write(sys.stderr))
+            return _follow(jobs, name, job_id, Log(_echo))
+        answer = Answer(partial(_echo, err=True))
         code = _follow(jobs, name, job_id, Log(answer.write))
         click.echo(answer.text(), nl=False)
         return code
 
 
 def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
-    """Add to the log until the job ends; its exit code, or ``DETACHED`` after Ctrl-C."""
+    """Write the log until the job ends; returns its exit code, or ``DETACHED`` after Ctrl-C."""
     try:
         code = jobs.follow(job_id, log)
     except KeyboardInterrupt:
@@ -279,13 +276,6 @@ def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
     return code
 
 
-def _write(stream: TextIO) -> Callable[[str], None]:
-    def write(text: str) -> None:
-        print(text, end="", file=stream, flush=True)
-
-    return write
-
-
 def _show(steps: Sequence[Step], as_json: bool = False) -> int:
     """Print the steps as a shell script, or as a JSON list."""
     lines = [step.shown for step in steps]
@@ -294,6 +284,6 @@ def _show(steps: Sequence[Step], as_json: bool = False) -> int:
 
 
 def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
-    """Print what leads to a cluster's jobs, and ``steps`` there; contacts nothing."""
+    """Print how a cluster's jobs are reached, and ``steps`` there; contacts nothing."""
     jobs = found.jobs()
-    return _show([*jobs.way(), *steps(jobs)], as_json)
+    return _show([*jobs.access_steps(), *steps(jobs)], as_json)

@@ -11,7 +11,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from titans_platform.cli.options import config_options, echo_json, json_option
+from titans_platform.cli import config_options, echo_json, json_option
+from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
     from titans_platform.config import DataConfig
@@ -61,9 +62,17 @@ def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_
 
 
 def _load(config: Path, overrides: tuple[str, ...]) -> DataConfig:
+    """The `data` of a run on text. Raises UsageError, also where the run's objective takes no text."""
     from titans_platform.loading import load_config
+    from titans_platform.objectives import build_objective
 
-    return load_config(config, overrides).data
+    cfg = load_config(config, overrides)
+    if (kind := build_objective(cfg).data_kind) != "tokens":
+        raise UsageError(
+            f"objective.kind: {cfg.objective.kind} trains on {kind}, which titans train prepares by itself; "
+            "titans data is for text"
+        )
+    return cfg.data
 
 
 @contextmanager

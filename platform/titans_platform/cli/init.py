@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any, NamedTuple
 
 import click
 import yaml
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from titans_platform.errors import UsageError
 
 WIDTH = 100
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-WORDS = {"int": "integer", "float": "number", "str": "text", "bool": "true, false", "NoneType": "null"}
+SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+WORDS = {"string": "text", "boolean": "true, false"}
 
 
 @click.command()
@@ -94,7 +94,7 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
             yield from _section(value, given.get(field.name, {}), indent + "  ")
         else:
             mark = "" if field.name in given else "# "
-            yield f"{indent}{mark}{field.name}: {_yaml(given.get(field.name, _plain(value)))}"
+            yield f"{indent}{mark}{field.name}: {_yaml(given.get(field.name, value))}"
 
 
 def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:
@@ -170,14 +170,14 @@ class ConfigField(NamedTuple):
 
 def fields_of(model: type[BaseModel]) -> list[ConfigField]:
     """The fields of a model, in order."""
-    found = []
+    found, properties = [], model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
-        default = None if info.is_required() else _yaml(_plain(info.get_default(call_default_factory=True)))
+        default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
         about = " ".join((info.description or "").split())
         if below and not about:
             about = " ".join((below.__doc__ or "").partition("\n\n")[0].split())
-        found.append(ConfigField(name, _values(info.annotation, info.metadata), default, about, below, many))
+        found.append(ConfigField(name, _values(properties[name]), default, about, below, many))
     return found
 
 
@@ -190,34 +190,23 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
-def _values(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
-    """What an annotation takes, in words: `integer >= 1`."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _values(inner[0], [*inner[1:], *metadata])
-    if origin is typing.Literal:
-        return ", ".join(f"`{value}`" for value in inner)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_values(part, metadata if i == 0 else ()) for i, part in enumerate(inner))
-    if origin is tuple:
-        return f"list of {_values(inner[0])}"
-    if origin is dict:
-        return f"mapping of names to {_values(inner[1])}"
-    name = getattr(annotation, "__name__", str(annotation))
-    if _model_in(annotation)[0]:
-        return "a section"
-    # an Annotated inside another keeps its bounds in a FieldInfo
-    flat = [inner for one in metadata for inner in getattr(one, "metadata", None) or [one]]
-    found = ((sign, getattr(one, key, None)) for one in flat for key, sign in SIGNS.items())
-    bounds = [f"{sign} {bound:,}" for sign, bound in found if bound is not None]
-    return " ".join([WORDS.get(name, "any value"), ", ".join(bounds)]).strip()
-
-
-def _plain(value: Any) -> Any:
-    """A value of a config as JSON holds it."""
-    return TypeAdapter(Any).dump_python(value, mode="json")
+def _values(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema takes, in words: `integer >= 1`."""
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(map(_values, schema["anyOf"]))
+    if "$ref" in schema:
+        return "any value" if schema["$ref"].endswith("/JsonValue") else "a section"
+    kind: str = schema.get("type", "any value")
+    if kind == "array":
+        return f"list of {_values(schema['items'])}"
+    if kind == "object":
+        return f"mapping of names to {_values(schema['additionalProperties'])}"
+    bounds = [f"{sign} {schema[key]:,}" for key, sign in SIGNS.items() if key in schema]
+    return " ".join([WORDS.get(kind, kind), ", ".join(bounds)]).strip()
 
 
 def _yaml(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    text = yaml.safe_dump(to_jsonable_python(value), default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...").strip()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from titans_platform.cli.options import (
+from titans_platform.cli import (
     checkpoint_option,
     cluster_option,
     dry_run_option,
@@ -26,10 +26,25 @@ from titans_platform.errors import UsageError
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.report.table import Table
+    from titans_platform.study.plan import StudyRun
     from titans_platform.study.spec import Study
 
 MAX_SEEDS = 1000
 """Seeds of one command; more are a slip of the keyboard, and would be counted for minutes."""
+
+
+def split(values: tuple[str, ...]) -> list[str]:
+    """Names given one by one or with commas."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    """The rows of --rows; none given means all. Raises UsageError."""
+    rows = split(values)
+    if values and not rows:
+        raise UsageError("--rows: names no row; give a name, or leave the option out for all")
+    return rows
+
 
 scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
 rows_option = click.option(
@@ -37,7 +52,7 @@ rows_option = click.option(
     multiple=True,
     metavar="NAME",
     help="Only this row, or several with commas. May be repeated.",
-    callback=lambda ctx, option, values: parse_rows(values),
+    callback=parse_rows,
 )
 seeds_option = click.option(
     "--seeds", metavar="LIST", help="Seeds in place of the scale's own, e.g. 0,1,2 or 0-4."
@@ -145,18 +160,12 @@ def _task_text(task: TaskConfig) -> str:
 @dry_run_option
 @json_option
 def run(
-    study: str,
-    scale: str,
-    rows: list[str],
-    seeds: str | None,
-    overrides: tuple[str, ...],
-    root: Path,
     rerun_stale: bool,
     concurrency: int | None,
-    checkpoint_every: tuple[str, ...],
     cluster: str | None,
     dry_run: bool,
     as_json: bool,
+    **chosen: Any,
 ) -> int:
     """Run the cells of STUDY (a name, or a YAML file) that are missing, then draw its table and figure.
 
@@ -173,20 +182,13 @@ def run(
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.drive import dry_run as show_plan
     from titans_platform.study.drive import run_study
-    from titans_platform.study.opened import open_study
 
     began = time.time()
-    console = _console(as_json)
-    overrides += checkpoint_every
-    opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
+    console, opened = _console(as_json), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
-        chosen = {"--rows": ",".join(rows), "--seeds": seeds, "--concurrency": concurrency}
-        options = [part for key, value in chosen.items() if value for part in (key, str(value))]
-        options += [part for override in overrides for part in ("--set", override)]
-        options += ["--rerun-stale"] * rerun_stale
-        return run_study_on(cluster, study, scale, root, options, opened.cells, dry_run, as_json)
+        return run_study_on(cluster, click.get_current_context(), opened.cells)
     if dry_run:
         found, refusal = show_plan(opened, rerun_stale, concurrency, console, quiet=as_json)
         if as_json:
@@ -197,7 +199,7 @@ def run(
     # half a second of imports that a plan need not wait for
     from titans_platform.report.publish import make as report_study
 
-    with joined(root):
+    with joined(chosen["root"]):
         table = run_study(
             opened,
             console,
@@ -243,16 +245,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 @study_options
 @click.option("--ui", metavar="ADDRESS", help="Where the page's links lead, e.g. http://127.0.0.1:5001.")
 @json_option
-def report(
-    study: str,
-    scale: str,
-    rows: list[str],
-    seeds: str | None,
-    overrides: tuple[str, ...],
-    root: Path,
-    ui: str | None,
-    as_json: bool,
-) -> int:
+def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     """Write the report of a study anew: one HTML page that needs nothing beside it, and the table as
     Markdown, LaTeX and CSV. The table is the whole study's; exit code 4: cells asked for are missing.
 
@@ -261,10 +254,24 @@ def report(
       titans sweep report ablation --scale laptop
     """
     from titans_platform.report.publish import make as report_study
-    from titans_platform.study.opened import open_study
 
-    opened = open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
-    return _exit_code(report_study(opened, _console(as_json), address=ui), as_json)
+    return _exit_code(report_study(_opened(**chosen), _console(as_json), address=ui), as_json)
+
+
+def _opened(
+    study: str,
+    scale: str,
+    root: Path,
+    rows: list[str],
+    seeds: str | None,
+    overrides: tuple[str, ...],
+    checkpoint_every: tuple[str, ...] = (),
+) -> StudyRun:
+    """The study that the options of a command choose."""
+    from titans_platform.study.cells import open_study
+
+    overrides += checkpoint_every
+    return open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
 
 
 def _console(as_json: bool) -> Console:
@@ -278,19 +285,6 @@ def _exit_code(table: Table, as_json: bool) -> int:
     if as_json:
         echo_json(as_record(table))
     return 4 if table.unfinished else 0
-
-
-def split(values: tuple[str, ...]) -> list[str]:
-    """Names given one by one or with commas."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def parse_rows(values: tuple[str, ...]) -> list[str]:
-    """The rows of --rows; none given means all. Raises UsageError."""
-    rows = split(values)
-    if values and not rows:
-        raise UsageError("--rows: names no row; give a name, or leave the option out for all")
-    return rows
 
 
 def parse_seeds(text: str | None) -> list[int]:

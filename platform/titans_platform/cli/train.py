@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from titans_platform.cli.options import (
+from titans_platform.cli import (
     checkpoint_option,
     config_options,
     dry_run_option,
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.objectives import Data
     from titans_platform.runs.folder import RunFolder
-    from titans_platform.runs.resources import Resources
-    from titans_platform.runs.spec import Tracking
+    from titans_platform.runs.spec import Resources, Tracking
 
 
 @click.command()
@@ -74,7 +72,7 @@ def train(
     """
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.resources import Resources
+    from titans_platform.runs.spec import Resources
 
     console = Console(stderr=as_json)
     cfg = load_config(config, overrides + checkpoint_every)
@@ -98,22 +96,23 @@ def train(
 
 def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: Console) -> dict[str, Any]:
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_config, check_data, check_resources, spec_for
+    from titans_platform.runs.check import check_resources, spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.tracking import check_store
 
-    check_config(cfg)
+    objective = build_objective(cfg)
+    objective.check()
     check_resources(cfg, resources, shared=True)
     check_store(root)
     with console.status("preparing data"):
-        data = build_objective(cfg).prepare(root)
+        data = objective.prepare(root)
     spec = spec_for(cfg, root, resources, labels={"row": name})
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
     # what the config gets wrong is reported before a store is made and a cluster is up
-    check_data(cfg, data)
+    objective.check(data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
     with alone, _display(spec.folder, console):
@@ -123,8 +122,8 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
 def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     from titans_platform.provenance import commit
     from titans_platform.runs.spec import Tracking
-    from titans_platform.study.columns import params
     from titans_platform.study.spec import Cell
+    from titans_platform.study.tracker import params
     from titans_platform.tracking import open_store
 
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
@@ -134,32 +133,28 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
 @contextmanager
 def _display(folder: RunFolder, console: Console) -> Iterator[None]:
     """A live line fed by the run's progress.json; without a terminal, a line now and then."""
+    from titans_platform.study.status import repeating
+
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
-    over, began = threading.Event(), time.time()
+    printed, began = time.monotonic(), time.time()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None, shown="")
 
-        def watch() -> None:
-            printed = time.monotonic()
-            while not over.wait(0.5):
-                state = folder.progress()
-                if not state or state["age"] > time.time() - began + 1:
-                    continue
-                phase, step, steps, line = state["phase"], state["step"], state["steps"], shown(state)
-                bars.update(bar, description=phase, total=steps, completed=step, shown=line)
-                if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
-                    printed = time.monotonic()
-                    text = f"{phase} {step}/{steps}  {line}"
-                    console.print(text.rstrip(), highlight=False, soft_wrap=True)
+        def update() -> None:
+            nonlocal printed
+            state = folder.progress()
+            if not state or state["age"] > time.time() - began + 1:
+                return
+            phase, step, steps, line = state["phase"], state["step"], state["steps"], shown(state)
+            bars.update(bar, description=phase, total=steps, completed=step, shown=line)
+            if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
+                printed = time.monotonic()
+                text = f"{phase} {step}/{steps}  {line}"
+                console.print(text.rstrip(), highlight=False, soft_wrap=True)
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
+        with repeating(update, 0.5):
             yield
-        finally:
-            over.set()
-            watcher.join()
 
 
 def shown(state: dict[str, Any]) -> str:
@@ -174,22 +169,23 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
-    from titans_platform.runs import check
+    from titans_platform.runs.check import check_resources, sizes
     from titans_platform.runs.folder import RunFolder
 
-    check.check_config(cfg)
-    check.check_resources(cfg, resources, shared=True)
+    objective = build_objective(cfg)
+    objective.check()
+    check_resources(cfg, resources, shared=True)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
-        data = build_objective(cfg).open(root)
+        data = objective.open(root)
     except NotPrepared:
-        check.check_sources(cfg)
+        objective.check_sources()
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
-        check.check_data(cfg, data)
-        folder = RunFolder(root.resolve(), check.run_name(cfg, data.fingerprint, resources))
+        objective.check(data)
+        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.workers))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-    plan |= {"tokens": cfg.tokens} | asdict(check.sizes(cfg))
+    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
     if as_json:
         echo_json(plan)
         return
@@ -238,13 +234,13 @@ def measures_table(result: Mapping[str, Any]) -> Table:
     """The result of ``evaluate`` as a table: each column, and under it its tasks at their lengths."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
-    for heading in ("value", "± s.e.", "chance", "items"):
+    for heading in ("value", "± s.e.", "chance", "floor", "items"):
         table.add_column(heading, justify="right")
     for column, value in result["columns"].items():
         table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result["chance"].get(column)))
         for name, task in result["tasks"].items():
             if name.partition("/")[0] == column:
-                measured = (number(task[key]) for key in ("value", "stderr", "chance"))
+                measured = (number(task.get(key)) for key in ("value", "stderr", "chance", "floor"))
                 table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task['items']:,}")
     return table
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from titans_platform.cli.options import dry_run_option, root_option
+from titans_platform.cli import dry_run_option, root_option
+from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
     from titans_platform.tracking import Store
@@ -24,8 +23,6 @@ QUIET = {
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "PYTHONWARNINGS": "ignore",
 }
-PATIENCE = 120.0
-"""Seconds the server may take before it answers, on a busy machine."""
 
 
 @click.command()
@@ -61,8 +58,6 @@ def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dr
 
 
 def _local(root: Path) -> Path:
-    from titans_platform.errors import UsageError
-
     if not os.environ.get("TITANS_MLFLOW") and not (root / "mlflow.db").exists():
         raise UsageError(f"{root / 'mlflow.db'}: no store there; run a study or give another --root")
     return root
@@ -70,54 +65,31 @@ def _local(root: Path) -> Path:
 
 def _serve(command: list[str], store: Store, host: str, port: int, no_browser: bool) -> int:
     """Run the server until Ctrl-C; its exit code, 130 for Ctrl-C."""
+    from titans_platform.clusters.steps import LOOPBACK, answers, end_group
+
     _check_free(host, port)
     # a group of its own: it has children, and all end with it
     server = subprocess.Popen(
         command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
     )
-    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    reached = LOOPBACK if host == "0.0.0.0" else host
     try:
-        if _answers(server, address):
-            _show(store, address, no_browser, "  (Ctrl-C ends it)")
+        if answers(server, reached, port):
+            _show(store, f"http://{reached}:{port}", no_browser, "  (Ctrl-C ends it)")
         return server.wait()
     except KeyboardInterrupt:
         return 130
     finally:
-        _end(server)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        if server.poll() is None:
-            os.killpg(server.pid, sign)
-            try:
-                server.wait(10)
-            except subprocess.TimeoutExpired:
-                continue
+        end_group(server)
 
 
 def _check_free(host: str, port: int) -> None:
-    from titans_platform.errors import UsageError
-
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise UsageError(f"--port {port}: {error.strerror} on {host}; give another --port") from None
-
-
-def _answers(server: subprocess.Popen[bytes], address: str) -> bool:
-    """Wait until the server takes connections; False where it ended before."""
-    host, _, port = address.removeprefix("http://").rpartition(":")
-    deadline = time.monotonic() + PATIENCE
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-            return True
-        except OSError:
-            time.sleep(0.2)
-    return False
 
 
 def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:

@@ -6,19 +6,18 @@ cluster file names it by import path, `kind: my_lab.cluster:MyCluster`.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.errors import UsageError, find_named
-from titans_platform.loading import nearest, read_yaml, validate
+from titans_platform.loading import file_at, known_files, nearest, read_yaml, validate
 
 KINDS = {
     "local": "titans_platform.clusters.local:Local",
     "nodes": "titans_platform.clusters.nodes:Nodes",
-    "existing": "titans_platform.clusters.existing:Existing",
+    "existing": "titans_platform.clusters.rayjobs:Existing",
     "ray-up": "titans_platform.clusters.ray_up:RayUp",
     "kuberay": "titans_platform.clusters.kuberay:KubeRay",
     "slurm": "titans_platform.clusters.slurm:Slurm",
@@ -29,32 +28,25 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 def known_clusters() -> dict[str, Path]:
     """Every cluster that can be given by name, and its file: in ./clusters first, then what is shipped."""
-    package = Path(__file__).resolve().parents[1]
-    folders = [Path.cwd() / "clusters", package / "_shipped" / "clusters", package.parents[1] / "clusters"]
-    return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.yaml"))}
+    return known_files("clusters")
 
 
 def load_cluster(name: str) -> Cluster:
     """Read a cluster by name or path. Raises UsageError, one line, for anything wrong in it."""
-    path = _find_file(name)
+    if (path := file_at(name, "cluster")) is None:
+        known = known_clusters()
+        if name not in known:
+            raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, known)}")
+        path = known[name]
     if not NAME.fullmatch(path.stem):
         raise UsageError(
             f"{path.name}: a cluster's name is its file's: up to 40 of a-z, 0-9 and -, a letter first"
         )
     mapping = read_yaml(path)
     kind = _find_kind(mapping.get("kind"), f"{path.name}.kind")
-    return validate(kind, mapping, path.name).named(path.stem)
-
-
-def _find_file(name: str) -> Path:
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
-        if not Path(name).is_file():
-            raise UsageError(f"cluster: no file {name}")
-        return Path(name)
-    found = known_clusters()
-    if name not in found:
-        raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, found)}")
-    return found[name]
+    cluster = validate(kind, mapping, path.name)
+    cluster._name = path.stem
+    return cluster
 
 
 def _find_kind(kind: Any, field: str) -> type[Cluster]:

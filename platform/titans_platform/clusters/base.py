@@ -70,11 +70,6 @@ class Cluster(Frozen, ABC):
         """Its file's name."""
         return self._name
 
-    def named(self, name: str) -> Self:
-        """This cluster, with the name of its file."""
-        self._name = name
-        return self
-
     @property
     def state_folder(self) -> Path:
         """What `up` started is recorded in it, outside the project; XDG_STATE_HOME moves it."""
@@ -86,12 +81,12 @@ class Cluster(Frozen, ABC):
         return read_json(self.state_folder / "state.json")
 
     def record(self, value: dict[str, Any]) -> None:
-        """Write it, whole or not at all, where only its owner can read it."""
+        """Record what `up` started, in a folder that only its owner can read."""
         self.state_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state_folder / "state.json", value)
 
-    def remember(self) -> Step:
-        """Record that there is something to take down; a step before what costs money or time."""
+    def record_step(self) -> Step:
+        """Record that there is something to take down, before the step that costs money or time."""
         line = f"# record in {self.state_folder / 'state.json'} that it is up"
         return Step(line, partial(self.record, {"name": self.name}))
 
@@ -130,10 +125,6 @@ class Cluster(Frozen, ABC):
     @abstractmethod
     def jobs(self) -> Jobs:
         """Its jobs, not contacted yet."""
-
-    def manifests(self) -> list[dict[str, Any]]:
-        """The Kubernetes objects `up` and `submit` apply; none elsewhere."""
-        return []
 
     def up(self) -> str:
         """Bring it up; where it is."""

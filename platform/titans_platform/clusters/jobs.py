@@ -72,7 +72,7 @@ class ReaderGone(BrokenPipeError):
 
 
 class Log:
-    """A job's log as it is written here. Each reading begins at its start; what is written is skipped."""
+    """A job's log as it is written here. Every reading starts at its beginning and skips what is written."""
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
@@ -127,8 +127,8 @@ class Jobs(ABC):
     def status_steps(self) -> list[Step]:
         """What finds out about nodes and jobs."""
 
-    def way(self) -> list[Step]:
-        """What leads to the jobs, before any of the steps above."""
+    def access_steps(self) -> list[Step]:
+        """What has to be done before any of the steps above, such as forwarding a port."""
         return []
 
     @contextmanager
@@ -164,7 +164,7 @@ class Jobs(ABC):
         perform(self.stop_steps(job_id))
 
     def follow(self, job_id: str, log: Log) -> int:
-        """Add to ``log`` until the job ends; its exit code."""
+        """Write the log to ``log`` until the job ends; returns its exit code."""
         while True:
             info = self.info(job_id)
             if info.state != "pending":

@@ -25,7 +25,7 @@ from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import Note, Run, Step
-from titans_platform.errors import ClusterError, UsageError
+from titans_platform.errors import ClusterError, UsageError, one_line
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m)?$")]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
@@ -134,9 +134,9 @@ class KubeRay(Cluster):
         """Apply the claim and the RayCluster, wait for its pods."""
         apply = [self.apply(self._kept())] if self._kept() else []
         if self.lifetime == "job":
-            return [*apply, Note("no cluster to keep: each submit makes its own"), self.remember()]
+            return [*apply, Note("no cluster to keep: each submit makes its own"), self.record_step()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
-        return [*apply, self.remember(), Run(self.kubectl(*ready))]
+        return [*apply, self.record_step(), Run(self.kubectl(*ready))]
 
     def _kept(self) -> list[dict[str, Any]]:
         """The claim, where the file says to make it, and the RayCluster, which lives from `up` to `down`."""
@@ -152,7 +152,7 @@ class KubeRay(Cluster):
         return kept
 
     def manifests(self) -> list[dict[str, Any]]:
-        """What is applied, a sample job among it."""
+        """The Kubernetes objects that `up` and `submit` apply, with a sample job in place of a real one."""
         return self._kept() + (ray_job("sample", self, _SAMPLE) if self.lifetime == "job" else [])
 
     def down_steps(self) -> list[Step]:
@@ -374,7 +374,7 @@ def _schemas(file: Path) -> Iterator[tuple[tuple[str, str], Any]]:
             api = f"{spec['group']}/{version['name']}"
             yield (api, spec["names"]["kind"]), version["schema"]["openAPIV3Schema"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--schema {file}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+        raise UsageError(f"--schema {file}: cannot be read: {one_line(error, 120)}") from None
     except (KeyError, TypeError):
         raise UsageError(f"--schema {file}: is no CustomResourceDefinition") from None
 

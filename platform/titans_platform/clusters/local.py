@@ -12,7 +12,7 @@ from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Note, Step
 from titans_platform.errors import UsageError
-from titans_platform.runs.resources import this_machine
+from titans_platform.runs.spec import this_machine
 
 
 class Local(Cluster):
@@ -41,11 +41,11 @@ class Local(Cluster):
         return "this machine"
 
     def jobs(self) -> Jobs:
-        return _Here(self.name)
+        return LocalJobs(self.name)
 
 
 @dataclass(frozen=True)
-class _Here(Jobs):
+class LocalJobs(Jobs):
     """Runs commands in this shell, one after the other, and keeps no record of them."""
 
     codes: dict[str, int] = field(default_factory=dict)

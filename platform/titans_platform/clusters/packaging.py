@@ -1,14 +1,11 @@
-"""What a `titans` command takes along as a job: variables, files, and the project as a wheel.
+"""What a `titans` command takes along as a job: variables, files, and the project's own packages.
 
-Ray gives a wheel of `py_modules` to `pip install --target`, which would fetch torch again for every node
-and job, so the wheel names no requirements: the nodes have them, or get them locked. And Ray caches wheels
-by file name, so that a change under the same version would not arrive: the name holds a hash.
+The packages lie in the job's folder and are installed nowhere: the nodes have what they require, or get it
+locked.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,13 +20,13 @@ from urllib.parse import urlsplit
 
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job
+from titans_platform.clusters.steps import Write
 from titans_platform.errors import UsageError
+from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
 from titans_platform.study.spec import Cell, find_study
 
 DISTRIBUTION = "titans-lab"
-_PACKAGE = Path(__file__).resolve().parents[1]
-_LEFT_OUT = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 
 
 def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
@@ -136,15 +133,9 @@ def _tokenizers(cells: Sequence[Cell]) -> dict[str, bytes]:
     return {path.as_posix(): path.read_bytes() for path in here}
 
 
-def checkout() -> Path | None:
-    """The source tree this code runs from, None where it is installed."""
-    tree = _PACKAGE.parents[1]
-    return tree if _PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
-
-
 def constraints() -> bytes:
     """The locked requirements: every version the project is tested with."""
-    return ((checkout() or _PACKAGE / "_shipped") / "constraints.txt").read_bytes()
+    return (shipped() / "constraints.txt").read_bytes()
 
 
 def requirements() -> list[str]:
@@ -153,63 +144,30 @@ def requirements() -> list[str]:
     return [line for line in found if "extra ==" not in line]
 
 
-def project_wheel(folder: Path) -> Path:
-    """Write the project's wheel, without what it requires, into ``folder``; its path.
+def put_code(folder: Path) -> None:
+    """Write the project's packages into ``folder``, as a wheel of it has them. Raises UsageError."""
+    if (tree := checkout()) is not None:
+        _build(tree, folder)
+        return
+    try:
+        found = importlib.metadata.distribution(DISTRIBUTION).files or []
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(f"{DISTRIBUTION} is neither installed nor a checkout: nothing to send") from None
+    for path in found:
+        if path.parts[0] != ".." and path.suffix != ".pyc":
+            Write(folder / path, path.read_binary()).do()
 
-    The same code gives the same bytes and the same name. Raises UsageError.
-    """
-    tree = checkout()
-    return _write(_built(tree) if tree else _installed(), folder)
 
-
-def _built(tree: Path) -> dict[str, bytes]:
-    """The files of the wheel hatchling builds of the tree."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+def _build(tree: Path, folder: Path) -> None:
+    """Unpack the wheel that hatchling builds of ``tree``."""
+    with tempfile.TemporaryDirectory() as built:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built]
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
         if done.returncode:
             why = (done.stderr.strip() or "hatchling failed").splitlines()[-1]
             raise UsageError(
                 f"the project's wheel cannot be built: {why}; pip install -e '.[dev]' brings hatchling"
             )
-        (wheel,) = Path(folder).glob("*.whl")
+        (wheel,) = Path(built).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            return {name: archive.read(name) for name in archive.namelist()}
-
-
-def _installed() -> dict[str, bytes]:
-    """The files of the installed distribution."""
-    try:
-        found = importlib.metadata.distribution(DISTRIBUTION).files or []
-    except importlib.metadata.PackageNotFoundError:
-        raise UsageError(f"{DISTRIBUTION} is neither installed nor a checkout: nothing to send") from None
-    kept = [path for path in found if path.parts[0] != ".." and path.suffix != ".pyc"]
-    return {path.as_posix(): path.read_binary() for path in kept}
-
-
-def _write(files: dict[str, bytes], folder: Path) -> Path:
-    """A wheel of ``files``, byte for byte the same for the same files, named by their hash."""
-    (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
-    info = metadata.rpartition("/")[0]
-    left_out = {f"{info}/{name}" for name in _LEFT_OUT}
-    kept = {name: content for name, content in sorted(files.items()) if name not in left_out}
-    kept[metadata] = _without_requirements(kept[metadata])
-    rows = [f"{name},sha256={_hash(content)},{len(content)}" for name, content in kept.items()]
-    record = "\n".join([*rows, f"{info}/RECORD,,"]).encode() + b"\n"
-    # a wheel's build number starts with a digit
-    build = f"0{hashlib.sha256(record).hexdigest()[:12]}"
-    wheel = folder / f"{info.removesuffix('.dist-info')}-{build}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in {**kept, f"{info}/RECORD": record}.items():
-            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
-    return wheel
-
-
-def _without_requirements(metadata: bytes) -> bytes:
-    head, blank, body = metadata.decode().partition("\n\n")
-    lines = [line for line in head.split("\n") if not line.startswith(("Requires-Dist:", "Provides-Extra:"))]
-    return ("\n".join(lines) + blank + body).encode()
-
-
-def _hash(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            archive.extractall(folder)

@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import LOOPBACK, Run, Step, Write, new_token
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, one_line
 
 REMOTE_TOKEN = "~/.ray/auth_token"
 LOCK = "export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0"
@@ -77,7 +77,7 @@ class RayUp(Cluster):
     def up_steps(self) -> list[Step]:
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)
         token = [new_token(self.token_used.path)] if self.token is None else []
-        return [*token, Write(self.file, text), self.remember(), self._ray("up", "--yes")]
+        return [*token, Write(self.file, text), self.record_step(), self._ray("up", "--yes")]
 
     def down_steps(self) -> list[Step]:
         return [self._ray("down", "--yes")]
@@ -113,4 +113,4 @@ def _check(config: dict[str, Any], where: str) -> None:
         place = ".".join([where, *map(str, error.absolute_path)])
         raise UsageError(f"{place}: {error.message[:200]}") from None
     except Exception as error:
-        raise UsageError(f"{where}: Ray refuses it: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(f"{where}: Ray refuses it: {one_line(error, 200)}") from None

@@ -1,4 +1,7 @@
-"""Jobs through Ray's Jobs API: the project goes as a wheel, the log and the exit code come back.
+"""Jobs through Ray's Jobs API: the project goes in the job's folder, the log and the exit code come back.
+
+Kind `existing` is no more than that: a Ray cluster somebody else brought up, by the address of its dashboard
+and its token.
 
 Ray's client does what needs its protocol: uploading packages and following a log. Plain HTTP does the rest,
 since the client cannot tell a wrong token from a dashboard that takes none.
@@ -10,11 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import shlex
-import signal
-import socket
-import subprocess
 import tempfile
 import time
 import urllib.error
@@ -25,11 +24,25 @@ from functools import cached_property, partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+from pydantic import model_validator
 
 from titans_platform.clusters import packaging
+from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
-from titans_platform.clusters.steps import LOOPBACK, Note, Step, Token, detached, perform
-from titans_platform.errors import ClusterError
+from titans_platform.clusters.steps import (
+    LOOPBACK,
+    Note,
+    Step,
+    Token,
+    Write,
+    answers,
+    detached,
+    end_group,
+    perform,
+)
+from titans_platform.errors import ClusterError, one_line
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -44,10 +57,10 @@ _TRIES = 40
 """Times in a row the log may break off, half a second apart, before we give up on it."""
 
 
-def answers(address: str, token: str | None, timeout: float = 10.0) -> int:
+def _http_status(address: str, token: str | None) -> int:
     """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
     try:
-        with _open(f"{address}/api/version", token, timeout) as reply:
+        with _open(f"{address}/api/version", token, timeout=10) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -72,7 +85,7 @@ class RayJobs(Jobs):
     """What is done before the token is read."""
     poll: ClassVar[float] = 0.5
 
-    def way(self) -> list[Step]:
+    def access_steps(self) -> list[Step]:
         forward = [Note(f"for as long as it takes: {shlex.join(self.forward)}")] if self.forward else []
         return [*self.before, *forward]
 
@@ -86,24 +99,24 @@ class RayJobs(Jobs):
 
     def check(self) -> None:
         """Raise ClusterError for no answer, a token that is refused, or a cluster open to everybody."""
-        status = answers(self.address, self.token.read(self.cluster))
+        status = _http_status(self.address, self.token.read(self.cluster))
         if status in (401, 403):
             raise self._error(f" refuses the token in {self.token}")
         if status != 200:
             what = f"answers {status}, not as a Ray dashboard" if status else "no answer"
             raise self._error(f": {what}; see titans cluster status, or up")
-        if answers(self.address, None) == 200:
+        if _http_status(self.address, None) == 200:
             raise self._error(" takes jobs from anybody, without a token; start it with RAY_AUTH_MODE=token")
 
     def _error(self, why: str) -> ClusterError:
         return ClusterError(f"cluster {self.cluster}: {self.address}{why}")
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """Build the wheel, upload it with the job's files, submit."""
+        """Upload the job's folder, its files and the code in it, and submit."""
         # Ray's command line for it; the token comes from where `titans` reads it
-        runtime_env = _runtime_env(job, "<job folder>", f"<{packaging.DISTRIBUTION} wheel>")
+        runtime_env = _runtime_env(job, "<job folder>")
         line = (
-            f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}\n"
+            f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}, this version's packages\n"
             f"ray job submit --address {shlex.quote(self.address)} --submission-id {job_id} \\\n"
             f"  --runtime-env-json {shlex.quote(json.dumps(runtime_env))} \\\n"
             f"  -- {shlex.join(job.command)}"
@@ -111,22 +124,20 @@ class RayJobs(Jobs):
         return [Step(line, partial(self._submit, job, job_id))]
 
     def _submit(self, job: Job, job_id: str) -> None:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name, "files")
+        with tempfile.TemporaryDirectory() as folder:
+            packaging.put_code(Path(folder))
             for file, content in {**job.files, CONSTRAINTS: packaging.constraints()}.items():
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                (folder / file).write_bytes(content)
-            wheel = packaging.project_wheel(Path(name))
+                Write(Path(folder, file), content).do()
             try:
                 self.client.submit_job(
                     entrypoint=shlex.join(job.command),
                     submission_id=job_id,
-                    runtime_env=_runtime_env(job, str(folder), str(wheel)),
+                    runtime_env=_runtime_env(job, folder),
                     metadata={"name": job.name},
                 )
             except Exception as error:
                 raise ClusterError(
-                    f"cluster {self.cluster}: the job was not accepted: {_one_line(error)}"
+                    f"cluster {self.cluster}: the job was not accepted: {one_line(error)}"
                 ) from None
 
     def list(self) -> list[JobInfo]:
@@ -159,7 +170,7 @@ class RayJobs(Jobs):
                 tries = tries + 1 if log.written == before else 0
                 if tries > _TRIES:
                     raise ClusterError(
-                        f"cluster {self.cluster}: the log of {job_id} broke off: {_one_line(error)}; "
+                        f"cluster {self.cluster}: the log of {job_id} broke off: {one_line(error)}; "
                         f"titans cluster logs {self.cluster} {job_id} follows it again"
                     ) from None
                 time.sleep(self.poll)
@@ -186,7 +197,7 @@ class RayJobs(Jobs):
             with _open(self.address + path, self.token.read(self.cluster), timeout=30) as reply:
                 return json.load(reply)
         except (OSError, ValueError, HTTPException) as error:
-            raise self._error(f": {_one_line(error)}") from None
+            raise self._error(f": {one_line(error)}") from None
 
     @cached_property
     def client(self) -> JobSubmissionClient:
@@ -199,7 +210,36 @@ class RayJobs(Jobs):
             headers = {"Authorization": f"Bearer {self.token.read(self.cluster)}"}
             return JobSubmissionClient(self.address, headers=headers)
         except Exception as error:
-            raise self._error(f": {_one_line(error)}") from None
+            raise self._error(f": {one_line(error)}") from None
+
+
+class Existing(Cluster):
+    """A cluster that runs already; nothing is started or ended."""
+
+    address: str
+    """http:// or https:// address of the dashboard, where the Jobs API is: usually port 8265."""
+
+    @model_validator(mode="after")
+    def _http(self) -> Existing:
+        parts = urlsplit(self.address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("address: should be like http://head:8265, the address of Ray's dashboard")
+        if parts.username or parts.password:
+            raise ValueError("address: holds a name or password; the token goes through `token`")
+        return self
+
+    def up_steps(self) -> list[Step]:
+        look = f"# nothing to start; checks that {self.address} accepts the token in {self.token_used}"
+        return [Step(look, self.jobs().check)]
+
+    def down_steps(self) -> list[Step]:
+        return [Note("nothing to end: `up` started nothing")]
+
+    def where(self) -> str:
+        return self.address
+
+    def jobs(self) -> RayJobs:
+        return RayJobs(self.name, self.address.rstrip("/"), self.token_used)
 
 
 def _job_info(job: Mapping[str, Any]) -> JobInfo:
@@ -220,20 +260,16 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _runtime_env(job: Job, folder: str, wheel: str) -> dict[str, Any]:
-    env: dict[str, Any] = {"working_dir": folder, "py_modules": [wheel], "env_vars": dict(job.env)}
+def _runtime_env(job: Job, folder: str) -> dict[str, Any]:
+    env: dict[str, Any] = {"working_dir": folder, "env_vars": dict(job.env)}
     if job.pip:
         locked = "-c ${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + CONSTRAINTS
         env["pip"] = [locked, *packaging.requirements()]
     return env
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 @contextlib.contextmanager
-def _tunnel(argv: Sequence[str], port: int, timeout: float = 120.0) -> Iterator[None]:
+def _tunnel(argv: Sequence[str], port: int) -> Iterator[None]:
     """Run ``argv``, which forwards local ``port``, until the block ends. Raises ClusterError."""
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -243,28 +279,10 @@ def _tunnel(argv: Sequence[str], port: int, timeout: float = 120.0) -> Iterator[
                 f"{argv[0]}: not installed here; the dashboard is reached through it"
             ) from None
         try:
-            deadline = time.monotonic() + timeout
-            # a port that opens after the command has ended is somebody else's
-            while not (alive := process.poll() is None) or not _is_open(port):
-                if not alive or time.monotonic() > deadline:
-                    output.seek(0)
-                    lines = output.read().strip().splitlines() or ["no answer"]
-                    raise ClusterError(f"{' '.join(argv[:2])}: {lines[-1]}")
-                time.sleep(0.2)
+            if not answers(process, LOOPBACK, port):
+                output.seek(0)
+                lines = output.read().strip().splitlines() or ["no answer"]
+                raise ClusterError(f"{' '.join(argv[:2])}: {lines[-1]}")
             yield
         finally:
-            _end(process)
-
-
-def _is_open(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
-        return True
-    return False
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that leads its group, and the others of that group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(timeout=5)
+            end_group(process)

@@ -7,8 +7,8 @@ of its own there, with its code, files, script, token, log and exit code.
 from __future__ import annotations
 
 import shlex
-import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -93,8 +93,10 @@ class SlurmJobs(Jobs):
         if given and given.env:
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
         token, ended = given.path if given else at / "token", shlex.quote(str(at / "exit"))
+        code, wheel = at / "code", f"<{packaging.DISTRIBUTION} wheel>"
+        unpack = f"python -m zipfile --extract {wheel} {shlex.quote(str(code))}"
         return [
-            _unpack(at / "code"),
+            Step(unpack, partial(packaging.put_code, code)),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if given else [new_token(token)]),
             # srun mixes the command's exit code with those of the other nodes
@@ -190,15 +192,3 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
   --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\
   -- bash {run}
 """
-
-
-def _unpack(folder: Path) -> Step:
-    """Build the wheel and unpack it: studies in a zip cannot be read as files."""
-
-    def unpack() -> None:
-        folder.mkdir(parents=True)
-        with zipfile.ZipFile(packaging.project_wheel(folder.parent)) as wheel:
-            wheel.extractall(folder)
-
-    wheel = f"<{packaging.DISTRIBUTION} wheel>"
-    return Step(f"python -m zipfile --extract {wheel} {shlex.quote(str(folder))}", unpack)

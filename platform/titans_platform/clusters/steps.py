@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,6 +96,25 @@ def detached(argv: Sequence[str], env: Mapping[str, str] | None = None, **to: An
     """Start a process in a session of its own: Ctrl-C, which may only detach us from a job, ends us first."""
     env = clean_environment(env)
     return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **to)
+
+
+def answers(process: subprocess.Popen[Any], host: str, port: int, timeout: float = 120.0) -> bool:
+    """Wait until ``process`` takes connections; False where it ended before, or not within ``timeout`` s."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((host, port), timeout=1):
+            # a port that opens after the process has ended is somebody else's
+            return process.poll() is None
+        time.sleep(0.2)
+    return False
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """End a process that leads its group, and the others of that group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(timeout=10)
 
 
 @dataclass

@@ -177,10 +177,10 @@ def generate_items(
         with within(f"{field}.tasks.{i}"):
             tasks.append(build_generated(task))
     names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
-    turns = interleave([task.weight for task in config.tasks])
+    cycle = interleave([task.weight for task in config.tasks])
     length, rows = data.sequence_length, config.rows or 0
     for i in range(rows):
-        which = turns[i % len(turns)]
+        which = cycle[i % len(cycle)]
         # from strings: the same on every machine, and independent of the other tasks of the source
         rng = random.Random(f"{data.seed}/{names[which]}/{i}")
         with within(f"{field}.tasks.{which}"):
@@ -190,15 +190,15 @@ def generate_items(
 
 
 def interleave(weights: list[float]) -> list[int]:
-    """One cycle of places whose counts are exactly proportional to ``weights``, each spread evenly.
+    """One cycle of indices into ``weights``, each as often as its weight says and spread evenly.
 
-    Weights whose proportions need more than CYCLE places are rounded to it, none to zero.
+    Proportions that need a cycle longer than CYCLE are rounded to it, none to zero.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     shares = [weight / total for weight in exact]
-    places = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
-    counts = [max(1, round(share * places)) if share else 0 for share in shares]
+    length = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
+    counts = [max(1, round(share * length)) if share else 0 for share in shares]
     # smooth weighted round-robin: the one furthest behind its share is next
     behind, order = [0] * len(counts), []
     for _ in range(sum(counts)):

@@ -38,7 +38,7 @@ from titans_platform.data.sources import open_source
 from titans_platform.data.stream import Batch, RowStream, SourceRows, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
+from titans_platform.files import write_bytes, write_json
 
 Progress = Callable[[str, int, int, "float | None"], None]
 """Called with a source's label, documents and tokens so far, and the share done where it is known."""
@@ -90,11 +90,6 @@ class PreparedData:
         return f"py{python}-{name}" if python else name
 
     @cached_property
-    def tokens(self) -> dict[str, int]:
-        """Training tokens of each source, by its label."""
-        return {label: s.manifest.train.tokens for label, s in zip(self.labels, self.sources, strict=True)}
-
-    @cached_property
     def labels(self) -> list[str]:
         """A name for each source, each once."""
         names = [source.manifest.label for source in self.sources]
@@ -114,13 +109,9 @@ class PreparedData:
         """Training batches of ``batch_size`` rows over all workers. Raises UsageError."""
         return RowStream(self.sources, batch_size, seed, rank, world_size)
 
-    def validation_rows(self) -> int:
-        """Number of validation rows."""
-        return sum(source.count(source.validation) for source in self.sources)
-
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once in a fixed order. Raises UsageError where there are none."""
-        if not self.validation_rows():
+        if not any(source.count(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             raise UsageError(
                 f"data.sources: {have} validation tokens make no row of {self.config.sequence_length} + 1; "
@@ -143,8 +134,7 @@ def prepare(
         (store / "index").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--root: {store} cannot be written ({error.strerror}); give another") from error
-    places = range(len(data.sources))
-    folders = [_prepare_source(data, i, tokenizer, store, progress, repair) for i in places]
+    folders = [_prepare_source(data, i, tokenizer, store, progress, repair) for i in range(len(data.sources))]
     kept = _keep_tokenizer(tokenizer, store)
     write_json(_index_file(data, store), {"sources": folders, "tokenizer": kept})
     return _open_folders(data, store, kept, folders)
@@ -156,10 +146,7 @@ def _keep_tokenizer(tokenizer: Tokenizer, store: Path) -> str:
         return tokenizer.fingerprint
     kept = store / "tokenizers" / f"{tokenizer.fingerprint}{tokenizer.path.suffix}"
     if not kept.exists():
-        kept.parent.mkdir(exist_ok=True)
-        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-        shutil.copyfile(tokenizer.path, partial)
-        os.replace(partial, kept)
+        write_bytes(kept, tokenizer.path.read_bytes())
     return kept.name
 
 

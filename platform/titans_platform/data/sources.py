@@ -6,7 +6,6 @@ import glob
 import os
 import platform
 import sysconfig
-import textwrap
 import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titans_platform.config import SourceConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, one_line
 
 # not on every machine: distributions ship these apart, or leave them out of slim images
 STDLIB_LEFT_OUT = {
@@ -121,8 +120,7 @@ class RecordSource(TextSource):
         except UsageError:
             raise
         except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
-            reason = textwrap.shorten(str(error), 160, placeholder=" ...") or type(error).__name__
-            raise UsageError(f"{self.field}: {what} cannot be read: {reason}") from error
+            raise UsageError(f"{self.field}: {what} cannot be read: {one_line(error, 160)}") from error
 
 
 class FilesSource(RecordSource):
@@ -136,16 +134,13 @@ class FilesSource(RecordSource):
         """The files the path means, sorted. Raises UsageError where it means none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
         expanded = os.path.abspath(os.path.expanduser(self.path))
-        if os.path.isfile(expanded):
-            found = [expanded]
-            if kind_of(Path(expanded)) is None:
-                raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
-        elif os.path.isdir(expanded):
-            found = glob.glob(os.path.join(glob.escape(expanded), "**", "*"), recursive=True)
-        else:
-            found = glob.glob(expanded, recursive=True)
-            if not found:
-                raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
+        if os.path.isfile(expanded) and kind_of(Path(expanded)) is None:
+            raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
+        # the name of what is there is no pattern
+        pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
+        found = glob.glob(os.path.join(pattern, "**") if os.path.isdir(expanded) else pattern, recursive=True)
+        if not found:
+            raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
         files = sorted(Path(name) for name in found if os.path.isfile(name) and kind_of(Path(name)))
         if not files:
             raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")

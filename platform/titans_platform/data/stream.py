@@ -99,7 +99,8 @@ class RowStream:
         self._turn = taken[np.arange(len(self._cycle)), self._cycle] - 1
         self._per_cycle = taken[-1]
         # the last few are kept: a batch may span two epochs
-        self._order = lru_cache(maxsize=2 * len(sources))(self._epoch_order)
+        order = lru_cache(maxsize=2 * len(sources))
+        self._order = order(lambda source, epoch: shuffled(self.rows[source], f"{seed}/{source}/{epoch}"))
 
     def batch(self, step: int) -> Batch:
         """This worker's rows of the global batch of ``step`` (from 0)."""
@@ -120,9 +121,6 @@ class RowStream:
         drawn = cycle * int(self._per_cycle[source]) + int(self._turn[place])
         epoch, position = divmod(drawn, self.rows[source])
         return source, int(self._order(source, epoch)[position])
-
-    def _epoch_order(self, source: int, epoch: int) -> NDArray[np.int64]:
-        return shuffled(self.rows[source], f"{self.seed}/{source}/{epoch}")
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:

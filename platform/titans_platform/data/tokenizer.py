@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, one_line
 
 FORMS = "`byte`, a SentencePiece .model, a tokenizer.json, or a Hub repository such as openai-community/gpt2"
 # names in use for the two special tokens, most specific first; the end-of-text token of models
@@ -151,7 +150,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     try:
         return kinds[path.suffix](path)
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, TypeError, ValueError
-        reason = f"{spec} cannot be read ({_first_of(error)})"
+        reason = f"{spec} cannot be read ({one_line(error, 120)})"
         raise UsageError(f"data.tokenizer: {reason}; give {FORMS}") from error
 
 
@@ -162,12 +161,8 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(repository, "tokenizer.json"))
     except Exception as error:  # HTTP's and the library's own have no common base
-        reason = f"is no file, and its tokenizer.json cannot be had from the Hub ({_first_of(error)})"
+        reason = f"is no file, and its tokenizer.json cannot be had from the Hub ({one_line(error, 120)})"
         raise UsageError(f"data.tokenizer: {repository} {reason}") from error
-
-
-def _first_of(error: Exception) -> str:
-    return textwrap.shorten(str(error), 120, placeholder=" ...") or type(error).__name__
 
 
 def _file_digest(path: Path) -> str:

@@ -6,7 +6,17 @@ package is named by its import path, `task: my_lab.tasks:MyTask`, and needs neit
 
 from __future__ import annotations
 
-from titans_platform.evals import lm_harness, needle, perplexity, reasoning, recall, texts, throughput
+from titans_platform.evals import (
+    functions,
+    lm_harness,
+    needle,
+    perplexity,
+    reasoning,
+    recall,
+    texts,
+    throughput,
+    words,
+)
 from titans_platform.evals.items import Item, encode_item
 from titans_platform.evals.registry import (
     TASKS,
@@ -21,7 +31,7 @@ from titans_platform.evals.registry import (
 from titans_platform.evals.runner import evaluate, row_length
 from titans_platform.evals.scoring import Request, Score, Scorer
 
-TASK_MODULES = (lm_harness, needle, perplexity, reasoning, recall, texts, throughput)
+TASK_MODULES = (functions, lm_harness, needle, perplexity, reasoning, recall, texts, throughput, words)
 
 __all__ = [
     "TASKS",

@@ -32,6 +32,8 @@ class Measurement:
     items: int
     buckets: dict[str, float] = field(default_factory=dict)
     """Perplexity by the number of tokens a prediction could see, e.g. `"64-127"`."""
+    floor: float | None = None
+    """`Task.floor`."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Task(ABC):
     def chance(self) -> float:
         """What a model that knows nothing gets; an upper bound where it depends on the file read."""
 
+    @property
+    def floor(self) -> float | None:
+        """What a model gets that knows which answers occur in a row and binds none; None: not stated."""
+        return None
+
     @abstractmethod
     def measure(self, context: Context) -> Measurement:
         """Value at `context.length` tokens."""
@@ -101,7 +108,7 @@ class GeneratedTask(Task):
         measured = measure_shared(batches, partial(_right_shares, context))
         shares = [share for batch in measured for share in batch]
         stderr = (pvariance(shares) / len(shares)) ** 0.5
-        return Measurement(fmean(shares), stderr, self.chance, len(items))
+        return Measurement(fmean(shares), stderr, self.chance, len(items), floor=self.floor)
 
     def _fresh_items(self, context: Context) -> list[Item]:
         """Up to `config.items` different items, none of which occurs in the training rows.

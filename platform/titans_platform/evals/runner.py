@@ -44,7 +44,7 @@ def evaluate(
         device: where the model is.
 
     Returns:
-        `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, items}},
+        `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, floor, items}},
         `chance` {column: value}, `buckets` {column/task@tokens: {positions: perplexity}}.
 
     Raises:
@@ -64,14 +64,14 @@ def evaluate(
                     length = row_length(multiple, sequence_length)
                     found.append(task.measure(Context(scorer, prepared, config, length)))
                     key = f"{column}/{label}@{length}"
-                    fields = asdict(found[-1]) | {"chance": _known(found[-1].chance)}
+                    fields = asdict(found[-1]) | {"chance": _finite(found[-1].chance)}
                     if buckets := fields.pop("buckets"):
                         result["buckets"][key] = buckets
                     result["tasks"][key] = fields
                 values.append(fmean(m.value for m in found))
                 chances.append(fmean(m.chance for m in found))
             result["columns"][column] = fmean(values)
-            result["chance"][column] = _known(fmean(chances))
+            result["chance"][column] = _finite(fmean(chances))
     return result
 
 
@@ -94,7 +94,7 @@ def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, tuple[fl
     return labelled
 
 
-def _known(chance: float) -> float | None:
+def _finite(chance: float) -> float | None:
     """The chance level as JSON takes it: None where it is not finite, as for a rate."""
     return chance if math.isfinite(chance) else None
 

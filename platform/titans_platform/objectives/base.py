@@ -76,6 +76,10 @@ class Objective(ABC, Generic[D]):
         with torch.device("meta"):
             return type(self)(self.cfg.model_copy(update={"model": model}), self.options).build_model()
 
+    def least_activations(self) -> int:
+        """Numbers that a row's backward pass needs at the very least: the residual stream of each block."""
+        return self.cfg.data.sequence_length * self.cfg.model.d_model * self.cfg.model.n_layers
+
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row; 0 for a row that does not count."""

@@ -37,6 +37,10 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
+    def least_activations(self) -> int:
+        """Also the logits."""
+        return super().least_activations() + self.cfg.data.sequence_length * self.cfg.model.vocab_size
+
     def tokenizer(self) -> Tokenizer:
         """The one of ``data``."""
         return load_tokenizer(self.cfg.data.tokenizer)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -84,6 +83,10 @@ class Regression(Objective[SeriesData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
+    def least_activations(self) -> int:
+        """A token is a patch."""
+        return super().least_activations() // self.options.patch
+
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))
@@ -149,15 +152,13 @@ class SeriesError(Task):
     """
 
     data_kind = "series"
+    error: ClassVar[Callable[[Tensor], Tensor]]
+    """Of each number, from how far the prediction is off."""
 
     @property
     def chance(self) -> float:
         """Infinite: it depends on the series; `measure` gives it."""
         return math.inf
-
-    @abstractmethod
-    def error(self, difference_BhC: Tensor) -> Tensor:
-        """[B] error of each window."""
 
     def measure(self, context: Context) -> Measurement:
         """Error on `config.items` windows of `context.length` steps.
@@ -176,7 +177,8 @@ class SeriesError(Task):
         """[B] errors of the model, and of the training part's mean."""
         scorer = context.scorer
         predicted = scorer.model(batch.inputs.to(scorer.device)).prediction.float().cpu()
-        return self.error(predicted - batch.targets), self.error(batch.targets)
+        error = type(self).error
+        return error(predicted - batch.targets).mean((1, 2)), error(batch.targets).mean((1, 2))
 
 
 @register_task
@@ -184,10 +186,7 @@ class MeanSquaredError(SeriesError):
     """Mean squared error."""
 
     name = "mse"
-
-    def error(self, difference_BhC: Tensor) -> Tensor:
-        """[B] mean of squares."""
-        return difference_BhC.square().mean((1, 2))
+    error = staticmethod(torch.square)
 
 
 @register_task
@@ -195,7 +194,4 @@ class MeanAbsoluteError(SeriesError):
     """Mean absolute error."""
 
     name = "mae"
-
-    def error(self, difference_BhC: Tensor) -> Tensor:
-        """[B] mean of absolute values."""
-        return difference_BhC.abs().mean((1, 2))
+    error = staticmethod(torch.abs)

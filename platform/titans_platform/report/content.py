@@ -10,31 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from titans_platform.report.table import Discrimination, Table, TableRow, best_rows, discriminate
-from titans_platform.study.spec import Column
 from titans_platform.text import NONE, commit, count, flatten, number, plural
 
 DAGGERS = "†‡§¶"
 SIZES = ("parameters", "state_bytes")
-
-
-def titled(column: Column, name: str = "") -> str:
-    """A measure, by its title or another name, with its unit."""
-    return f"{name or column.title} ({column.unit})" if column.unit else name or column.title
-
-
-def arrow(column: Column) -> str:
-    """The way that is better, as a sign."""
-    return "↑" if column.higher_is_better else "↓"
-
-
-def better(column: Column) -> str:
-    """The way that is better, in words."""
-    return "higher is better" if column.higher_is_better else "lower is better"
-
-
-def heading(column: Column) -> str:
-    """A measure with its unit and the way that is better."""
-    return f"{titled(column)} {arrow(column)}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +35,7 @@ class Shown:
 
 def shown(table: Table, row: TableRow, key: str) -> Shown:
     """A row's number in a column."""
-    entry, decimals = row.entries[key], table.study.columns[key].decimals
+    entry, decimals = row.entries[key], table.columns[key].decimals
     missing = "failed" if row.failures else NONE
     return Shown(
         missing if entry.mean is None else number(entry.mean, decimals),
@@ -76,7 +55,7 @@ def fields(table: Table, keys: Sequence[str] | None = None) -> list[tuple[str, b
     """The fields of a line between name and sizes: a column's key, and whether it is the paper's number."""
     return [
         (key, printed)
-        for key in keys or table.study.columns
+        for key in keys or table.columns
         for printed in (False, True)[: 1 + has_paper(table, key)]
     ]
 
@@ -96,7 +75,7 @@ def body(
 
 def chance_line(table: Table, keys: Sequence[str] | None = None) -> list[str]:
     """What guessing measures in each column, laid out as a line of the body."""
-    columns = table.study.columns
+    columns = table.columns
     levels = [
         "" if printed else number(table.chance.get(key), columns[key].decimals)
         for key, printed in fields(table, keys)
@@ -127,7 +106,7 @@ def only_commit(table: Table) -> str:
 def title(table: Table) -> str:
     """The table's one-line title."""
     seeds = max((len(row.cells) for row in table.rows), default=0)
-    return f"{table.study.name} at scale {table.scale_name}: mean ± sd over {plural(seeds, 'seed')}"
+    return f"{table.run.study.name} at scale {table.run.scale_name}: mean ± sd over {plural(seeds, 'seed')}"
 
 
 def bold_note(table: Table) -> str:
@@ -153,12 +132,12 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
             "interval at one standard error, which is not 0 where all are right or all are wrong."
         )
     if table.side_by_side and table.timed:
-        timed = ", ".join(table.study.columns[key].title for key in table.timed)
+        timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
     for made, mark in footmarks(table).items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale redoes them.")
-    if (made := only_commit(table)) not in ("", table.commit):
-        here = commit(table.commit)
+    if (made := only_commit(table)) not in ("", table.run.commit):
+        here = commit(table.run.commit)
         lines.append(f"All cells were made by commit {commit(made)}; the code here is {here}.")
     for row in table.rows if failures else ():
         lines += [f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures]
@@ -175,7 +154,7 @@ def summaries(table: Table) -> list[list[str]]:
 
 
 def _clauses(table: Table, found: Discrimination) -> list[str]:
-    column = table.study.columns[found.column].title
+    column = table.columns[found.column].title
     if found.best == found.worst:
         return [f"{column}: all rows are equal"]
     parts = [f"{column}: best {found.best}, worst {found.worst}"]
@@ -216,9 +195,9 @@ class Links:
 
 def again(table: Table) -> str:
     """The command that makes the whole table from nothing."""
-    changed = "".join(f" --set {shlex.quote(override)}" for override in table.overrides)
+    changed = "".join(f" --set {shlex.quote(override)}" for override in table.run.overrides)
     seeds = ",".join(map(str, table.seeds))
-    return f"titans sweep run {table.study.name} --scale {table.scale_name} --seeds {seeds}{changed}"
+    return f"titans sweep run {table.run.study.name} --scale {table.run.scale_name} --seeds {seeds}{changed}"
 
 
 def facts(table: Table) -> dict[str, str]:

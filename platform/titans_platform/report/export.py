@@ -12,22 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from titans_platform.report.content import (
-    DAGGERS,
-    SIZES,
-    Shown,
-    arrow,
-    body,
-    bold_note,
-    chance_line,
-    fields,
-    footnotes,
-    has_paper,
-    heading,
-    summaries,
-    title,
-    titled,
-)
+from titans_platform.report import content, verdict
+from titans_platform.report.content import DAGGERS, SIZES, Shown, fields
 from titans_platform.report.table import Table
 from titans_platform.text import NONE, commit
 
@@ -62,15 +48,20 @@ def summary_csv(table: Table) -> str:
 
 def cells_csv(table: Table) -> str:
     """A line for each finished cell: its folder and what it measured, in the columns' units."""
-    columns = table.study.columns
+    columns = table.columns
     names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
-    lines: list[list[Any]] = [["row", *names, *(titled(column, key) for key, column in columns.items())]]
+    lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
     for row in table.rows:
         for result in row.results:
             values = [(column.factor, result["columns"].get(key)) for key, column in columns.items()]
             numbers = [value if value is None else factor * value for factor, value in values]
             lines.append([row.row.name, *map(result.get, names), *numbers])
     return _csv(lines)
+
+
+def verdict_csv(table: Table) -> str:
+    """A line for each row and column beside the first row's: the difference, its interval, the verdict."""
+    return _csv(verdict.verdict_rows(table))
 
 
 def _csv(lines: Iterable[Sequence[Any]]) -> str:
@@ -82,26 +73,50 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
 
 def latex(table: Table) -> str:
     """The table with booktabs: mean and spread, the best of each column in bold, the paper's beside."""
-    caption = " ".join([f"{title(table)}.", bold_note(table), *footnotes(table)])
-    chance = [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, chance_line(table)[1:])])]
+    caption = " ".join([f"{content.title(table)}.", content.bold_note(table), *content.footnotes(table)])
+    chance = [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, content.chance_line(table)[1:])])]
     lines = [
         "% \\usepackage{booktabs}",
         "\\begin{table}[t]",
         "\\centering",
         f"\\caption{{{tex(caption)}}}",
-        f"\\label{{tab:{table.study.name}-{table.scale_name}}}",
+        f"\\label{{tab:{table.run.study.name}-{table.run.scale_name}}}",
         f"\\begin{{tabular}}{{l{'r' * len(fields(table))}rr}}",
         "\\toprule",
         *_tex_heads(table),
         "\\midrule",
-        *(_tex_line([tex(name), *map(_tex_field, line)]) for name, *line in body(table, ours=_tex_number)),
+        *(
+            _tex_line([tex(name), *map(_tex_field, line)])
+            for name, *line in content.body(table, ours=_tex_number)
+        ),
         *(chance if table.chance else ()),
         "\\bottomrule",
         "\\end{tabular}",
         "\\end{table}",
         "",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_tex_verdict(table)])
+
+
+def _tex_verdict(table: Table) -> list[str]:
+    """A table of its own: each row's difference to the first, and what it says of the paper's direction."""
+    if (found := verdict.shown(table)) is None:
+        return []
+    return [
+        "\\begin{table}[t]",
+        "\\centering",
+        f"\\caption{{{tex(found.sentence)}}}",
+        f"\\label{{tab:{table.run.study.name}-{table.run.scale_name}-verdict}}",
+        f"\\begin{{tabular}}{{{'l' * len(found.heads)}}}",
+        "\\toprule",
+        _tex_line(map(tex, found.heads)),
+        "\\midrule",
+        *(_tex_line(map(tex, line)) for line in found.body),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+        "",
+    ]
 
 
 def tex(text: str) -> str:
@@ -120,9 +135,9 @@ def _tex_field(text: str) -> str:
 
 def _tex_heads(table: Table) -> list[str]:
     over, rules, at = [""], [], 2
-    for key, column in table.study.columns.items():
-        width = 1 + has_paper(table, key)
-        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(heading(column))}}}")
+    for key, column in table.columns.items():
+        width = 1 + content.has_paper(table, key)
+        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(column.heading)}}}")
         rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
         at += width
     under = ["paper" if printed else "ours" for _, printed in fields(table)]
@@ -139,13 +154,17 @@ def _tex_number(found: Shown) -> str:
 
 def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """The table as Markdown, with the notes, the pictures (title, path), and where its numbers come from."""
-    columns = table.study.columns
-    heads = ["paper" if printed else heading(columns[key]) for key, printed in fields(table)]
+    columns = table.columns
+    heads = ["paper" if printed else columns[key].heading for key, printed in fields(table)]
     heads = ["", *heads, "parameters", "state bytes"]
-    lines = [f"**{title(table)}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
-    lines += [_md(line) for line in body(table)]
-    lines += [_md([f"*{text}*" if text else "" for text in chance_line(table)]), ""]
-    lines += [f"- {line}" for line in (*map("; ".join, summaries(table)), *footnotes(table))]
+    lines = [f"**{content.title(table)}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
+    lines += [_md(line) for line in content.body(table)]
+    lines += [_md([f"*{text}*" if text else "" for text in content.chance_line(table)]), ""]
+    lines += [f"- {line}" for line in (*map("; ".join, content.summaries(table)), *content.footnotes(table))]
+    if found := verdict.shown(table):
+        lines += ["", found.sentence, "", _md(found.heads), "|:--" * len(found.heads) + "|"]
+        lines += [_md(line) for line in found.body]
+    lines += [f"- {line}" for line in verdict.lock_in_lines(table)]
     lines += [line for name, path in pictures for line in ("", f"![{name}]({path})", f"*{name}*")]
     lines += ["", "<details><summary>Where each number comes from</summary>", ""]
     lines += [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
@@ -165,10 +184,21 @@ def terminal(table: Table, width: int = 80) -> RenderableType:
 
     Columns that do not fit beside each other stand in tables below each other.
     """
-    grids = _fitting(table, list(table.study.columns), width)
-    notes = [Text(note, style="dim") for note in footnotes(table)]
-    found = [Text(_broken(clauses, width)) for clauses in summaries(table)]
-    return Group(title(table), *grids, *found, "", *notes)
+    grids = _fitting(table, list(table.columns), width)
+    notes = [Text(note, style="dim") for note in content.footnotes(table)]
+    found = [Text(_broken(clauses, width)) for clauses in content.summaries(table)]
+    return Group(content.title(table), *grids, *found, *_verdict(table), "", *notes)
+
+
+def _verdict(table: Table) -> list[RenderableType]:
+    if (found := verdict.shown(table, intervals=False)) is None:
+        return []
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for head in found.heads:
+        grid.add_column(head, vertical="bottom")
+    for line in found.body:
+        grid.add_row(*line)
+    return ["", found.sentence, grid, *map(Text, verdict.lock_in_lines(table))]
 
 
 def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:
@@ -178,7 +208,7 @@ def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:
     if over <= 0:
         return [grid]
     # one line a row, and no number cut
-    room = max((len(line[0]) for line in body(table, keys)), default=0) - over
+    room = max((len(line[0]) for line in content.body(table, keys)), default=0) - over
     if room < SHORTEST and len(keys) > 1:
         half = (len(keys) + 1) // 2
         return _fitting(table, keys[:half], width) + _fitting(table, keys[half:], width)
@@ -191,19 +221,19 @@ def _grid(table: Table, keys: Sequence[str], width: int, room: int = 1000) -> Ri
     grid.add_column("", vertical="bottom")
     heads = []
     for key, printed in fields(table, keys):
-        column = table.study.columns[key]
+        column = table.columns[key]
         # word by word, one below the other: narrow enough for a terminal of 80 columns
-        stacked = "\n".join([*column.title.split(), f"{column.unit} {arrow(column)}".strip()])
+        stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
         heads.append(("paper", "dim") if printed else (stacked, ""))
-    last = keys[-1] == list(table.study.columns)[-1]
+    last = keys[-1] == list(table.columns)[-1]
     heads += [("para-\nmeters", ""), ("state\nbytes", "")] if last else []
     for head, style in heads:
         grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
     kept = None if last else -2
-    for row, (name, *line) in zip(table.rows, body(table, keys), strict=True):
+    for row, (name, *line) in zip(table.rows, content.body(table, keys), strict=True):
         grid.add_row(_cut(name, room), *line[:kept], style="dim" if row.row.reference else "")
     grid.add_section()
-    grid.add_row(*chance_line(table, keys)[:kept], style="italic dim")
+    grid.add_row(*content.chance_line(table, keys)[:kept], style="italic dim")
     return grid
 
 

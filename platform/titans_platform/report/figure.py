@@ -1,6 +1,6 @@
 """Which figures a study gets: they follow from its axes and from what was measured, by the rules below.
 
-A rule looks at the sheet and gives pictures, or none where it does not apply. A new kind of figure is one
+A rule looks at the data and gives pictures, or none where it does not apply. A new kind of figure is one
 function and its line in ``RULES``; no study names its figures.
 """
 
@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 from titans_platform.report import plot
-from titans_platform.report.content import better, heading, titled
+from titans_platform.report.figure_data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, placed
 from titans_platform.report.picture import KINDS, MARKERS, NARROW, STEPS, Line, Panel, Picture, ordered, panel
-from titans_platform.report.series import THROUGHPUT, Axis, Curve, Series, Sheet, Value, placed
 from titans_platform.study.spec import Column
 from titans_platform.text import short
 
@@ -29,81 +28,81 @@ MIN_LOG_RATIO = 4.0
 """Largest over smallest number from which a scale is logarithmic."""
 
 
-def rows_side_by_side(sheet: Sheet) -> Iterator[Picture]:
+def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
     """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
-    columns, chance = sheet.table.study.columns, sheet.table.chance
-    if sheet.axes or len(sheet.rows) > ROWS or len(columns) > MANY:
+    columns, chance = data.table.columns, data.table.chance
+    if data.axes or len(data.rows) > ROWS or len(columns) > MANY:
         return
     panels = []
     for key, column in columns.items():
-        draw = partial(plot.dots, rows=sheet.rows, key=key, column=column, chance=chance.get(key))
-        panels.append(Panel(_best_in_words(sheet, key), draw))
+        draw = partial(plot.dots, rows=data.rows, key=key, column=column, chance=chance.get(key))
+        panels.append(Panel(_best_in_words(data, key), draw))
     caption = (
         "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
         "diamonds: the paper's numbers, on a scale of their own; dotted line: chance."
     )
-    size = (3.7, 0.75 + 0.2 * len(sheet.rows))
+    size = (3.7, 0.75 + 0.2 * len(data.rows))
     yield Picture("columns", "The columns of the table", caption, panels, size)
 
 
-def heat_maps(sheet: Sheet) -> Iterator[Picture]:
+def heat_maps(data: FigureData) -> Iterator[Picture]:
     """Two fields with an order: a tile for each pair, a panel for each value of the other fields."""
-    grid = [axis for axis in sheet.axes if axis.numeric and not axis.is_length]
-    if len(grid) != 2 or any(axis.is_length for axis in sheet.axes):
+    grid = [axis for axis in data.axes if axis.numeric and not axis.is_length]
+    if len(grid) != 2 or any(axis.is_length for axis in data.axes):
         return
     down, across = grid
-    groups = groups_of(sheet, [axis for axis in sheet.axes if axis not in grid])
+    groups = groups_of(data, [axis for axis in data.axes if axis not in grid])
     size = (0.5 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
-    for key, column in sheet.measures.items():
-        means = [row.means[key] for row in sheet.rows if key in row.means]
-        scale, panels = plot.heat_scale(means, column, sheet.table.chance.get(key)), []
+    for key, column in data.measures.items():
+        means = [row.means[key] for row in data.rows if key in row.means]
+        scale, panels = plot.heat_scale(means, column, data.table.chance.get(key)), []
         for name, rows in groups:
             at = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
             tiles = [[at.get((x, y)) for x in across.values] for y in down.values]
             draw = partial(plot.heat, tiles=tiles, key=key, column=column, scale=scale)
-            alt = f"{name or column.title}: {_best_in_words(replace(sheet, rows=tuple(rows)), key)}"
+            alt = f"{name or column.title}: {_best_in_words(replace(data, rows=tuple(rows)), key)}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
         caption = (
-            f"Mean over seeds; stronger colour is better, on one scale over all panels ({better(column)}); "
-            f"what is no better than chance is palest. Hatched: no number.{_timing(sheet, [key])}"
+            f"Mean over seeds; stronger colour is better, on one scale over all panels ({column.better}); "
+            f"what is no better than chance is palest. Hatched: no number.{_timing(data, [key])}"
         )
-        title = f"{titled(column)} over {down.title} and {across.title}"
+        title = f"{column.titled()} over {down.title} and {across.title}"
         yield Picture(f"grid-{key}", title, caption, panels, size)
 
 
-def against_a_field(sheet: Sheet) -> Iterator[Picture]:
+def against_a_field(data: FigureData) -> Iterator[Picture]:
     """One field with an order, or a length among others: every measure as lines against it."""
-    lengths = [axis for axis in sheet.axes if axis.is_length]
-    numeric = [axis for axis in sheet.axes if axis.numeric]
+    lengths = [axis for axis in data.axes if axis.is_length]
+    numeric = [axis for axis in data.axes if axis.numeric]
     if not lengths and len(numeric) != 1:
         return
     x = (lengths or numeric)[0]
-    rest = [axis for axis in sheet.axes if axis is not x]
-    groups = groups_of(sheet, rest)
+    rest = [axis for axis in data.axes if axis is not x]
+    groups = groups_of(data, rest)
     looks = _looks(rest, len(groups))
     low, high = float(x.values[0]), float(x.values[-1])
     draw = partial(plot.lines, logarithmic=x.is_length or (low > 0 and high / low >= MIN_LOG_RATIO))
     panels, shown = [], []
-    for key, column in sheet.measures.items():
+    for key, column in data.measures.items():
         shown = []
         for (name, rows), look in zip(groups, looks, strict=True):
             points = {float(row.axes[x.key]): row.values[key] for row in rows if row.values.get(key)}
             shown.append(Line(name or column.title, points, *look, bounds=plot.bounds(column)))
-        panels.append(panel(heading(column), _trend(column, x.title, shown), draw, x.title, shown=shown))
-    caption = f"Mean over seeds; bars: one standard deviation.{_timing(sheet, sheet.measures)}"
+        panels.append(panel(column.heading, _trend(column, x.title, shown), draw, x.title, shown=shown))
+    caption = f"Mean over seeds; bars: one standard deviation.{_timing(data, data.measures)}"
     legend = shown if len(shown) > 1 else ()
     key = f"against-{x.key.rpartition('.')[2]}"
     yield Picture(key, f"Every measure against {x.title}", caption, panels, legend=legend)
 
 
-def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
+def against_measured_length(data: FigureData) -> Iterator[Picture]:
     """What was taken at several lengths, against tokens: few rows in one panel, of many each its own."""
-    taken = {key: [row for row in sheet.rows if row.lengths.get(key)] for key in sheet.lengths}
+    taken = {key: [row for row in data.rows if row.lengths.get(key)] for key in data.lengths}
     together = [key for key, rows in taken.items() if 0 < len(rows) <= MANY]
     names = list(dict.fromkeys(row.name for key in together for row in taken[key]))
-    looks = dict(zip(names, _looks(sheet.axes, len(names)), strict=True))
+    looks = dict(zip(names, _looks(data.axes, len(names)), strict=True))
     few, many, dashed = [], [], False
-    for key, column in sheet.lengths.items():
+    for key, column in data.lengths.items():
         lines = [
             Line(row.name, row.lengths[key], printed=row.printed.get(key, {}), bounds=plot.bounds(column))
             for row in taken[key]
@@ -112,7 +111,7 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
         if key in together:
             styled = [(line, *looks[line.label]) for line in lines]
             shown = [replace(line, colour=colour, marker=marker) for line, colour, marker in styled]
-            few.append(panel(heading(column), _trend(column, "length", lines), draw, "tokens", shown=shown))
+            few.append(panel(column.heading, _trend(column, "length", lines), draw, "tokens", shown=shown))
             dashed |= any(line.printed for line in lines)
         elif len(lines) <= ROWS:
             draw = partial(draw, ghosts=lines, limits=plot.span(lines))
@@ -121,10 +120,12 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
                 for line in lines
             ]
             caption = (
-                f"Measured at each length in tokens; {better(column)}. "
+                f"Measured at each length in tokens; {column.better}. "
                 "Band: one standard deviation over seeds; grey: the other rows."
             )
-            many.append(Picture(f"length-{key}", f"{titled(column)} against length", caption, panels, NARROW))
+            many.append(
+                Picture(f"length-{key}", f"{column.titled()} against length", caption, panels, NARROW)
+            )
     if few:
         caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
         caption += " Dashed: the paper's." * dashed
@@ -133,35 +134,35 @@ def against_measured_length(sheet: Sheet) -> Iterator[Picture]:
     yield from many
 
 
-def against_every_field(sheet: Sheet) -> Iterator[Picture]:
+def against_every_field(data: FigureData) -> Iterator[Picture]:
     """Three fields or more, as in a search: the first column's points against each."""
-    numeric = [axis for axis in sheet.axes if axis.numeric and not axis.is_length]
+    numeric = [axis for axis in data.axes if axis.numeric and not axis.is_length]
     if len(numeric) < 3:
         return
-    key, column = next(iter(sheet.measures.items()))
-    alt, panels = _best_in_words(sheet, key), []
+    key, column = next(iter(data.measures.items()))
+    alt, panels = _best_in_words(data, key), []
     for axis in numeric:
-        rows = [row for row in sheet.rows if axis.key in row.axes]
+        rows = [row for row in data.rows if axis.key in row.axes]
         pairs = [(row.axes[axis.key], value) for row in rows for value in row.values[key]]
         panels.append(panel("", alt, plot.points, axis.title, column.title, shown=pairs))
-    caption = f"A point for each run; {better(column)}."
-    yield Picture("fields", f"{titled(column)} against each field", caption, panels, NARROW)
+    caption = f"A point for each run; {column.better}."
+    yield Picture("fields", f"{column.titled()} against each field", caption, panels, NARROW)
 
 
-def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
+def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
     """What a search tried: every trial's number against each field it was given."""
-    given = {key: value for trial in sheet.trials for key, value in trial["params"].items()}
+    given = {key: value for trial in data.trials for key, value in trial["params"].items()}
     numeric = [key for key, value in given.items() if not isinstance(placed(value), str)]
     if not numeric:
         return
-    whole, panels = max(trial["steps"] for trial in sheet.trials), []
+    whole, panels = max(trial["steps"] for trial in data.trials), []
     for key in numeric:
-        trials = [trial for trial in sheet.trials if key in trial["params"]]
+        trials = [trial for trial in data.trials if key in trial["params"]]
         shown, ghosts = (
             [(trial["params"][key], trial["value"]) for trial in trials if (trial["steps"] == whole) is ended]
             for ended in (True, False)
         )
-        alt, title = f"{len(sheet.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
+        alt, title = f"{len(data.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
         panels.append(panel(title, alt, plot.points, shown=shown, ghosts=ghosts))
     caption = (
         "The searched number, as far as each trial went, against each field it was given; "
@@ -170,18 +171,18 @@ def trials_of_a_search(sheet: Sheet) -> Iterator[Picture]:
     yield Picture("search", "The trials of the search", caption, panels, NARROW)
 
 
-def learning_curves(sheet: Sheet) -> Iterator[Picture]:
+def learning_curves(data: FigureData) -> Iterator[Picture]:
     """Training loss by step: a panel a row, or the rows of a grid in the shades of one of its fields."""
-    rows = [row for row in sheet.rows if row.curves]
-    hues = [axis for axis in sheet.axes if axis.numeric and len(axis.values) <= len(STEPS)]
+    rows = [row for row in data.rows if row.curves]
+    hues = [axis for axis in data.axes if axis.numeric and len(axis.values) <= len(STEPS)]
     if not rows:
         return
     legend, ghosts = [], [_curve(row, runs=True) for row in rows]
     if len(rows) > 12 and hues:
-        groups, legend = _shaded(sheet, hues[0])
+        groups, legend = _shaded(data, hues[0])
         ghosts, rest = [], f"a line for each row, coloured by {hues[0].title}."
     elif len(rows) > ROWS:
-        best = best_row(sheet, next(iter(sheet.measures)))
+        best = best_row(data, next(iter(data.measures)))
         found = [line for line in ghosts if best and line.label == best.name]
         groups, rest = [(found[0].label if found else "", found)], "blue: the best row; grey: the others."
     else:
@@ -198,11 +199,11 @@ def learning_curves(sheet: Sheet) -> Iterator[Picture]:
     yield Picture("curves", "Learning curves", caption, panels, NARROW, legend)
 
 
-def _shaded(sheet: Sheet, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list[Line]]:
+def _shaded(data: FigureData, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list[Line]]:
     """A panel for each value of what has no order, its lines in the shades of one field; the legend."""
     shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
-    rest = [axis for axis in sheet.axes if axis is not hue]
-    groups = groups_of(sheet, [axis for axis in rest if not axis.numeric] or rest[:1])
+    rest = [axis for axis in data.axes if axis is not hue]
+    groups = groups_of(data, [axis for axis in rest if not axis.numeric] or rest[:1])
     panels = []
     for name, rows in groups:
         panels.append((name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves]))
@@ -227,19 +228,19 @@ def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
     return means[:-1][:: max(1, len(means) // points)] + means[-1:]
 
 
-def best_row(sheet: Sheet, key: str) -> Series | None:
+def best_row(data: FigureData, key: str) -> Series | None:
     """The row with the best mean of a measure; None where nothing is measured."""
-    sign = 1 if sheet.measures[key].higher_is_better else -1
-    rows = [row for row in sheet.rows if key in row.means]
+    sign = 1 if data.measures[key].higher_is_better else -1
+    rows = [row for row in data.rows if key in row.means]
     return max(rows, key=lambda row: sign * row.means[key], default=None)
 
 
-def groups_of(sheet: Sheet, axes: Sequence[Axis]) -> list[tuple[str, list[Series]]]:
+def groups_of(data: FigureData, axes: Sequence[Axis]) -> list[tuple[str, list[Series]]]:
     """The rows in groups, one for each combination of values of these axes; reference rows left out."""
     groups = []
     for values in itertools.product(*(axis.values for axis in axes)):
         wanted = dict(zip((axis.key for axis in axes), values, strict=True))
-        rows = [row for row in sheet.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
+        rows = [row for row in data.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
         if rows:
             groups.append((", ".join(map(_named, axes, values)), rows))
     return groups
@@ -256,24 +257,24 @@ def _looks(axes: Sequence[Axis], count: int) -> list[tuple[str, str]]:
     return list(itertools.islice(zip(itertools.cycle(names), itertools.cycle(MARKERS), strict=False), count))
 
 
-def _timing(sheet: Sheet, keys: Iterable[str]) -> str:
+def _timing(data: FigureData, keys: Iterable[str]) -> str:
     """What a caption must say of speeds that were not timed alone."""
-    beside = [THROUGHPUT, *sheet.table.timed] if sheet.table.side_by_side else []
-    timed = [sheet.measures[key].title for key in keys if key in beside]
+    beside = [THROUGHPUT, *data.table.timed] if data.table.side_by_side else []
+    timed = [data.measures[key].title for key in keys if key in beside]
     return f" {', '.join(timed)}: timed while other cells ran on the same machine." if timed else ""
 
 
-def _best_in_words(sheet: Sheet, key: str) -> str:
+def _best_in_words(data: FigureData, key: str) -> str:
     """The best of a measure in a sentence, for those who do not see the figure."""
-    best, column = best_row(sheet, key), sheet.measures[key]
+    best, column = best_row(data, key), data.measures[key]
     if best is None:
         return f"{column.title}: nothing measured yet."
     value = short(best.means[key], column.decimals)
-    return f"{column.title}, {better(column)}: best is {best.name} with {value}{column.unit}."
+    return f"{column.title}, {column.better}: best is {best.name} with {value}{column.unit}."
 
 
 def _trend(column: Column, x: str, drawn: Sequence[Line]) -> str:
-    return f"{titled(column)} from the smallest to the largest {x}: {_ends(drawn, column.decimals)}."
+    return f"{column.titled()} from the smallest to the largest {x}: {_ends(drawn, column.decimals)}."
 
 
 def _ends(drawn: Sequence[Line], decimals: int) -> str:
@@ -296,6 +297,6 @@ RULES = (
 )
 
 
-def pictures(sheet: Sheet) -> list[Picture]:
+def pictures(data: FigureData) -> list[Picture]:
     """Every figure of a study, in the order of the report."""
-    return [picture for rule in RULES for picture in rule(sheet)]
+    return [picture for rule in RULES for picture in rule(data)]

@@ -11,9 +11,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from titans_platform.report.content import better, titled
+from titans_platform.report.figure_data import Axis, Series, Value
 from titans_platform.report.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
-from titans_platform.report.series import Axis, Series, Value
 from titans_platform.study.spec import Column
 from titans_platform.text import NONE, short, tokens
 
@@ -52,8 +51,8 @@ def dots(figure: FigureBase, rows: Sequence[Series], key: str, column: Column, c
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     for label, row in zip(axes[0].get_yticklabels(), rows, strict=True):
         label.set_color(LIGHT["muted" if row.reference else "ink"])
-    figure.suptitle(titled(column), x=0.01, ha="left", fontsize=8, fontweight="bold")
-    figure.supxlabel(better(column), x=0.01, ha="left", fontsize=SMALL, color=LIGHT["muted"])
+    figure.suptitle(column.titled(), x=0.01, ha="left", fontsize=8, fontweight="bold")
+    figure.supxlabel(column.better, x=0.01, ha="left", fontsize=SMALL, color=LIGHT["muted"])
 
 
 def _colour(row: Series, name: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +18,18 @@ from rich.console import Console
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
-from titans_platform.report import content
+from titans_platform.report import content, figure, verdict
 from titans_platform.report.content import Links
-from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal
-from titans_platform.report.figure import pictures
+from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal, verdict_csv
+from titans_platform.report.figure_data import figure_data
 from titans_platform.report.picture import DARK, LIGHT, Line, Picture, save, svg
-from titans_platform.report.series import sheet
 from titans_platform.report.table import Table, build_table
-from titans_platform.study.columns import shown
 from titans_platform.study.schedule import MANIFEST, SEARCH
+from titans_platform.study.tracker import shown
 from titans_platform.text import NONE, commit, count, number, plural
 
 if TYPE_CHECKING:
-    from titans_platform.study.opened import Opened
+    from titans_platform.study.plan import StudyRun
     from titans_platform.tracking import Store
 
 PAGE, FIGURES = "report.html", "figures"
@@ -50,19 +49,19 @@ MARKS = {
 }
 
 
-def make(opened: Opened, console: Console, link: bool = True, address: str | None = None) -> Table:
+def make(run: StudyRun, console: Console, link: bool = True, address: str | None = None) -> Table:
     """Draw the views of a study from what is there, print the table, and return it.
 
     ``link`` puts the views on the study's MLflow run too; ``address`` is where the page's links go. Raises
     UsageError where nothing has run.
     """
-    run = opened.run
-    if not any(cell.name for cell in opened.whole):
+    if not any(cell.name for cell in run.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run.study, run.scale_name, opened.whole, run.root, run.commit)
-    asked = tuple(cell.name for cell in opened.cells)
-    table = replace(table, overrides=tuple(run.overrides), asked=asked)
-    paths = make_report(table, run.folder, run.root, run.label if link else None, address)
+    table = build_table(run)
+    store = _store_of(run) if link or table.results else None
+    paths = write_views(table, store, address)
+    if link and store:
+        log_views(store, table, paths)
     folder = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
     others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
     console.print(terminal(table, console.width))
@@ -71,18 +70,7 @@ def make(opened: Opened, console: Console, link: bool = True, address: str | Non
     return table
 
 
-def make_report(
-    table: Table, folder: Path, root: Path, label: str | None = None, address: str | None = None
-) -> dict[str, Path]:
-    """Write the views of a table; with ``label`` put them on that study's MLflow run too. Their paths."""
-    store = _store_of(folder, root) if label or table.results else None
-    paths = write_views(table, folder, store, address)
-    if label and store:
-        log_views(store, table, label, paths)
-    return paths
-
-
-def _store_of(folder: Path, root: Path) -> Store | None:
+def _store_of(run: StudyRun) -> Store | None:
     """Where the study's runs are; None, with a warning, where it cannot be opened from here.
 
     A job on a cluster logs to a server that a report made elsewhere may not reach, and the store of a
@@ -90,34 +78,35 @@ def _store_of(folder: Path, root: Path) -> Store | None:
     """
     from titans_platform.tracking import STORE, open_store
 
-    kept = (read_json(folder / MANIFEST) or {}).get("mlflow")
+    kept = (read_json(run.folder / MANIFEST) or {}).get("mlflow")
     try:
-        return open_store(root if not kept or os.environ.get(STORE) else str(kept))
+        return open_store(run.root if not kept or os.environ.get(STORE) else str(kept))
     except UsageError as error:
         click.echo(f"without learning curves and links: {error}", err=True)
         return None
 
 
-def write_views(
-    table: Table, folder: Path, store: Store | None = None, address: str | None = None
-) -> dict[str, Path]:
-    """Write the page, the tables and the figures; their paths by name.
+def write_views(table: Table, store: Store | None = None, address: str | None = None) -> dict[str, Path]:
+    """Write the page, the tables and the figures into the study's folder; their paths by name.
 
     ``store`` is asked for learning curves, and links go to its runs: at ``address``, at the store's own
     where it is a server, or where `titans ui` listens.
     """
+    folder = table.run.folder
     search = read_json(folder / SEARCH) or {}
-    drawn = pictures(sheet(table, store.curves(_runs(table)) if store else {}, search))
+    drawn = figure.pictures(figure_data(table, store.curves(_runs(table)) if store else {}, search))
     server = store.server if store else None
     links = Links((address or server or UI).rstrip("/"), store.experiment, folder.name) if store else None
-    notes = [search.get("line", ""), f"Found: {search['set']}" if search.get("set") else ""]
-    extras = Extras(drawn, links, not (address or server), commands(folder), list(filter(None, notes)))
+    notes = [search["line"]] if "line" in search else []
+    notes += [f"Found: {search['set']}"] if search.get("set") else []
+    local = not (address or server)
     texts = {
-        PAGE: html(table, extras),
+        PAGE: html(table, drawn, links, local=local, commands=commands(folder), notes=notes),
         "table.md": markdown(table, [(each.title, f"{FIGURES}/{each.key}.png") for each in drawn]),
         "table.tex": latex(table),
         "table.csv": summary_csv(table),
         "cells.csv": cells_csv(table),
+        "verdict.csv": verdict_csv(table),
     }
     for name, text in texts.items():
         write_text(folder / name, text)
@@ -125,32 +114,33 @@ def write_views(
     return {name: folder / name for name in texts} | {f"{FIGURES}/{path.name}": path for path in files}
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What a page shows beside the table: figures, links, the commands that were called."""
+def html(
+    table: Table,
+    pictures: Sequence[Picture] = (),
+    links: Links | None = None,
+    *,
+    local: bool = True,
+    commands: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> str:
+    """The report as one HTML page that needs nothing beside it.
 
-    pictures: Sequence[Picture] = ()
-    links: Links | None = None
-    local: bool = True
-    """Whether the links go to where `titans ui` listens, not to a server that is always there."""
-    commands: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    """Notes below the table besides its own."""
-
-
-def html(table: Table, extras: Extras) -> str:
-    """The report as one HTML page that needs nothing beside it."""
+    ``local``: ``links`` go to where `titans ui` listens, not to a server that is always there. ``commands``
+    are those that worked on the study, ``notes`` stand below the table besides its own.
+    """
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(number=number, count=count, commit=commit)
-    columns = table.study.columns
+    columns = table.columns
     crowded, paper = len(columns) > CROWDED, [key for key in columns if content.has_paper(table, key)]
     return environment.get_template(PAGE).render(
         table=table,
         columns=columns,
         content=content,
-        extras=extras,
-        links=extras.links,
+        verdict=verdict,
+        links=links,
+        local=local,
+        commands=commands,
         light=LIGHT,
         dark=DARK,
         written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
@@ -161,11 +151,11 @@ def html(table: Table, extras: Extras) -> str:
         shown=partial(content.shown, table),
         widths={key: _spread_width(table, key) for key in columns},
         runs_of=lambda row: [str(run) for result in row.results if (run := result.get("mlflow_run_id"))],
-        notes=[*content.footnotes(table, failures=False), *extras.notes],
+        notes=[*content.footnotes(table, failures=False), *notes],
         failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
         results={result["cell"]: result for result in table.results},
         gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
-        figures=list(map(_figure, extras.pictures)),
+        figures=list(map(_figure, pictures)),
         made=content.only_commit(table),
         sources={
             "LaTeX (booktabs)": latex(table),
@@ -212,12 +202,12 @@ def _runs(table: Table) -> dict[str, dict[str, Any]]:
     return {str(run): result for result in table.results if (run := result.get("mlflow_run_id"))}
 
 
-def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) -> str:
+def log_views(store: Store, table: Table, paths: dict[str, Path]) -> str:
     """Put the views and the links to the cells on the study's parent run; the run's id."""
     # what the cells say of how they were made, as the cells' own runs say it
     named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
     tags = {f"titans.{named.get(name, name)}": value for name, value in content.facts(table).items()}
-    run_id = store.study_run(label, tags)
+    run_id = store.study_run(table.run.label, tags)
     log = store.run(run_id)
     log.table(_records(table), "table.json")
     for name, path in paths.items():
@@ -233,20 +223,19 @@ def log_views(store: Store, table: Table, label: str, paths: dict[str, Path]) ->
     for run, result in _runs(table).items():
         store.amend(run, _in_units(table, result))
     # the study's cells with the columns to compare them by, the best of the first on top
-    key, column = next(iter(table.study.columns.items()))
-    columns = shown((row.row for row in table.rows), table.study.columns)
-    store.save_view(label, run_id, columns, f"metrics.`{key}`", not column.higher_is_better)
+    key, column = next(iter(table.columns.items()))
+    columns = shown((row.row for row in table.rows), table.columns)
+    store.save_view(table.run.label, run_id, columns, f"metrics.`{key}`", not column.higher_is_better)
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
 
 
 def _in_units(table: Table, result: Mapping[str, Any]) -> dict[str, float]:
     """A cell's measures in the units of the table's columns, and the tasks of each column too."""
-    # @ is not allowed in a metric's name
-    tasks = {key.replace("@", "/"): task["value"] for key, task in result.get("tasks", {}).items()}
+    tasks = {key: task["value"] for key, task in result.get("tasks", {}).items()}
     found = {}
     for name, value in (result["columns"] | tasks).items():
-        column = table.study.columns.get(name.partition("/")[0])
+        column = table.columns.get(name.partition("/")[0])
         if column and column.factor != 1 and value is not None:
             found[name] = column.factor * value
     return found
@@ -271,5 +260,4 @@ def _links(store: Store, table: Table) -> Iterator[str]:
 
 def _metric_name(name: str) -> str:
     """MLflow takes letters, digits, space and a few signs in a metric's name; `+ Attn (MAC)` is Attn MAC."""
-    kept = "".join(c if c.isalnum() or c in "_-. " else " " for c in name.replace("/", "-"))
-    return " ".join(kept.split())
+    return " ".join(re.sub(r"[^\w. -]", " ", name.replace("/", "-")).split())

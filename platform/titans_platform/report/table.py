@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.plan import StudyRun
+from titans_platform.study.spec import Cell, Column, Row, Scale
+from titans_platform.study.status import CellStatus, cell_statuses
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,6 @@ class Entry:
         return max((self.sd or 0.0) / math.sqrt(len(self.values) or 1), self.item_stderr)
 
 
-class Unfinished(NamedTuple):
-    """A cell without a result: its state, and the reason where it failed."""
-
-    cell: Cell
-    state: str
-    reason: str = ""
-
-
 @dataclass(frozen=True)
 class TableRow:
     """A row: its entries by column, and the cells they come from."""
@@ -56,7 +49,8 @@ class TableRow:
     row: Row
     cells: tuple[Cell, ...]
     results: tuple[dict[str, Any], ...]
-    unfinished: tuple[Unfinished, ...] = ()
+    unfinished: tuple[CellStatus, ...] = ()
+    """How the cells without a result stand."""
     entries: dict[str, Entry] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
     """Short commits, other than the present one, that made some of its cells."""
@@ -75,17 +69,16 @@ class TableRow:
 class Table:
     """A study at one scale, as far as its cells are done."""
 
-    study: Study
-    scale_name: str
+    run: StudyRun
     rows: tuple[TableRow, ...]
     chance: dict[str, float]
-    commit: str
-    asked: tuple[str | None, ...] | None = None
-    """The cells that a run was asked for; None: all."""
-    overrides: tuple[str, ...] = ()
-    """What --set changed in every row."""
-    side_by_side: bool = False
+    side_by_side: bool
     """Whether cells ran at the same time on one machine, so that none was timed alone."""
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The study's columns."""
+        return self.run.study.columns
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -101,18 +94,17 @@ class Table:
     def timed(self) -> list[str]:
         """The columns that were timed."""
         tasks = {task_of(key)[:2] for result in self.results for key in result.get("tasks", {})}
-        return [key for key in self.study.columns if (key, "throughput") in tasks]
+        return [key for key in self.columns if (key, "throughput") in tasks]
 
     @property
     def unfinished(self) -> int:
         """Cells asked for that have no result."""
-        done = {result["cell"] for result in self.results}
-        return self.missing if self.asked is None else len(set(self.asked) - done)
+        return len({cell.name for cell in self.run.cells} - {result["cell"] for result in self.results})
 
     @property
     def scale(self) -> Scale:
         """The scale's own entry in the study file."""
-        return self.study.scales[self.scale_name]
+        return self.run.study.scales[self.run.scale_name]
 
     @property
     def missing(self) -> int:
@@ -120,45 +112,38 @@ class Table:
         return sum(len(row.cells) - len(row.results) for row in self.rows)
 
 
-def build_table(study: Study, scale_name: str, cells: Sequence[Cell], root: Path, commit: str) -> Table:
-    """Read the results of named cells and put them in the study's row order."""
-    rows = []
-    for row in study.rows_at(scale_name):
-        if of_row := [cell for cell in cells if cell.row == row.name]:
-            rows.append(_table_row(row, study.columns, of_row, root, commit))
+def build_table(run: StudyRun) -> Table:
+    """Read the results of all cells of a study and put them in the order of its rows."""
+    columns, rows = run.study.columns, []
+    for row in run.rows:
+        if cells := [cell for cell in run.whole if cell.row == row.name]:
+            rows.append(_table_row(run, row, cells))
     chance: dict[str, float] = {}
     for result in (result for row in rows for result in row.results):
         found = result.get("chance", {})
-        chance |= {key: c.factor * found[key] for key, c in study.columns.items() if _finite(found.get(key))}
-    return Table(study, scale_name, tuple(rows), chance, commit, side_by_side=_side_by_side(cells, root))
+        chance |= {key: c.factor * found[key] for key, c in columns.items() if _finite(found.get(key))}
+    return Table(run, tuple(rows), chance, _side_by_side(run))
 
 
-def _side_by_side(cells: Sequence[Cell], root: Path) -> bool:
-    found = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
+def _side_by_side(run: StudyRun) -> bool:
+    found = [span for cell in run.whole if (span := read_json(cell.folder(run.root).path / TIME))]
     spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in found)
     return any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans))
 
 
-def _table_row(
-    row: Row, columns: Mapping[str, Column], cells: Sequence[Cell], root: Path, commit: str
-) -> TableRow:
-    results, unfinished = [], []
-    for cell in cells:
-        folder = cell.folder(root)
-        if (result := folder.shown_result()) is not None:
-            results.append(result)
-        else:
-            reason = str((folder.failure() or {}).get("reason", ""))
-            unfinished.append(Unfinished(cell, folder.state(), reason))
+def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
+    found = [(cell, cell.folder(run.root).shown_result()) for cell in cells]
+    results = [result for _, result in found if result is not None]
+    unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
     entries = {}
-    for key, column in columns.items():
+    for key, column in run.study.columns.items():
         kept = [result for result in results if _finite(result["columns"].get(key))]
         values = tuple(column.factor * float(result["columns"][key]) for result in kept)
         # an accuracy is better when it is higher; an error below 1 is no share of right answers
         shares = column.higher_is_better
         errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
         entries[key] = Entry(values, len(cells), row.paper.get(key), _of_mean(errors))
-    stale = sorted({str(result["commit"]) for result in results} - {commit})
+    stale = sorted({str(result["commit"]) for result in results} - {run.commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
@@ -224,11 +209,11 @@ class Discrimination:
 
 def discriminate(table: Table) -> list[Discrimination]:
     """One summary a column that has at least two rows with numbers."""
-    return [found for key in table.study.columns if (found := _discriminate(table, key))]
+    return [found for key in table.columns if (found := _discriminate(table, key))]
 
 
 def _discriminate(table: Table, key: str) -> Discrimination | None:
-    higher = table.study.columns[key].higher_is_better
+    higher = table.columns[key].higher_is_better
     entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
     means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
     if len(means) < 2:
@@ -248,7 +233,7 @@ def best_rows(table: Table, key: str) -> set[str]:
 
     Reference rows take no part, and there must be two different means to compare.
     """
-    column = table.study.columns[key]
+    column = table.columns[key]
     sign = 1 if column.higher_is_better else -1
     means = {
         row.row.name: sign * round(mean, column.decimals)
@@ -290,8 +275,8 @@ def as_record(table: Table) -> dict[str, Any]:
         for row in table.rows
     ]
     return {
-        "study": table.study.name,
-        "scale": table.scale_name,
+        "study": table.run.study.name,
+        "scale": table.run.scale_name,
         "comparable": table.scale.comparable,
         "rows": rows,
         "chance": table.chance,

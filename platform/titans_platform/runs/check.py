@@ -1,7 +1,6 @@
-"""Every check that is made before a run: what would be found after hours is found in a second.
+"""What is checked before a run, beside `Objective.check`: whether it fits its workers and its machine.
 
-Three floors, each usable alone: the config by itself, the config on its resources and machine, the config
-with its data.
+What would be found after hours is found in a second.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
 from titans_platform.runs.ray_session import available
-from titans_platform.runs.resources import Resources, concurrency
-from titans_platform.runs.spec import RunSpec
+from titans_platform.runs.spec import Resources, RunSpec, concurrency
 
 PROCESS_BYTES = 300 * 2**20
 """A worker's own: the interpreter, torch, Ray."""
@@ -30,18 +28,13 @@ BYTES_A_PARAMETER = 16
 """A weight, its gradient and AdamW's two moments, in float32."""
 
 
-def run_name(cfg: RunConfig, data_fingerprint: str, resources: Resources = Resources()) -> str:
-    """The run's name: the hash of all that its numbers are a function of."""
-    return build_objective(cfg).run_name(data_fingerprint, resources.workers)
-
-
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
     """The run of a config whose data are prepared under ``root``; ``fields`` are those of `RunSpec`.
 
     Raises UsageError where the data are not prepared.
     """
-    data = build_objective(cfg).open(root)
-    name = run_name(cfg, data.fingerprint, resources)
+    objective = build_objective(cfg)
+    name = objective.run_name(objective.open(root).fingerprint, resources.workers)
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
@@ -73,21 +66,6 @@ def _sizes(text: str) -> Sizes:
 
     length = cfg.data.sequence_length
     return Sizes(of(lambda m: m.num_parameters()), of(lambda m: m.state_bytes(length)))
-
-
-def check_config(cfg: RunConfig) -> None:
-    """What the config gets wrong by itself: a variant, a task, an option. Raises UsageError."""
-    build_objective(cfg).check()
-
-
-def check_sources(cfg: RunConfig) -> None:
-    """Whether the files that the config names are on this machine. Raises UsageError."""
-    build_objective(cfg).check_sources()
-
-
-def check_data(cfg: RunConfig, data: Any) -> None:
-    """What only the prepared data can show: the vocabulary, the room for items. Raises UsageError."""
-    build_objective(cfg).check(data)
 
 
 def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:
@@ -129,8 +107,7 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
     have = torch.cuda.mem_get_info()[1] if on_gpu else _machine_memory() // workers
     model = BYTES_A_PARAMETER * count + (0 if on_gpu else PROCESS_BYTES)
-    # what the backward pass needs at least: the residual stream of each block, the logits
-    activations = 4 * tokens * (cfg.model.d_model * cfg.model.n_layers + cfg.model.vocab_size)
+    activations = 4 * rows * build_objective(cfg).least_activations()
     field = "model" if BYTES_A_PARAMETER * count > have else "workers" if model > have else None
     if field is None and model + activations > have:
         field, model = "data.sequence_length", model + activations

@@ -1,4 +1,4 @@
-"""`execute`: the one way a run is run, whoever asks for it.
+"""`execute`: the one way a run is run, whoever asks for it; and what each of its workers does.
 
 `titans train`, a cell of a grid, a trial of a search and a job on a cluster all come here: one lock, one
 record of failures, one account of time.
@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from titans_core import Model
 from titans_platform.errors import TitansError
+from titans_platform.objectives import build_objective
+from titans_platform.provenance import commit, environment
+from titans_platform.runs.folder import CHECKPOINTS
 from titans_platform.runs.ray_session import die_with_parent, quiet
-from titans_platform.runs.resources import Resources
+from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
-from titans_platform.runs.worker import Outcome, work
+from titans_platform.training import checkpoint
+from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
+from titans_platform.training.parallel import rank, world_size
 
 MAX_FAILURES = 2
 """Times that workers which died are started again; each goes on from the last checkpoint."""
+# optimiser steps of a run at which the inner memory's telemetry is recorded
+_WATCHED = 50
+
+
+class Outcome(NamedTuple):
+    """The result of a run, or at a rung {column: value}; and its seconds by phase."""
+
+    result: dict[str, Any]
+    seconds: dict[str, float]
 
 
 def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dict[str, Any]:
@@ -64,16 +81,17 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    resources = spec.resources
-    storage = spec.root.resolve() / "ray"
+    resources, storage = spec.resources, spec.root.resolve() / "ray"
+    gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
+    several = resources.workers > 1
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"spec": spec, "until": until},
         scaling_config=ScalingConfig(
             # 0: this process; another one for a single worker would only cost its start
-            num_workers=resources.workers if resources.workers > 1 else 0,
+            num_workers=resources.workers if several else 0,
             use_gpu=resources.gpus_per_worker > 0,
-            resources_per_worker=_per_worker(resources),
+            resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
         ),
         run_config=RunConfig(
             name=spec.name,
@@ -85,13 +103,6 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
     # what Ray keeps of a run in order to start it again is of no use once it is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)
     return outcome
-
-
-def _per_worker(resources: Resources) -> dict[str, float] | None:
-    if resources.workers == 1:
-        return None
-    gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
-    return {"CPU": resources.cpus_per_worker} | gpus
 
 
 def _outcome(trainer: Any) -> Outcome:
@@ -119,3 +130,117 @@ def _worker(task: dict[str, Any]) -> Outcome | TitansError:
         return work(spec, task["until"], get_device())
     except TitansError as error:
         return error
+
+
+def work(spec: RunSpec, until: Rung | None = None, device: torch.device | str = "cpu") -> Outcome:
+    """Train and evaluate, from the last checkpoint on.
+
+    In a process group every rank calls this and evaluates; rank 0 writes. Raises UsageError, Diverged.
+    """
+    return _Worker(spec, device).run(until)
+
+
+class _Worker:
+    """One rank of a run."""
+
+    def __init__(self, spec: RunSpec, device: torch.device | str):
+        self.spec, self.cfg, self.device = spec, spec.config, device
+        self.phases = Phases()
+        with self.phases.phase("data"):
+            self.objective = build_objective(self.cfg)
+            self.data = self.objective.open(spec.root)
+        with self.phases.phase("record"):
+            self.reporter = Reporter(spec) if rank() == 0 else None
+
+    def run(self, until: Rung | None) -> Outcome:
+        try:
+            with deterministic(self.cfg.seed, self.cfg.threads):
+                trainer = self._trained(until)
+                result = self._at_rung(trainer, until) if until else self._finished(trainer)
+        except BaseException as error:
+            if self.reporter:
+                self.reporter.fail(error)
+            raise
+        return Outcome(result, dict(self.phases.seconds))
+
+    def _trained(self, until: Rung | None) -> Trainer:
+        with self.phases.phase("build"):
+            self.objective.check(self.data)
+            stream = self.data.train_stream(
+                self.cfg.optim.global_batch_size, self.cfg.seed, rank(), world_size()
+            )
+            trainer = Trainer(
+                self.objective.build_model(),
+                self.cfg.optim,
+                stream,
+                self.device,
+                self.objective,
+                sequence_length=self.cfg.data.sequence_length,
+            )
+        checkpoints = self.spec.folder.path / CHECKPOINTS
+        with self.phases.phase("checkpoint"):
+            checkpoint.restore(checkpoints, trainer)
+        if self.reporter:
+            self.reporter.start(trainer.progress.step)
+        saver = checkpoint.Saver(checkpoints, trainer, keep=self.cfg.checkpoint.keep, phases=self.phases)
+        with self.phases.phase("train"), saver:
+            trainer.run(self._hooks(saver), until.step if until else None)
+        return trainer
+
+    def _hooks(self, saver: checkpoint.Saver) -> Hooks:
+        reporter = self.reporter
+        return Hooks(
+            on_step=reporter.on_step if reporter else lambda step, metrics: None,
+            # what a checkpoint covers is in MLflow before the checkpoint counts
+            on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
+            checkpoint_every=self.spec.checkpoint_interval,
+            telemetry_every=max(1, self.cfg.optim.steps // _WATCHED),
+            phases=self.phases,
+        )
+
+    def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
+        """These columns, all if none is given."""
+        assert isinstance(trainer.model, Model)
+        return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
+
+    def _at_rung(self, trainer: Trainer, rung: Rung) -> dict[str, float]:
+        measured = self._measure(trainer, rung.column)
+        return self.reporter.reached(rung, measured["columns"]) if self.reporter else {}
+
+    def _finished(self, trainer: Trainer) -> dict[str, Any]:
+        started = time.perf_counter()
+        if self.reporter:
+            self.reporter.phase("evaluate")
+        with self.phases.phase("evaluate"):
+            measured = self._measure(trainer)
+        if not self.reporter:
+            return {}
+        result = self._result(trainer, measured) | {"eval_seconds": time.perf_counter() - started}
+        with self.phases.phase("record"):
+            self.reporter.finish(result)
+        return result
+
+    def _result(self, trainer: Trainer, measured: dict[str, Any]) -> dict[str, Any]:
+        """All that is kept of the run: numbers, and what they are a function of."""
+        model, progress, cfg = trainer.model, trainer.progress, self.cfg
+        assert isinstance(model, Model)
+        assert self.reporter
+        return {
+            "cell": self.spec.name,
+            "seed": cfg.seed,
+            "config": cfg.model_dump(mode="json"),
+            "data_fingerprint": self.data.fingerprint,
+            "eval_version": self.objective.eval_version(),
+            # of the driver that began it: the tree may have moved on since
+            "commit": self.spec.folder.commit() or commit(),
+            "environment": environment(),
+            **measured,
+            "parameters": model.num_parameters(),
+            "state_bytes": model.state_bytes(cfg.data.sequence_length),
+            "train_seconds": progress.seconds,
+            "tokens": progress.step * trainer.tokens_per_step,
+            "final_train_loss": progress.final_loss,
+            "telemetry": progress.telemetry,
+            "mlflow_run_id": self.reporter.run_id,
+            **self.spec.labels,
+        }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from titans_core import Model
 from titans_platform.config import RunConfig
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from titans_platform.data import Tokenizer
 
 
-class Loaded(NamedTuple):
-    """A run at one of its checkpoints."""
-
-    model: Model
-    step: int
-    objective: Objective[Any]
-
-
 def load_run(
     path_or_name: Path | str, root: Path | str = "titans-runs"
 ) -> tuple[Model, Tokenizer | None, RunConfig]:
@@ -36,8 +28,8 @@ def load_run(
     Raises UsageError where there is no such run, or no whole checkpoint of it.
     """
     point = find_checkpoint(str(path_or_name), Path(root))
-    loaded = load_checkpoint(point, read_config(point))
-    return loaded.model.eval(), loaded.objective.tokenizer(), loaded.objective.cfg
+    model, _, objective = load_checkpoint(point, read_config(point))
+    return model.eval(), objective.tokenizer(), objective.cfg
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
@@ -60,11 +52,14 @@ def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
     return load_config(point.parents[1] / CONFIG, overrides)
 
 
-def load_checkpoint(point: Path, cfg: RunConfig) -> Loaded:
-    """The model of ``cfg`` with the weights of a checkpoint. Raises UsageError where it has others."""
+def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[Any]]:
+    """The model of ``cfg`` with the weights of a checkpoint, its step, the objective.
+
+    Raises UsageError where the checkpoint has other weights.
+    """
     objective = build_objective(cfg)
     model = objective.build_model()
-    return Loaded(model, load_model(point, model), objective)
+    return model, load_model(point, model), objective
 
 
 def _folder_named(run: str, root: Path) -> Path:

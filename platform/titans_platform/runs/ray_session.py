@@ -6,12 +6,12 @@ of, and checks first what can only be seen there: whether every node sees the st
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.errors import ClusterError, UsageError
-from titans_platform.runs.resources import Machine, Resources, this_machine
+from titans_platform.runs.spec import Machine, Resources, this_machine
 
 ADDRESS = "TITANS_RAY_ADDRESS"
 """Set in a job: the Ray to join, `auto`. Without it a study starts a Ray of its own."""
@@ -72,11 +72,8 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
         return
     # a run takes its config and leaves files: the share of memory that Ray would reserve stays free
     # RAY_ADDRESS would turn the embedded default into a client of somebody's cluster
-    where: dict[str, Any] = {"address": "local", "object_store_memory": OBJECT_STORE}
-    where["num_cpus"] = max(1, round(cpus))
-    if gpus:
-        where["num_gpus"] = max(1, round(gpus))
-    with _connected(where, "on this machine"):
+    where = {"address": "local", "object_store_memory": OBJECT_STORE, "num_cpus": max(1, round(cpus))}
+    with _connected(where | ({"num_gpus": max(1, round(gpus))} if gpus else {}), "on this machine"):
         yield
 
 
@@ -210,17 +207,16 @@ def check_reach(root: Path) -> None:
     except OSError as error:
         raise ClusterError(f"storage {root}: cannot be written on the head node: {error.strerror}") from None
     finally:
-        _remove(folder)
-    _raise_faults({node: fault for node, fault in faults.items() if fault}, len(faults))
-
-
-def _raise_faults(faults: dict[str, str], of: int) -> None:
-    """One ClusterError for what is wrong at the nodes, equal faults together."""
-    if not faults:
-        return
-    reasons = {fault: [node[:8] for node in faults if faults[node] == fault] for fault in faults.values()}
-    text = "; ".join(f"{fault} (nodes {', '.join(nodes)})" for fault, nodes in reasons.items())
-    raise ClusterError(f"{len(faults)} of {of} nodes cannot work on the study: {text}")
+        shutil.rmtree(folder, ignore_errors=True)
+    # equal faults together
+    reasons: dict[str, list[str]] = {}
+    for node, fault in faults.items():
+        if fault:
+            reasons.setdefault(fault, []).append(node[:8])
+    if reasons:
+        text = "; ".join(f"{fault} (nodes {', '.join(nodes)})" for fault, nodes in reasons.items())
+        wrong = sum(map(len, reasons.values()))
+        raise ClusterError(f"{wrong} of {len(faults)} nodes cannot work on the study: {text}")
 
 
 def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, str]:
@@ -272,10 +268,3 @@ def _ask_mlflow(uri: str) -> str:
         return "" if error.code == 401 else f"MLflow at {uri}: {error}"
     except (OSError, ValueError) as error:
         return f"MLflow at {uri}: no answer: {error}"
-
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()

@@ -83,16 +83,13 @@ class Reporter:
             self._log.flush()
         return columns
 
-    def close(self, result: dict[str, Any]) -> None:
-        """End the MLflow run with the final numbers."""
+    def finish(self, result: dict[str, Any]) -> None:
+        """End the MLflow run, then write the result: whoever sees it finds everything else complete."""
         if self._log:
             try:
-                finish(self._log, result)
+                log_result(self._log, result)
             except Exception as error:  # the numbers are in result.json whatever became of the store
                 log.warning("run %s: its MLflow run is not complete: %s", self.folder.name, error)
-
-    def finish(self, result: dict[str, Any]) -> None:
-        """Write the result, last: whoever sees it finds everything else of the run complete."""
         self.phase("done")
         write_json(self.folder.path / RESULT, result)
 
@@ -108,10 +105,19 @@ class Reporter:
         write_json(self.folder.path / PROGRESS, self._state)
 
 
-def finish(run: RunLog, result: dict[str, Any]) -> None:
-    """Put a result's numbers and tags on its MLflow run, and end it."""
-    run.summary(_summary(result))
-    run.tags(_tags(result))
+def log_result(run: RunLog, result: dict[str, Any]) -> None:
+    """End an MLflow run with a result: columns and, below each, its tasks; size, time; where all is from."""
+    tasks = {name: task["value"] for name, task in result["tasks"].items()}
+    others = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
+    run.summary(result["columns"] | tasks | {name: result[name] for name in others})
+    made = {f"titans.{name}": value for name, value in result["environment"].items()}
+    made |= {
+        "titans.commit": result["commit"],
+        "mlflow.source.git.commit": result["commit"],
+        "titans.data": result["data_fingerprint"],
+        "titans.eval_version": result["eval_version"],
+    }
+    run.tags(made)
     run.close()
 
 
@@ -135,23 +141,3 @@ def _open_log(name: str, tracking: Tracking | None, config: dict[str, Any]) -> R
 
 def _average(before: float, now: float) -> float:
     return _MEMORY * before + (1 - _MEMORY) * now if before else now
-
-
-def _summary(result: dict[str, Any]) -> dict[str, float]:
-    """The final numbers as flat metrics: columns and, below each, the tasks in it; size, time."""
-    flat = dict(result["columns"])
-    # @ is not allowed in a metric's name
-    flat |= {name.replace("@", "/"): task["value"] for name, task in result["tasks"].items()}
-    names = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
-    return flat | {name: result[name] for name in names}
-
-
-def _tags(result: dict[str, Any]) -> dict[str, str]:
-    """The code, the data and the versions the numbers come from."""
-    made = {f"titans.{name}": value for name, value in result["environment"].items()}
-    return made | {
-        "titans.commit": result["commit"],
-        "mlflow.source.git.commit": result["commit"],
-        "titans.data": result["data_fingerprint"],
-        "titans.eval_version": result["eval_version"],
-    }

@@ -9,198 +9,198 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.table import Table as RichTable
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError
 from titans_platform.files import write_json
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import note_command
-from titans_platform.runs.ray_session import available
-from titans_platform.runs.resources import Machine
+from titans_platform.runs.check import sizes
+from titans_platform.runs.spec import Machine
+from titans_platform.study.cells import check_against_data, check_dry, named
 from titans_platform.study.ledger import LEDGER, Marks, account, ledger_line
-from titans_platform.study.opened import Opened, check_against_data, check_dry, named, with_found
-from titans_platform.study.plan import Estimate, Plan, estimate, make_plan
-from titans_platform.study.progress import look
-from titans_platform.study.schedule import (
-    SEARCH,
-    StudyRun,
-    only_driver,
-    output_to,
-    ray_for,
-    run_cells,
-    write_manifest,
-)
-from titans_platform.study.search import (
-    Searched,
-    followed,
-    read_search,
-    run_search,
-    search_line,
-    search_record,
-    set_line,
-)
-from titans_platform.study.spec import Cell, resolve
-from titans_platform.study.status import planned, planned_search, print_plan
-from titans_platform.study.trial import FOUND, trial_row
+from titans_platform.study.plan import Estimate, Plan, StudyRun, estimate, make_plan
+from titans_platform.study.schedule import SEARCH, only_driver, output_to, ray_for, run_cells, write_manifest
+from titans_platform.study.search import FOUND, Searched, read_search, run_search, set_line, with_found
+from titans_platform.study.spec import Cell
+from titans_platform.study.status import View, cell_statuses, showing, showing_search
+from titans_platform.text import NONE, clock, count, plural
 
 Drawn = TypeVar("Drawn")
 
 
-def plan_study(
-    opened: Opened, rerun_stale: bool, requested: int | None, machine: Machine | None = None
-) -> Plan:
-    """What is to do on ``machine``, where None on what there is. UsageError for what cannot be placed."""
-    run = opened.run
-    return make_plan(
-        opened.cells,
-        run.root,
-        run.commit,
-        resources=run.resources,
-        machine=machine or available(run.resources),
-        requested=requested,
-        rerun_stale=rerun_stale,
-    )
-
-
 def dry_run(
-    opened: Opened, rerun_stale: bool, requested: int | None, console: Console, quiet: bool = False
+    run: StudyRun, rerun_stale: bool, requested: int | None, console: Console, quiet: bool = False
 ) -> tuple[dict[str, Any], TitansError | None]:
     """Show what would run; nothing is written. The same as a dict, and what a run would be refused for."""
     refusal = None
     try:
-        plan = plan_study(opened, rerun_stale, requested)
-        check_dry(opened)
+        plan = make_plan(run, rerun_stale, requested)
+        check_dry(run)
     except TitansError as error:
         # the rest is worth seeing all the same
         refusal = error
-        plan = replace(plan_study(opened, rerun_stale, 1, Machine(10**9, 10**9)), concurrency=0)
-    guess = estimate(plan, opened.run.root) if plan.concurrency else Estimate(None, str(refusal))
-    search = read_search(opened.run)
+        plan = replace(make_plan(run, rerun_stale, 1, Machine(10**9, 10**9)), concurrency=0)
+    guess = estimate(run, plan) if plan.concurrency else Estimate(None, str(refusal))
+    search = read_search(run)
     record = {
-        "study": opened.run.study.name,
-        "scale": opened.run.scale_name,
-        "cells": [planned(opened, plan, cell) for cell in opened.cells],
+        "study": run.study.name,
+        "scale": run.scale_name,
+        "cells": [_planned(run, plan, cell) for cell in run.cells],
         "to_run": len(plan.todo),
         "concurrency": plan.concurrency,
-        "resources": plan.resources.model_dump(),
-        "estimate_seconds": _with_search(guess.seconds, opened, plan, search),
+        "resources": run.resources.model_dump(),
+        "estimate_seconds": _with_search(guess.seconds, run, plan, search),
         "estimate_basis": guess.basis,
-        "search": planned_search(search) if search else None,
+        "search": _planned_search(search) if search else None,
         "refused": str(refusal) if refusal else None,
     }
     if not quiet:
-        print_plan(record, opened, console)
+        _print_plan(record, console)
     return record, refusal
 
 
-def _with_search(seconds: float | None, opened: Opened, plan: Plan, search: Searched | None) -> float | None:
+def _planned(run: StudyRun, plan: Plan, cell: Cell) -> dict[str, Any]:
+    """A cell with its size and its state."""
+    return {
+        "cell": cell.name,
+        "row": cell.row,
+        "seed": cell.seed,
+        "parameters": sizes(cell.config).parameters,
+        "tokens": cell.config.tokens,
+        "state": "stale" if cell in plan.stale else cell.folder(run.root).state(),
+    }
+
+
+def _planned_search(found: Searched) -> dict[str, Any]:
+    """What is left of a search, and what it may cost."""
+    return {
+        "trials": found.search.trials,
+        "finished": found.finished,
+        "rungs": found.milestones,
+        "tokens_at_most": found.tokens_of_grid,
+        "tokens_least": found.tokens_per_step * found.milestones[0] * found.search.trials,
+        "space": found.search.model_dump(mode="json")["space"],
+    }
+
+
+def _with_search(seconds: float | None, run: StudyRun, plan: Plan, search: Searched | None) -> float | None:
     """The estimate with the search before the cells, whose rows it adds, too."""
     if seconds is None or search is None or search.over or not plan.todo:
         return seconds
-    finished = sum(trial.state in ("done", "stopped") for trial in search.trials)
     # each rung takes about as much as the first did
-    first = search.search.milestones(search.steps)[0]
-    trials = (search.search.trials - finished) * search.search.rungs * first / search.steps
-    cells = len(plan.todo) + len({cell.seed for cell in opened.cells})
+    of_a_run = search.search.rungs * search.milestones[0] / search.steps
+    trials = (search.search.trials - search.finished) * of_a_run
+    cells = len(plan.todo) + len({cell.seed for cell in run.cells})
     return seconds * (trials + cells) / len(plan.todo)
 
 
+def _print_plan(record: dict[str, Any], console: Console) -> None:
+    """The plan for a person."""
+    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("cell", "row", "seed", "parameters", "tokens", "state"):
+        grid.add_column(name, justify="right" if name in ("seed", "parameters", "tokens") else "left")
+    for cell in record["cells"]:
+        numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
+        grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
+    console.print(grid)
+    if not all(cell["cell"] for cell in record["cells"]):
+        _say(console, "Cells get their names once the data are prepared; the run does that first.")
+    if search := record["search"]:
+        low, high = (count(search[key]) for key in ("tokens_least", "tokens_at_most"))
+        _say(
+            console,
+            f"First a search: {search['trials']} trials ({search['finished']} finished), rungs after "
+            f"{', '.join(map(str, search['rungs']))} steps, {low} to {high} tokens; what is best becomes a "
+            "row, run with the same seeds.",
+        )
+    r = record["resources"]
+    workers = plural(r["workers"], "worker") + (", each" if r["workers"] > 1 else "")
+    _say(
+        console,
+        f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
+        f"each on {workers} with {r['cpus_per_worker']} CPU and {r['gpus_per_worker']:g} GPU.",
+    )
+    if not record["refused"]:
+        guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
+        _say(console, f"Time: about {guess} (from {record['estimate_basis']}).")
+
+
 def run_study(
-    opened: Opened,
+    run: StudyRun,
     console: Console,
-    draw: Callable[[Opened, bool], Drawn],
+    draw: Callable[[StudyRun, bool], Drawn],
     *,
     rerun_stale: bool = False,
     concurrency: int | None = None,
     began: float | None = None,
 ) -> Drawn:
-    """Prepare data, run what is missing, then return ``draw(opened, whether anything ran)``.
+    """Prepare data, run what is missing, then return ``draw(run, whether anything ran)``.
 
     ``began`` is when the command did, for the account of where its time went.
     """
     marks = Marks(began or time.time())
     marks.mark("preparation")
-    run = opened.run
     # what cannot be placed, or logged, is refused before time goes into data
-    if plan_study(opened, rerun_stale, concurrency).todo:
+    if make_plan(run, rerun_stale, concurrency).todo:
         from titans_platform.tracking import check_store
 
         check_store(run.root)
     with only_driver(run), ExitStack() as stack:
-        opened = _prepare(opened, console)
-        plan = plan_study(opened, rerun_stale, concurrency)
+        run = _prepare(run, console)
+        plan = make_plan(run, rerun_stale, concurrency)
         search = read_search(run)
         if search and not search.over:
             # one Ray for the search and for the cells after it
-            stack.enter_context(ray_for(plan))
-            with _resumable(opened, console):
-                opened, search = _searched(opened, search, plan, console)
-            plan = plan_study(opened, rerun_stale, concurrency)
+            stack.enter_context(ray_for(run, plan))
+            with _resumable(run, console):
+                run, search = _searched(run, search, plan, console)
+            plan = make_plan(run, rerun_stale, concurrency)
             marks = Marks()
             marks.mark("preparation")
-        write_manifest(opened.run, opened.whole)
+        write_manifest(run)
         note_command(run.folder)
         if search:
-            write_json(run.folder / SEARCH, search_record(search))
+            write_json(run.folder / SEARCH, search.record())
         if plan.todo:
-            with _resumable(opened, console):
-                run_cells(opened.run, plan, console, marks)
-        drawn = draw(opened, bool(plan.todo))
+            with _resumable(run, console), showing(View(run, plan.todo, marks), console):
+                run_cells(run, plan, marks)
+        drawn = draw(run, bool(plan.todo))
         if search:
-            _print_search(search, console)
+            _say(console, search.line)
+        if search and search.best:
+            _say(console, f"Found: {set_line(search.best.params)}")
         if plan.todo:
-            _close_ledger(opened.run, plan, marks, console)
+            ledger = account(marks, plan.todo, run.root, plan.concurrency)
+            write_json(run.folder / LEDGER, ledger)
+            _say(console, ledger_line(ledger))
         return drawn
 
 
-def _searched(opened: Opened, search: Searched, plan: Plan, console: Console) -> tuple[Opened, Searched]:
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _searched(run: StudyRun, search: Searched, plan: Plan, console: Console) -> tuple[StudyRun, Searched]:
     """Run the study's search; the study with what it found as a row more, and how the search ended."""
-    run = opened.run
-    write_manifest(run, opened.whole)
-    rungs = "/".join(map(str, search.search.milestones(search.steps)))
-    label = f"searching: {search.search.trials} trials, rungs at {rungs} steps"
-    with console.status(label) as status, output_to(run.folder / "search.log"):
-
-        def report(line: str) -> None:
-            status.update(line)
-            if not console.is_terminal:
-                console.print(line, highlight=False, soft_wrap=True)
-
-        with followed(run, report):
-            run_search(run, search.search, _data_fingerprint(opened), plan.concurrency)
+    write_manifest(run)
+    data = build_objective(run.cells[0].config).open(run.root).fingerprint
+    with showing_search(run, search, console), output_to(run.folder / "search.log"):
+        run_search(run, search, data, plan.concurrency)
     ended = read_search(run)
     assert ended is not None
-    return _with_found_row(opened, ended), ended
-
-
-def _data_fingerprint(opened: Opened) -> str:
-    return build_objective(opened.cells[0].config).open(opened.run.root).fingerprint
-
-
-def _with_found_row(opened: Opened, found: Searched) -> Opened:
-    """The best trial's parameters, run with the seeds of the other rows."""
-    if found.best is None:
-        raise TitansError(f"{opened.run.label}: no trial came to its end; {search_line(found)}")
-    run = with_found(opened.run, found)
-    config = resolve(run.study, run.scale_name, trial_row(run, found.best.params), run.overrides)
-    seeds = dict.fromkeys(cell.seed for cell in opened.cells)
+    if ended.best is None:
+        raise TitansError(f"{run.label}: no trial came to its end; {ended.line}")
+    # the best trial's parameters, run with the seeds of the other rows
+    run = with_found(run, ended)
+    config = run.config(run.study.rows[-1])
+    seeds = dict.fromkeys(cell.seed for cell in run.cells)
     new = tuple(Cell(FOUND, seed, config.model_copy(update={"seed": seed})) for seed in seeds)
-    return named(replace(opened, run=run, cells=opened.cells + new, whole=opened.whole + new))
+    return named(replace(run, cells=run.cells + new, whole=run.whole + new)), ended
 
 
-def _print_search(found: Searched, console: Console) -> None:
-    console.print(search_line(found), highlight=False, soft_wrap=True)
-    if found.best:
-        console.print(f"Found: {set_line(found.best.params)}", highlight=False, soft_wrap=True)
-
-
-def _close_ledger(run: StudyRun, plan: Plan, marks: Marks, console: Console) -> None:
-    record = account(marks, plan.todo, run.root, plan.concurrency)
-    write_json(run.folder / LEDGER, record)
-    console.print(ledger_line(record), highlight=False, soft_wrap=True)
-
-
-def _prepare(opened: Opened, console: Console) -> Opened:
+def _prepare(run: StudyRun, console: Console) -> StudyRun:
     with console.status("preparing data") as status:
 
         def report(label: str, documents: int, tokens: int, done: float | None) -> None:
@@ -208,20 +208,20 @@ def _prepare(opened: Opened, console: Console) -> Opened:
             status.update(f"preparing data: {label}: {documents:,} documents, {tokens:,} tokens{share}")
 
         def once(config: RunConfig) -> Any:
-            return build_objective(config).prepare(opened.run.root, report)
+            return build_objective(config).prepare(run.root, report)
 
-        prepared = named(opened, once)
+        prepared = named(run, once)
         status.update("checking every row against the data")
         check_against_data(prepared)
         return prepared
 
 
 @contextmanager
-def _resumable(opened: Opened, console: Console) -> Iterator[None]:
+def _resumable(run: StudyRun, console: Console) -> Iterator[None]:
     """When interrupted, say what is kept."""
     try:
         yield
     except KeyboardInterrupt:
-        done = sum(item.state == "done" for item in look(opened.cells, opened.run.root))
-        console.print(f"{done} of {len(opened.cells)} cells are done and kept", highlight=False)
+        done = sum(item.state == "done" for item in cell_statuses(run.cells, run.root))
+        _say(console, f"{done} of {len(run.cells)} cells are done and kept")
         raise

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +34,31 @@ class Marks:
         """A part begins now; the one before has ended."""
         self.at[name] = time.time()
 
-    def spent(self, slots: int) -> dict[str, float]:
-        """Seconds of all slots for each part but the one the cells ran in."""
-        names, times = [*self.at], [*self.at.values(), time.time()]
-        parts = {"the command": times[0] - self.began} | {
-            name: times[i + 1] - times[i] for i, name in enumerate(names) if name != "cells"
-        }
-        return {name: slots * seconds for name, seconds in parts.items()}
+    @property
+    def now(self) -> str:
+        """What is going on while no cell runs; empty before the first part."""
+        name = next(reversed(self.at), "")
+        return "start of workers" if name == "cells" else name
+
+    def spans(self) -> dict[str, tuple[float, float]]:
+        """When each part began and ended; the last goes on."""
+        times = [self.began, *self.at.values(), time.time()]
+        return dict(zip(("the command", *self.at), pairwise(times), strict=True))
 
 
 def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
     """The ledger of a run of ``cells``, those that ended in it counted."""
-    folders = [cell.folder(root) for cell in cells]
-    spans = [span for folder in folders if (span := read_json(folder.path / TIME))]
+    spans = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
     spans = [span for span in spans if span["began"] >= marks.began]
     # the phases of the cells, summed
     inside: Counter[str] = Counter()
     for span in spans:
         inside.update(span["seconds"])
     own = sum(inside.pop(name, 0.0) for name in OWN)
-    parts = marks.spent(slots) | _around(marks, spans, slots) | inside
+    driver = marks.spans()
+    first, last = driver.pop("cells")
+    parts = {name: slots * (ended - began) for name, (began, ended) in driver.items()}
+    parts |= _without_cell(spans, slots, first, last) | inside
     parts["start of a cell"] = max(0.0, _busy(spans) - own - sum(inside.values()))
     wall, count = time.time() - marks.began, len(spans)
     overhead = wall * slots - own
@@ -71,11 +77,8 @@ def _busy(spans: Sequence[dict[str, Any]]) -> float:
     return sum(span["ended"] - span["began"] for span in spans)
 
 
-def _around(marks: Marks, spans: Sequence[dict[str, Any]], slots: int) -> dict[str, float]:
-    """The time of slots without a cell: before the first, between two, after the last."""
-    first, names = marks.at["cells"], [*marks.at, None]
-    following = names[names.index("cells") + 1]
-    last = marks.at[following] if following else time.time()
+def _without_cell(spans: Sequence[dict[str, Any]], slots: int, first: float, last: float) -> dict[str, float]:
+    """The seconds of slots without a cell from ``first`` to ``last``, before, between and after them."""
     begins = sorted(span["began"] for span in spans)[:slots]
     ends = sorted(span["ended"] for span in spans)[-slots:]
     never = (slots - len(begins)) * (last - first)

@@ -1,4 +1,4 @@
-"""What a sweep is about to do: which cells are missing, how many run at once, how long it may take."""
+"""A study at one scale: what of it is missing, how many cells run at once, how long that may take."""
 
 from __future__ import annotations
 
@@ -7,64 +7,101 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from titans_platform.config import RunConfig
-from titans_platform.runs.resources import Machine, Resources, concurrency
-from titans_platform.study.spec import Cell
+from titans_platform.config import RunConfig, digest
+from titans_platform.runs.ray_session import available
+from titans_platform.runs.spec import Machine, Resources, concurrency
+from titans_platform.study.spec import Cell, Row, Study, resolve
 
 CALIBRATION_LIMIT = 50e6
 """Parameters above which steps are not timed on the spot."""
-
 TIMED = 5
 """Rows that are timed, spread over the grid: a deep memory takes longer than a linear one."""
-
 STARTUP, CELL_OVERHEAD = 15.0, 2.0
 """Seconds before the first step, and of each cell beside training and evaluation (measured on two cores)."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Cells to run and cells that need not."""
+class StudyRun:
+    """One study at one scale under one storage root, and its cells."""
 
-    cells: tuple[Cell, ...]
-    todo: tuple[Cell, ...]
-    stale: tuple[Cell, ...]
-    """Finished cells that another commit made."""
-    concurrency: int
-    resources: Resources
+    study: Study
+    scale_name: str
+    root: Path
+    commit: str
+    overrides: tuple[str, ...] = ()
+    """What --set changed for every row: the table of another study than the file's own."""
+    cells: tuple[Cell, ...] = ()
+    """The cells asked for."""
+    whole: tuple[Cell, ...] = ()
+    """All cells of the table: the scale's own, those asked for, and those of other seeds that have begun."""
 
+    @property
+    def label(self) -> str:
+        """The name of its folder and of its parent run."""
+        # how often a run is saved changes no number
+        changes = sorted(change for change in self.overrides if not change.startswith("checkpoint."))
+        changed = f"-set-{digest(changes, 6)}" if changes else ""
+        return f"{self.study.name}-{self.scale_name}{changed}"
 
-def make_plan(
-    cells: Sequence[Cell],
-    root: Path,
-    commit: str,
-    *,
-    resources: Resources,
-    machine: Machine,
-    requested: int | None = None,
-    rerun_stale: bool = False,
-) -> Plan:
-    """Sort cells into done and to do; with ``rerun_stale`` what another commit made is to do again."""
-    results = [(cell, cell.folder(root).result() if cell.name else None) for cell in cells]
-    stale = tuple(cell for cell, result in results if result and result.get("commit") != commit)
-    todo = [cell for cell, result in results if result is None or (rerun_stale and cell in stale)]
-    return Plan(tuple(cells), tuple(todo), stale, concurrency(resources, machine, requested), resources)
+    @property
+    def folder(self) -> Path:
+        """Where its manifest, logs and views go."""
+        return self.root / "studies" / self.label
+
+    @property
+    def resources(self) -> Resources:
+        """What each of its cells is trained on."""
+        return self.study.scales[self.scale_name].resources
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of its table."""
+        return self.study.rows_at(self.scale_name)
+
+    def config(self, row: Row) -> RunConfig:
+        """The config of a row, which need not be one of the table's. Raises UsageError."""
+        return resolve(self.study, self.scale_name, row, self.overrides)
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Plan:
+    """What a study is about to do."""
+
+    todo: tuple[Cell, ...]
+    """The cells asked for that are to be run."""
+    stale: tuple[Cell, ...]
+    """Finished cells that another commit made."""
+    concurrency: int
+
+
+def make_plan(
+    run: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
+) -> Plan:
+    """What is missing, and with ``rerun_stale`` what another commit made; ``requested`` cells at once.
+
+    Cells are placed on ``machine``, where None on what there is. Raises UsageError, for a cluster
+    ClusterError, where they cannot be.
+    """
+    results = [(cell, cell.folder(run.root).result()) for cell in run.cells]
+    stale = tuple(cell for cell, result in results if result and result.get("commit") != run.commit)
+    todo = tuple(cell for cell, result in results if result is None or (rerun_stale and cell in stale))
+    return Plan(todo, stale, concurrency(run.resources, machine or available(run.resources), requested))
+
+
+class Estimate(NamedTuple):
     """Wall-clock seconds a plan may take, or None, and what that rests on."""
 
     seconds: float | None
     basis: str
 
 
-def estimate(plan: Plan, root: Path) -> Estimate:
+def estimate(run: StudyRun, plan: Plan) -> Estimate:
     """From finished cells of this study and scale; without any, from a few steps timed on the spot."""
     if not plan.todo:
         return Estimate(0.0, "nothing to run")
-    known = _finished_seconds(plan, root)
+    known = _finished_seconds(run)
     if known:
         overall = statistics.fmean(statistics.fmean(times) for times in known.values())
         each = [statistics.fmean(known.get(cell.row, [overall])) for cell in plan.todo]
@@ -79,10 +116,11 @@ def _wall(plan: Plan, each: Sequence[float]) -> float:
     return STARTUP + max(sum(loads) / plan.concurrency, max(loads))
 
 
-def _finished_seconds(plan: Plan, root: Path) -> dict[str, list[float]]:
+def _finished_seconds(run: StudyRun) -> dict[str, list[float]]:
+    """Seconds of the finished cells of each row."""
     found: dict[str, list[float]] = {}
-    for cell in plan.cells:
-        result = cell.folder(root).shown_result() if cell.name else None
+    for cell in run.cells:
+        result = cell.folder(run.root).shown_result()
         if result and result.get("train_seconds"):
             seconds = float(result["train_seconds"]) + float(result.get("eval_seconds") or 0)
             found.setdefault(cell.row, []).append(seconds)
@@ -90,13 +128,9 @@ def _finished_seconds(plan: Plan, root: Path) -> dict[str, list[float]]:
 
 
 def _calibrated(plan: Plan) -> Estimate:
-    import torch
+    from titans_platform.runs.check import sizes
 
-    from titans_platform.objectives import build_objective
-
-    config = plan.todo[0].config
-    with torch.device("meta"):
-        parameters = build_objective(config).build_model().num_parameters()
+    parameters = sizes(plan.todo[0].config).parameters
     if parameters > CALIBRATION_LIMIT:
         flop = sum(6 * parameters * cell.config.tokens for cell in plan.todo)
         return Estimate(None, f"no cell is finished yet; about 6ND = {flop:.1e} FLOP of training in all")
@@ -113,9 +147,8 @@ def _calibrated(plan: Plan) -> Estimate:
 
 def eval_tokens(config: RunConfig) -> float:
     """Tokens a run is measured on, as near as its config tells."""
-    lengths = sum(
-        length for tasks in config.eval.columns.values() for task in tasks for length in task.lengths
-    )
+    tasks = [task for column in config.eval.columns.values() for task in column]
+    lengths = sum(length for task in tasks for length in task.lengths)
     return config.eval.items * lengths * config.data.sequence_length
 
 
@@ -124,12 +157,11 @@ def _seconds_per_token(config: RunConfig) -> float | None:
     from titans_platform.objectives import build_objective
     from titans_platform.training.loop import Trainer, deterministic
 
-    rows = min(
-        config.optim.micro_batch_size or config.optim.global_batch_size, config.optim.global_batch_size
-    )
+    batch_size, length = config.optim.global_batch_size, config.data.sequence_length
+    rows = min(config.optim.micro_batch_size or batch_size, batch_size)
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
-        objective, length = build_objective(config), config.data.sequence_length
+        objective = build_objective(config)
         if (batch := objective.sample_batch(rows)) is None:
             return None
         model = objective.build_model()
@@ -139,14 +171,13 @@ def _seconds_per_token(config: RunConfig) -> float | None:
         for _ in range(2):
             trainer.step()
         seconds = time.perf_counter() - started
-    return seconds / (2 * rows * config.data.sequence_length)
+    return seconds / (2 * rows * length)
 
 
-class _Repeated:
+class _Repeated(NamedTuple):
     """A stream whose every batch is the same."""
 
-    def __init__(self, batch: Any):
-        self.only = batch
+    only: Any
 
     def batch(self, step: int) -> Any:
         """The batch, whatever the step."""

@@ -5,123 +5,26 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console
-
-from titans_platform.config import digest
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import held, write_json
 from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.folder import Busy
 from titans_platform.runs.ray_session import die_with_parent, ray_session
-from titans_platform.runs.reporter import finish
-from titans_platform.runs.resources import DRIVER_CPU, Resources
-from titans_platform.runs.spec import RunSpec, Tracking
-from titans_platform.study.columns import params
+from titans_platform.runs.spec import DRIVER_CPU, RunSpec
 from titans_platform.study.ledger import Marks
-from titans_platform.study.plan import Plan
-from titans_platform.study.progress import View, showing
-from titans_platform.study.spec import Cell, Row, Study
-
-if TYPE_CHECKING:
-    from titans_platform.tracking import Store
+from titans_platform.study.plan import Plan, StudyRun
+from titans_platform.study.tracker import tracked
 
 MANIFEST, STUDY = "cells.json", "study.json"
 SEARCH = "search.json"
 """The record of a study's search: its trials, a line on how it went, and what it found."""
 MAX_DEATHS = 3
 """Times a trial whose process died is started again."""
-
-
-@dataclass(frozen=True)
-class StudyRun:
-    """One study at one scale under one storage root."""
-
-    study: Study
-    scale_name: str
-    root: Path
-    commit: str
-    overrides: tuple[str, ...] = ()
-    """What --set changed for every row: the table of another study than the file's own."""
-
-    @property
-    def label(self) -> str:
-        """The name of its folder and of its parent run."""
-        # how often a run is saved changes no number
-        changes = sorted(change for change in self.overrides if not change.startswith("checkpoint."))
-        changed = f"-set-{digest(changes, 6)}" if changes else ""
-        return f"{self.study.name}-{self.scale_name}{changed}"
-
-    @property
-    def folder(self) -> Path:
-        """Where its manifest, logs and views go."""
-        return self.root / "studies" / self.label
-
-    @property
-    def resources(self) -> Resources:
-        """What each of its cells is trained on."""
-        return self.study.scales[self.scale_name].resources
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows of its table."""
-        return self.study.rows_at(self.scale_name)
-
-
-@dataclass(frozen=True)
-class Tracker:
-    """The study's parent run in MLflow: what a worker needs to log its cell below it."""
-
-    run: StudyRun
-    uri: str
-    parent: str
-    """Its run id."""
-
-    def tracking(self, cell: Cell, title: str, rows: Iterable[Row]) -> Tracking:
-        """Where a cell is logged, with the fields that ``rows`` change as columns."""
-        tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": self.run.scale_name}
-        return Tracking(self.uri, title, self.parent, params(cell, rows), tags)
-
-    def end(self, status: str) -> None:
-        """End the parent run."""
-        self._store().end(self.parent, status)
-
-    def settle(self) -> None:
-        """End the runs of cells whose process had no chance to: those of a driver that was killed, too."""
-        store = self._store()
-        for name, run_id in store.running(self.parent).items():
-            folder = RunFolder(self.run.root, name)
-            state = folder.state()
-            if state == "done":
-                finish(store.run(run_id), folder.result() or {})
-            elif state != "running":
-                ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
-                store.end(run_id, ends.get(state, "KILLED"))
-
-    def _store(self) -> Store:
-        from titans_platform.tracking import open_store
-
-        return open_store(self.uri)
-
-
-def open_tracker(run: StudyRun) -> Tracker:
-    """The study's parent run; what a dead driver left open under it is ended.
-
-    The driver calls this before a worker writes to the store, which is created and migrated here. Raises
-    UsageError.
-    """
-    from titans_platform.tracking import open_store
-
-    store = open_store(run.root)
-    tags = {"titans.scale": run.scale_name, "titans.commit": run.commit}
-    tracker = Tracker(run, store.uri, store.study_run(run.label, tags))
-    tracker.settle()
-    return tracker
 
 
 @contextmanager
@@ -134,11 +37,11 @@ def only_driver(run: StudyRun) -> Iterator[None]:
         yield
 
 
-def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
+def write_manifest(run: StudyRun) -> None:
     """Write which cells the study has, and what it is, for `sweep status` and for reports."""
     listed = [
         {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
-        for c in cells
+        for c in run.whole
     ]
     manifest = {
         "study": run.study.name,
@@ -153,50 +56,22 @@ def write_manifest(run: StudyRun, cells: tuple[Cell, ...]) -> None:
     write_json(run.folder / MANIFEST, manifest)
 
 
-def run_cells(run: StudyRun, plan: Plan, console: Console, marks: Marks) -> None:
+def run_cells(run: StudyRun, plan: Plan, marks: Marks) -> None:
     """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
     for cell in plan.todo:
         cell.folder(run.root).forget_failure()
-    view = View(f"{run.study.name} at {run.scale_name}", plan.cells, plan.todo, run.root, run.study.columns)
-    with showing(view, console), output_to(run.folder / "ray.log"):
-        view.note = "opening the MLflow store"
-        marks.mark("MLflow runs")
-        tracker = open_tracker(run)
-        specs = [cell_spec(tracker, cell) for cell in plan.todo]
+    marks.mark("MLflow runs")
+    with output_to(run.folder / "ray.log"), tracked(run) as tracker:
+        specs = [tracker.spec(cell, f"{cell.row} · seed {cell.seed}", run.rows) for cell in plan.todo]
         for cell in plan.stale:
             if cell in plan.todo:
                 cell.folder(run.root).set_aside()
-        view.note = "starting Ray"
         marks.mark("start of Ray")
-        try:
-            with ray_for(plan):
-                view.note = "starting workers"
-                marks.mark("cells")
-                _tune(run, plan, specs)
-                marks.mark("end of Ray")
-                view.note = "ending Ray"
-        except BaseException:
-            # a study that ends by itself is closed with its table; this one would be shown as running
-            tracker.end("KILLED")
-            raise
-        finally:
-            marks.mark("report")
-            tracker.settle()
-
-
-def cell_spec(tracker: Tracker, cell: Cell) -> RunSpec:
-    """The run of a cell, under the study's parent run."""
-    run = tracker.run
-    assert cell.name is not None
-    return RunSpec(
-        cell.config,
-        run.root,
-        cell.name,
-        run.commit,
-        run.resources,
-        tracker.tracking(cell, f"{cell.row} · seed {cell.seed}", run.rows),
-        {"study": run.study.name, "row": cell.row},
-    )
+        with ray_for(run, plan):
+            marks.mark("cells")
+            _tune(run, plan, specs)
+            marks.mark("end of Ray")
+        marks.mark("report")
 
 
 @contextmanager
@@ -208,9 +83,9 @@ def output_to(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def ray_for(plan: Plan) -> Iterator[None]:
+def ray_for(run: StudyRun, plan: Plan) -> Iterator[None]:
     """A Ray session as large as the plan needs; inside a job the cluster's."""
-    resources = plan.resources
+    resources = run.resources
     cpus = resources.workers * resources.cpus_per_worker * plan.concurrency + (resources.workers > 1)
     with ray_session(cpus, resources.gpus * plan.concurrency):
         yield

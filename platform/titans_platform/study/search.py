@@ -8,21 +8,30 @@ missing is trained, from its checkpoints.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError
-from titans_platform.files import read_json
-from titans_platform.runs.folder import RunFolder
-from titans_platform.study.schedule import StudyRun, open_tracker, run_trials
-from titans_platform.study.space import Parameter, Search
-from titans_platform.study.spec import resolve
-from titans_platform.study.trial import TRIALS, Climb, run_trial, trial_config
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.files import held, read_json, write_json
+from titans_platform.loading import overlay
+from titans_platform.objectives import build_objective
+from titans_platform.runs.execute import execute
+from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.ray_session import die_with_parent
+from titans_platform.runs.spec import Rung, RunSpec
+from titans_platform.study.plan import StudyRun
+from titans_platform.study.schedule import run_trials
+from titans_platform.study.spec import Cell, Parameter, Row, Search
+from titans_platform.study.tracker import Tracker, tracked
+
+FOUND = "found"
+"""The row that the best trial becomes."""
+TRIALS = "trials"
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,19 @@ class Searched:
     trials: tuple[Trial, ...]
 
     @property
+    def milestones(self) -> list[int]:
+        """The optimiser steps that are rungs, and the end."""
+        return self.search.milestones(self.steps)
+
+    @property
+    def finished(self) -> int:
+        """Trials that were trained to the end or stopped at a rung."""
+        return sum(trial.state in ("done", "stopped") for trial in self.trials)
+
+    @property
     def over(self) -> bool:
         """Whether as many trials have ended as the search asks for."""
-        ended = [trial for trial in self.trials if trial.state in ("done", "stopped")]
-        return len(ended) >= self.search.trials
+        return self.finished >= self.search.trials
 
     @property
     def best(self) -> Trial | None:
@@ -71,6 +89,62 @@ class Searched:
     def tokens_of_grid(self) -> int:
         """Tokens of as many trials, each trained to the end."""
         return self.tokens_per_step * self.steps * max(len(self.trials), self.search.trials)
+
+    @property
+    def line(self) -> str:
+        """How the search stands, in a sentence."""
+        states = Counter(trial.state for trial in self.trials)
+        counted = [f"{states[s]} {s}" for s in ("done", "stopped", "running", "failed") if states[s]]
+        best = self.best
+        shown = f"; best {self.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
+        share = self.tokens / self.tokens_of_grid
+        return (
+            f"Search: {len(self.trials)} of {self.search.trials} trials "
+            f"({', '.join(counted) or 'none ended'}){shown}; "
+            f"{self.tokens:,} tokens, {share:.0%} of all trials to their end"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """How the search stands, as a JSON value; ``set`` is the best configuration for a command line."""
+        best = self.best
+        return {
+            "line": self.line,
+            "over": self.over,
+            "trials": [asdict(trial) for trial in self.trials],
+            "tokens": self.tokens,
+            "tokens_of_grid": self.tokens_of_grid,
+            "best": asdict(best) if best else None,
+            "set": set_line(best.params) if best else None,
+        }
+
+
+def set_line(params: dict[str, Any]) -> str:
+    """Parameters as options of the command line."""
+    return " ".join(f"--set {key}={_shown(value)}" for key, value in params.items())
+
+
+def _shown(value: Any) -> str:
+    # all digits: the config must be the trial's own
+    return repr(value) if isinstance(value, float) else json.dumps(value).strip('"')
+
+
+def trial_row(run: StudyRun, params: dict[str, Any], name: str = FOUND) -> Row:
+    """The study's first row with a trial's parameters laid over it."""
+    return Row(name=name, set=overlay(run.rows[0].set, params))
+
+
+def with_found(run: StudyRun, searched: Searched) -> StudyRun:
+    """The study with the best trial as a row, where there is one yet."""
+    if (best := searched.best) is None:
+        return run
+    rows = [row for row in run.study.rows if row.name != FOUND]
+    study = run.study.model_copy(update={"rows": (*rows, trial_row(run, best.params))})
+    return replace(run, study=study)
+
+
+def trial_config(run: StudyRun, search: Search, params: dict[str, Any]) -> RunConfig:
+    """The config of a trial. Raises UsageError."""
+    return run.config(trial_row(run, params)).model_copy(update={"seed": search.seed})
 
 
 def check_space(run: StudyRun, search: Search) -> list[RunConfig]:
@@ -90,17 +164,12 @@ def read_search(run: StudyRun) -> Searched | None:
     search = run.study.search_at(run.scale_name)
     if search is None:
         return None
-    config = resolve(run.study, run.scale_name, run.study.rows_at(run.scale_name)[0], run.overrides)
+    config = run.config(run.rows[0])
     listed = [found for path in (run.folder / TRIALS).glob("*.json") if (found := read_json(path))]
     listed.sort(key=lambda entry: entry["began"])
     trials = tuple(_read_trial(run.root, entry, search.metric) for entry in listed)
-    return Searched(
-        search,
-        run.study.columns[search.metric].higher_is_better,
-        config.tokens_per_step,
-        config.optim.steps,
-        trials,
-    )
+    higher = run.study.columns[search.metric].higher_is_better
+    return Searched(search, higher, config.tokens_per_step, config.optim.steps, trials)
 
 
 def _read_trial(root: Path, entry: dict[str, Any], metric: str) -> Trial:
@@ -114,13 +183,21 @@ def _read_trial(root: Path, entry: dict[str, Any], metric: str) -> Trial:
     return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
 
 
-def run_search(run: StudyRun, search: Search, data: str, slots: int) -> None:
+@dataclass(frozen=True)
+class TrialContext:
+    """What every trial of a search shares."""
+
+    tracker: Tracker
+    search: Search
+    data: str
+    """Fingerprint of the data."""
+
+
+def run_search(run: StudyRun, known: Searched, data: str, slots: int) -> None:
     """Run what the search has not tried yet, on data of this fingerprint; a Ray session must be open."""
     from ray.tune.schedulers import ASHAScheduler
 
-    known = read_search(run)
-    assert known is not None
-    steps = search.milestones(known.steps)
+    search, steps = known.search, known.milestones
     mode = "max" if known.higher_is_better else "min"
     asha = ASHAScheduler(
         time_attr="steps",
@@ -130,85 +207,16 @@ def run_search(run: StudyRun, search: Search, data: str, slots: int) -> None:
         max_t=steps[-1],
         reduction_factor=search.reduction,
     )
-    tracker = open_tracker(run)
-    climb = Climb(tracker, search, tuple(steps), data)
-    try:
+    with tracked(run) as tracker:
         run_trials(
             run,
             run_trial,
-            {"climb": climb},
+            {"shared": TrialContext(tracker, search, data)},
             slots,
             search_alg=_sampler(search, mode, [trial.params for trial in known.trials]),
             scheduler=asha,
             num_samples=search.trials,
         )
-    except BaseException:
-        tracker.end("KILLED")
-        raise
-    finally:
-        tracker.settle()
-
-
-@contextmanager
-def followed(run: StudyRun, tell: Callable[[str], None], every: float = 2.0) -> Iterator[None]:
-    """Print how the search stands whenever that has changed, by its files."""
-    stop = threading.Event()
-
-    def watch() -> None:
-        printed = ""
-        while not stop.wait(every):
-            found = read_search(run)
-            if found and (line := search_line(found)) != printed:
-                tell(line)
-                printed = line
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        watcher.join()
-
-
-def search_line(found: Searched) -> str:
-    """How a search stands, in a sentence."""
-    counts = {
-        state: sum(t.state == state for t in found.trials)
-        for state in ("done", "stopped", "running", "failed")
-    }
-    counted = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
-    best = found.best
-    shown = f"; best {found.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
-    share = found.tokens / found.tokens_of_grid
-    return (
-        f"Search: {len(found.trials)} of {found.search.trials} trials ({counted or 'none ended'}){shown}; "
-        f"{found.tokens:,} tokens, {share:.0%} of all trials to their end"
-    )
-
-
-def search_record(found: Searched) -> dict[str, Any]:
-    """How a search stands, as a JSON value; ``set`` is the best configuration for a command line."""
-    best = found.best
-    return {
-        "line": search_line(found),
-        "over": found.over,
-        "trials": [asdict(trial) for trial in found.trials],
-        "tokens": found.tokens,
-        "tokens_of_grid": found.tokens_of_grid,
-        "best": asdict(best) if best else None,
-        "set": set_line(best.params) if best else None,
-    }
-
-
-def set_line(params: dict[str, Any]) -> str:
-    """Parameters as options of the command line."""
-    return " ".join(f"--set {key}={_shown(value)}" for key, value in params.items())
-
-
-def _shown(value: Any) -> str:
-    # all digits: the config must be the trial's own
-    return repr(value) if isinstance(value, float) else json.dumps(value).strip('"')
 
 
 def _sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:
@@ -234,3 +242,67 @@ def _distribution(parameter: Parameter) -> Any:
     assert parameter.low is not None
     assert parameter.high is not None
     return FloatDistribution(parameter.low, parameter.high, log=parameter.log)
+
+
+def run_trial(space: dict[str, Any]) -> None:
+    """On a worker: train the parameters in ``space`` from rung to rung; each measurement goes to ASHA."""
+    from ray import tune
+
+    die_with_parent()
+    params = dict(space)
+    shared: TrialContext = params.pop("shared")
+    search, spec = shared.search, _trial_spec(shared, params)
+    try:
+        for step in search.milestones(spec.config.optim.steps):
+            value = _measured(spec, Rung(step, search.metric))
+            if value is None:
+                return
+            tune.report({"steps": step, "value": value})
+    except SystemExit:
+        # how Tune ends a trial, inside of report
+        if not spec.folder.result():
+            spec.folder.stop("ASHA")
+        raise
+
+
+def _trial_spec(shared: TrialContext, params: dict[str, Any]) -> RunSpec:
+    run = shared.tracker.run
+    config = trial_config(run, shared.search, params)
+    name = build_objective(config).run_name(shared.data, run.resources.workers)
+    title = f"trial {_number(run, name, params)}"
+    searched = trial_row(run, next(iter(shared.search.corners())))
+    return shared.tracker.spec(Cell(title, config.seed, config, name), title, [searched])
+
+
+def _number(run: StudyRun, name: str, params: dict[str, Any]) -> int:
+    """The trial's number on the study's list, where it is put the first time."""
+    listed = run.folder / TRIALS
+    path = listed / f"{name}.json"
+    # trials that start together must not take the same number
+    with held(listed / ".lock", timeout=30):
+        if (known := read_json(path)) is not None:
+            return int(known["number"])
+        number = len(list(listed.glob("*.json")))
+        write_json(path, {"cell": name, "number": number, "began": time.time(), "params": params})
+    return number
+
+
+def _measured(spec: RunSpec, rung: Rung) -> float | None:
+    """The metric at a rung, from the files or by training up to it; None where the trial has ended."""
+    folder, last = spec.folder, rung.step == spec.config.optim.steps
+    if last and (result := folder.result()):
+        return float(result["columns"][rung.column])
+    if (known := folder.rungs().get(rung.step)) is not None:
+        return known
+    if folder.was_stopped():
+        return None
+    try:
+        found = execute(spec, None if last else rung)
+    except TitansError as error:
+        if not isinstance(error, Busy):
+            # a learning rate that diverges would diverge again
+            folder.stop(str(error))
+        return None
+    except Exception:
+        return None
+    return float((found["columns"] if last else found)[rung.column])

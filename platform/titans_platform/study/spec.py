@@ -8,8 +8,7 @@ and have a fingerprint.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -21,13 +20,23 @@ from pydantic import Field, JsonValue, model_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.loading import apply_override, complete, nearest, overlay, read_yaml, validate
+from titans_platform.loading import (
+    apply_override,
+    complete,
+    file_at,
+    known_files,
+    nearest,
+    overlay,
+    read_yaml,
+    validate,
+)
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.resources import Resources
-from titans_platform.study.space import Search
+from titans_platform.runs.spec import Resources
 
 Fragment = dict[str, JsonValue]
 UNNAMED = ".unnamed"
+MAX_CORNERS = 512
+"""Corners of a space that are checked; of a larger one each parameter's ends, one at a time."""
 
 
 class Axis(Frozen):
@@ -62,6 +71,73 @@ def _number(name: str) -> JsonValue:
         return int(name)
     except ValueError:
         return name
+
+
+class Parameter(Frozen):
+    """What a field may be: a number between two, or one of several values."""
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    """Drawn evenly in its logarithm."""
+    choices: tuple[bool | int | float | str | None, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Parameter:
+        if self.choices:
+            if self.low is not None or self.high is not None:
+                raise ValueError("choices: give either choices, or low and high")
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("low: a parameter needs low and high, or choices")
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError(f"low: {self.low:g} should be below high: {self.high:g}, and above 0 with log")
+        return self
+
+    def ends(self) -> tuple[Any, ...]:
+        """The values that a check of the whole space needs to see."""
+        return self.choices or (self.low, self.high)
+
+
+class Search(Frozen):
+    """Trials that a sampler proposes, most of them stopped early by how they do at the rungs."""
+
+    metric: str
+    """The column that is made better; measured at every rung."""
+    trials: PositiveInt = 16
+    seed: int = 1000
+    """Seed of the sampler and of the trials; none of those that the table's rows are run with."""
+    reduction: Annotated[int, Field(ge=2)] = 3
+    """Of the trials that reach a rung, one in so many goes on; the next rung has so many times the tokens."""
+    rungs: PositiveInt = 3
+    """Rungs, the end of the training included."""
+    space: Annotated[dict[str, Parameter], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _trainable(self) -> Search:
+        fixed = [key for key in self.space if key.partition(".")[0] in ("data", "eval", "seed", "threads")]
+        if fixed or "optim.steps" in self.space or "optim.global_batch_size" in self.space:
+            key = fixed[0] if fixed else "optim.steps and optim.global_batch_size"
+            raise ValueError(f"space: {key} cannot be searched: trials are compared at equal data and tokens")
+        return self
+
+    def milestones(self, steps: int) -> list[int]:
+        """The optimiser steps that are rungs, as ASHA counts them, and the end."""
+        first = max(1, steps // self.reduction ** (self.rungs - 1))
+        rungs = [first * self.reduction**i for i in range(self.rungs - 1)]
+        return [rung for rung in rungs if rung < steps] + [steps]
+
+    def corners(self) -> Iterator[dict[str, Any]]:
+        """Settings that together see every value at the edge of the space."""
+        ends = {key: parameter.ends() for key, parameter in self.space.items()}
+        count = 1
+        for values in ends.values():
+            count *= len(values)
+        if count <= MAX_CORNERS:
+            yield from (dict(zip(ends, point, strict=True)) for point in product(*ends.values()))
+            return
+        first = {key: values[0] for key, values in ends.items()}
+        yield from (first | {key: value} for key, values in ends.items() for value in values)
 
 
 class Scale(Frozen):
@@ -114,6 +190,25 @@ class Column(Frozen):
     """What a measured value is multiplied by to be shown: 100 for a share in percent."""
     higher_is_better: bool = True
     decimals: Annotated[int, Field(ge=0)] = 1
+
+    def titled(self, name: str = "") -> str:
+        """The title, or another name, with the unit."""
+        return f"{name or self.title} ({self.unit})" if self.unit else name or self.title
+
+    @property
+    def arrow(self) -> str:
+        """The way that is better, as a sign."""
+        return "↑" if self.higher_is_better else "↓"
+
+    @property
+    def better(self) -> str:
+        """The way that is better, in words."""
+        return "higher is better" if self.higher_is_better else "lower is better"
+
+    @property
+    def heading(self) -> str:
+        """The title with the unit and the way that is better."""
+        return f"{self.titled()} {self.arrow}"
 
 
 class Study(Frozen):
@@ -195,30 +290,17 @@ def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
     return folded[name.casefold()]
 
 
-def study_folders() -> list[Path]:
-    """Where studies are looked up by name, the first that has it wins."""
-    package = Path(__file__).resolve().parents[1]
-    checkout = package.parents[1] / "sweeps"
-    return [Path.cwd() / "sweeps", package / "_shipped" / "sweeps", checkout]
-
-
 def find_study(name: str) -> Path:
     """The file of a study given by name or by path."""
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
-        if not Path(name).is_file():
-            raise UsageError(f"study: no file {name}")
-        return Path(name)
+    if path := file_at(name, "study"):
+        return path
     found = known_studies()
     return found[pick(name, found, "study", "sweeps")]
 
 
 def known_studies() -> dict[str, Path]:
     """Every study that can be given by name, and its file."""
-    files: dict[str, Path] = {}
-    for folder in study_folders():
-        for path in sorted(folder.glob("*.yaml")):
-            files.setdefault(path.stem, path)
-    return files
+    return known_files("sweeps")
 
 
 def load_study(name: str) -> Study:

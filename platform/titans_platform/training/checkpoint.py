@@ -39,7 +39,6 @@ from titans_platform.training.parallel import rank
 
 log = logging.getLogger(__name__)
 
-KEEP = 2
 SCHEMA = 2
 MANIFEST = "manifest.json"
 
@@ -52,7 +51,7 @@ class Saver:
     memory, "checkpoint wait" for a write that was not done when the next was due, or at the end.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer, *, keep: int = KEEP, phases: Phases | None = None):
+    def __init__(self, folder: Path, trainer: Trainer, *, keep: int = 2, phases: Phases | None = None):
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.phases = phases or Phases()
         # the write runs beside the training: its messages must not mix with those of the steps
@@ -135,14 +134,6 @@ class _Writer(FileSystemWriter):
         # later ones are damaged and will be written again; they must not push this one out
         for old in [path for path in _steps(self.final.parent) if path.name <= self.final.name][self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def save(
-    folder: Path, trainer: Trainer, before_commit: Callable[[], object] | None = None, *, keep: int = KEEP
-) -> Path:
-    """Write one checkpoint and wait for it; every worker calls it. The path. Raises TitansError."""
-    with Saver(folder, trainer, keep=keep) as saver:
-        return saver.save(before_commit)
 
 
 def newest(folder: Path) -> Path | None:

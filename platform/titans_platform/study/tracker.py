@@ -1,14 +1,24 @@
-"""What of a cell's config MLflow shows as columns: few, and named as people say them."""
+"""A study in MLflow: its parent run, the runs of its cells below it, and the columns they are compared by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titans_core.config import ModelConfig
+from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.reporter import log_result
+from titans_platform.runs.spec import RunSpec, Tracking
+from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Row
 from titans_platform.text import flatten
+
+if TYPE_CHECKING:
+    from titans_platform.tracking import Store
 
 MEMORY = "model.memory."
 ALWAYS = {
@@ -24,6 +34,58 @@ ALWAYS = {
 }
 SHOWN = 4
 """Columns of parameters before those of the measures; one screen of MLflow's list holds both."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """The study's parent run in MLflow: what a worker needs to log its cell below it."""
+
+    run: StudyRun
+    uri: str
+    parent: str
+    """Its run id."""
+
+    def spec(self, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
+        """The run of a named cell, logged as ``title`` with the fields that ``rows`` change as columns."""
+        run = self.run
+        assert cell.name is not None
+        tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": run.scale_name}
+        tracking = Tracking(self.uri, title, self.parent, params(cell, rows), tags)
+        labels = {"study": run.study.name, "row": cell.row}
+        return RunSpec(cell.config, run.root, cell.name, run.commit, run.resources, tracking, labels)
+
+
+@contextmanager
+def tracked(run: StudyRun) -> Iterator[Tracker]:
+    """Open the study's parent run, which the driver does before a worker writes to the store.
+
+    What cells left open under it is ended before and after: a killed driver's too. Raises UsageError.
+    """
+    from titans_platform.tracking import open_store
+
+    store = open_store(run.root)
+    parent = store.study_run(run.label, {"titans.scale": run.scale_name, "titans.commit": run.commit})
+    _settle(store, parent, run.root)
+    try:
+        yield Tracker(run, store.uri, parent)
+    except BaseException:
+        # a study that ends by itself is closed with its table; this one would be shown as running
+        store.end(parent, "KILLED")
+        raise
+    finally:
+        _settle(store, parent, run.root)
+
+
+def _settle(store: Store, parent: str, root: Path) -> None:
+    """End the runs of cells whose process had no chance to."""
+    for name, run_id in store.running(parent).items():
+        folder = RunFolder(root, name)
+        state = folder.state()
+        if state == "done":
+            log_result(store.run(run_id), folder.result() or {})
+        elif state != "running":
+            ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
+            store.end(run_id, ends.get(state, "KILLED"))
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:

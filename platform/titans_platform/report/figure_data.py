@@ -19,7 +19,7 @@ from titans_platform.text import flatten
 
 Value = float | str
 Curve = Sequence[tuple[int, float]]
-Spread = Mapping[str, Mapping[float, str]]
+Split = Mapping[str, Mapping[float, str]]
 """Tasks of which each length is a column of its own: the column at each length."""
 THROUGHPUT = "throughput"
 LENGTH_FIELDS = ("sequence_length", "length", "tokens")
@@ -69,7 +69,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class FigureData:
     """All that a study's figures are drawn of."""
 
     table: Table
@@ -83,32 +83,30 @@ class Sheet:
     """Of a search: what each trial was given, how far it went, and what it measured there."""
 
 
-def sheet(
+def figure_data(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None
-) -> Sheet:
+) -> FigureData:
     """A table's rows as series.
 
     ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
     search: its trials with their params, steps and value.
     """
-    spread = _spread_tasks(table)
-    rows = tuple(_series(table, row, curves or {}, spread) for row in table.rows)
-    measures = dict(table.study.columns)
+    split = _split_tasks(table)
+    rows = tuple(_series(table, row, curves or {}, split) for row in table.rows)
+    measures = dict(table.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    lengths = _at_lengths(table.study.columns, rows, spread)
+    lengths = _at_lengths(table.columns, rows, split)
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return Sheet(table, rows, _axes(rows, table.study.axes), measures, lengths, trials)
+    return FigureData(table, rows, _axes(rows, table.run.study.axes), measures, lengths, trials)
 
 
-def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Spread) -> Series:
+def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Split) -> Series:
     values = {key: entry.values for key, entry in row.entries.items()}
-    lengths = {
-        key: _by_length(key, column.factor, row.results) for key, column in table.study.columns.items()
-    }
+    lengths = {key: _by_length(key, column.factor, row.results) for key, column in table.columns.items()}
     lengths = {key: found for key, found in lengths.items() if found}
     printed: dict[str, dict[float, float]] = {}
-    for task, places in spread.items():
+    for task, places in split.items():
         lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
         paper = {length: row.row.paper.get(key) for length, key in places.items() if table.scale.comparable}
         printed[task] = {length: number for length, number in paper.items() if number is not None}
@@ -127,7 +125,7 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], spread: Sp
     )
 
 
-def _spread_tasks(table: Table) -> Spread:
+def _split_tasks(table: Table) -> Split:
     """Such tasks, found in the results: `pk_1/passkey@64` beside `pk_2/passkey@128`, each alone there."""
     places: dict[str, dict[float, str]] = {}
     crowded: set[str] = set()
@@ -136,7 +134,7 @@ def _spread_tasks(table: Table) -> Spread:
         owners = [owner for owner, _, _ in parts]
         crowded |= {owner for owner in owners if owners.count(owner) > 1}
         for owner, task, length in parts:
-            if length is not None and owner in table.study.columns:
+            if length is not None and owner in table.columns:
                 places.setdefault(task, {})[float(length)] = owner
     return {
         task: dict(sorted(at.items()))
@@ -145,11 +143,11 @@ def _spread_tasks(table: Table) -> Spread:
     }
 
 
-def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], spread: Spread) -> dict[str, Column]:
+def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], split: Split) -> dict[str, Column]:
     """The columns and tasks that have lines against length, and how they are shown."""
     taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
     order = list(columns)
-    for task, places in sorted(spread.items(), key=lambda item: min(map(order.index, item[1].values()))):
+    for task, places in sorted(split.items(), key=lambda item: min(map(order.index, item[1].values()))):
         shown = [columns[key] for key in places.values()]
         words = zip(*(column.title.split() for column in shown), strict=False)
         shared = " ".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, words))

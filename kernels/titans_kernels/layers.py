@@ -1,0 +1,155 @@
+"""What stands around the memory, each as one operator: the short convolution, and RMSNorm with its gate.
+
+Compiled on a CPU where that can be (`titans_kernels.native`), else PyTorch's operators.
+
+Shapes: B batch, T tokens, K convolution width, G parts (q, k, v) of H heads of width E, C = G H E channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from titans_kernels.memory.layout import document_borders
+from titans_kernels.native import in_parts, library, numbers, pointer, pointers, serves
+
+LEAST_NORM = 1e-6
+"""What a vector of norm 0 is divided by."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = None) -> Tensor:
+    """x [..., D] over its root mean square, times weight [D] and, where there is a gate, silu(gate)."""
+    if serves(x, weight) and (gate is None or serves(gate, x)):
+        return _Norm.apply(x, weight, gate, epsilon)  # pyright: ignore[reportReturnType]
+    y = F.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
+    return y if gate is None else y.to(gate.dtype) * F.silu(gate)
+
+
+class _Norm(torch.autograd.Function):
+    """`rms_norm` compiled, with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gate, epsilon):
+        x, gate = x.contiguous(), None if gate is None else gate.contiguous()
+        ctx.save_for_backward(x, weight, gate)
+        ctx.epsilon, y = epsilon, torch.empty_like(x)
+        shape, tensors = _norm_shape(x, epsilon), [pointer(t) for t in (x, weight, gate, y)]
+        forward = _library(x).norm_forward
+        in_parts(x.numel() // x.shape[-1], lambda *rows: forward(*shape, *tensors, *rows))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, gate = ctx.saved_tensors
+        dy, dx, dgate = dy.contiguous(), torch.empty_like(x), None if gate is None else torch.empty_like(gate)
+        shape, dweight = _norm_shape(x, ctx.epsilon), _Partial(weight)
+        before, after = [pointer(t) for t in (x, weight, gate, dy, dx)], pointer(dgate)
+        backward = _library(x).norm_backward
+        in_parts(
+            x.numel() // x.shape[-1], lambda *rows: backward(*shape, *before, dweight.of(rows), after, *rows)
+        )
+        return dx, dweight.sum(), dgate, None
+
+
+def short_convolution(
+    x: Tensor,
+    weight_KC: Tensor,
+    state: Tensor,
+    parts: Sequence[bool],
+    heads: int,
+    cu_seqlens: Tensor | None = None,
+) -> list[Tensor] | None:
+    """silu(x), its causal depthwise convolution, heads scaled to norm 1: all that makes q, k, v of x.
+
+    Args:
+        x: [B, T, C], the projections to q, k and v side by side.
+        weight_KC: y_t = sum_j weight_j silu(x)_{t-j}.
+        state: [B, K - 1, C] what stands before each row, silu applied; [1, K - 1, C] for packed documents.
+        parts: for each part whether its heads are scaled.
+        heads: of a part.
+        cu_seqlens: borders of documents packed into the flattened batch; each starts from ``state``.
+
+    Returns:
+        The parts, [B, T, H, E] each; None where the library does not serve the call.
+    """
+    if not serves(x, weight_KC, state):
+        return None
+    B, T = x.shape[:2]
+    borders = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else document_borders(cu_seqlens, B * T)
+    state = state.expand(len(borders) - 1, -1, -1)
+    return list(_Mix.apply(x, weight_KC, state, tuple(parts), heads, borders))  # pyright: ignore[reportGeneralTypeIssues]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kernel", "parts", "heads", "width", "unit")),
+        ("least", ctypes.c_double),
+        ("borders", ctypes.c_void_p),
+        ("state_stride", ctypes.c_int64),
+    )
+
+
+class _Mix(torch.autograd.Function):
+    """`short_convolution` compiled, with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, state, parts, heads, borders):
+        x, weight = x.contiguous(), weight.contiguous()
+        state = state if state[0].is_contiguous() else state.contiguous()
+        width, held = x.shape[-1] // len(parts) // heads, numbers(borders)
+        unit = sum(1 << i for i, scaled in enumerate(parts) if scaled)
+        shape = _Shape(
+            weight.shape[0], len(parts), heads, width, unit, LEAST_NORM, ctypes.addressof(held),
+            state.stride(0) if len(state) > 1 else 0,
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, state)
+        ctx.shape, ctx.borders = shape, held
+        out = [x.new_empty(*x.shape[:-1], heads, width) for _ in parts]
+        tensors = [ctypes.byref(shape), *map(pointer, (x, weight, state)), pointers(out)]
+        forward = _library(x).mix_forward
+        in_parts(len(borders) - 1, lambda *rows: forward(*tensors, *rows))
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *douts):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, state = ctx.saved_tensors
+        dx, dstate, dweight = torch.empty_like(x), x.new_empty(state.shape), _Partial(weight)
+        douts = [g.contiguous() for g in douts]
+        before = [ctypes.byref(ctx.shape), *map(pointer, (x, weight, state)), pointers(douts), pointer(dx)]
+        after, backward = pointer(dstate), _library(x).mix_backward
+        in_parts(len(ctx.borders) - 1, lambda *rows: backward(*before, dweight.of(rows), after, *rows))
+        return dx, dweight.sum(), dstate, None, None, None
+
+
+class _Partial:
+    """A gradient to which each thread's rows add in a tensor of their own."""
+
+    def __init__(self, like: Tensor):
+        self.like, self.parts = like, {}
+
+    def of(self, rows: Sequence[ctypes.c_int64]) -> ctypes.c_void_p:
+        part = self.parts[rows[0].value] = torch.zeros_like(self.like)
+        return pointer(part)
+
+    def sum(self) -> Tensor:
+        first, *rest = (self.parts[key] for key in sorted(self.parts))
+        for part in rest:
+            first += part
+        return first
+
+
+def _norm_shape(x: Tensor, epsilon: float) -> tuple[ctypes.c_int64, ctypes.c_double]:
+    return ctypes.c_int64(x.shape[-1]), ctypes.c_double(epsilon)
+
+
+def _library(x: Tensor) -> ctypes.CDLL:
+    found = library(x.dtype)
+    assert found is not None  # `serves` has seen to it
+    return found

@@ -1,0 +1,169 @@
+"""The paper's rule compiled for this machine's CPU, where there is a C++ compiler: `native/memory.cpp`.
+
+A document and head at a time, chunk after chunk, whose state and work stay in the innermost cache: for the
+small memories of a study, where calling PyTorch's operators costs more than what they compute. Where the
+library cannot be had `chunked` does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titans_kernels.memory.layout import document_borders
+from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.rules import Rule
+from titans_kernels.native import in_parts, library, numbers, pointer, pointers
+
+TAKES = (Rule,)
+"""The rules that the library computes: the paper's."""
+KEEP_BYTES = 256 * 2**20
+"""A call whose chunk-start states are larger is left to `chunked`, which keeps some of them."""
+ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
+
+
+def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+    """Why the library does not serve a call, or None where it does."""
+    if inputs.q.device.type != "cpu":
+        return f"tensors are on {inputs.q.device.type}"
+    if type(options.rule) not in TAKES:
+        return f"not compiled for the rule {options.rule}"
+    chunks = sum(-(-n // options.chunk_size) for n in _lengths(inputs.q, options.cu_seqlens))
+    kept = 2 * chunks * sum(W[0].numel() for W in weights) * inputs.state_dtype.itemsize
+    if kept > KEEP_BYTES:
+        return f"its chunks' states take {kept / 2**20:.0f} MB"
+    return None if library(inputs.state_dtype) else "no C++ compiler, or it failed"
+
+
+def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write and read every token, as `reference.forget_and_learn` does."""
+    call = Call.of(inputs, weights, options)
+    arguments = (*inputs.to_state_dtype(), *weights, *momentum)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
+        y, *state = _Memory.apply(call, *arguments)
+    else:
+        y, *state = call.forward(arguments[:6], arguments[6:], None)
+    depth = len(weights)
+    return y, tuple(state[:depth]), tuple(state[depth:])
+
+
+class _Spec(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation")),
+        ("bound", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("widths", "borders", "chunks")),
+    )
+
+
+class Call(NamedTuple):
+    """The rule of one call and where its documents stand.
+
+    Tokens are q, k, v [B, T, H, D] and the gates [B, T, H]; a state is L weights and L momenta [N, H, D, F].
+    """
+
+    spec: _Spec
+    arrays: tuple[ctypes.Array, ...]  # which the spec points to
+    documents: int
+    library: ctypes.CDLL
+    kept_numel: int  # of all chunks' states
+
+    @staticmethod
+    def of(inputs: Inputs, weights: Layers, options: Options) -> Call:
+        """Raises ValueError where the library does not compile; `refusal` says so before."""
+        found = library(inputs.state_dtype)
+        if found is None:
+            raise ValueError("backend: native needs a C++ compiler")
+        lengths, b = _lengths(inputs.q, options.cu_seqlens), options.chunk_size
+        widths = (*(W.shape[-2] for W in weights), weights[-1].shape[-1])
+        arrays = numbers(widths), *_tables(lengths, b)
+        spec = _Spec(
+            inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(options.activation),
+            options.surprise_bound or 0.0, *map(ctypes.addressof, arrays),
+        )  # fmt: skip
+        rounded = [-(-n // 16) * 16 for n in widths]
+        size = 2 * sum(D * F for D, F in itertools.pairwise(rounded))
+        return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * spec.heads * size)
+
+    def forward(self, tokens: Sequence[Tensor], state: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
+        """y and the state after the last token; chunk-start states go into ``kept``."""
+        tokens, state = [x.contiguous() for x in tokens], [_rows(x) for x in state]
+        y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state]
+        strides = numbers(tuple(x.stride(0) for x in state))
+        self._run(
+            self.library.memory_forward, pointers([*tokens, y]), pointers(state), strides,
+            pointers(after), pointer(kept),
+        )  # fmt: skip
+        return [y, *after]
+
+    def backward(
+        self, tokens: Sequence[Tensor], kept: Tensor, dy: Tensor, dafter: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Gradients of the tokens and of the state before them; None in ``dafter`` is zeros."""
+        tokens = [x.contiguous() for x in tokens]
+        dafter, dy = [None if x is None else x.contiguous() for x in dafter], dy.contiguous()
+        grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy)
+        self._run(
+            self.library.memory_backward, pointers([*tokens, None]), pointer(kept), pointers(dafter),
+            pointers([*grads, dy]), pointers(before),
+        )  # fmt: skip
+        return [*grads, *before]
+
+    def _like_state(self, x: Tensor) -> list[Tensor]:
+        widths = list(self.arrays[0])
+        shapes = [(self.documents, self.spec.heads, *pair) for pair in itertools.pairwise(widths)]
+        return [x.new_empty(shape) for shape in 2 * shapes]
+
+    def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
+        """Documents and heads are independent."""
+        spec = ctypes.byref(self.spec)
+        in_parts(self.documents * self.spec.heads, lambda *jobs: function(spec, *arguments, *jobs))
+
+
+class _Memory(torch.autograd.Function):
+    """`Call` with a gradient."""
+
+    @staticmethod
+    def forward(ctx, call, *arguments):
+        ctx.set_materialize_grads(False)
+        kept = arguments[0].new_empty(call.kept_numel)
+        outputs = call.forward(arguments[:6], arguments[6:], kept)
+        ctx.save_for_backward(*arguments[:6], kept)
+        ctx.call = call
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        *tokens, kept = ctx.saved_tensors
+        dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
+        return None, *ctx.call.backward(tokens, kept, dy, doutputs[1:])
+
+
+def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        return (T,) * B
+    borders = document_borders(cu_seqlens, T)
+    return tuple(b - a for a, b in itertools.pairwise(borders))
+
+
+@lru_cache(maxsize=32)
+def _tables(lengths: tuple[int, ...], chunk_size: int) -> tuple[ctypes.Array, ctypes.Array]:
+    """Borders of documents, in tokens and in chunks."""
+    borders, chunks = [0], [0]
+    for n in lengths:
+        borders.append(borders[-1] + n)
+        chunks.append(chunks[-1] - -n // chunk_size)
+    return numbers(borders), numbers(chunks)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A state whose documents are contiguous each; they may be one and the same."""
+    return x if x[0].is_contiguous() else x.contiguous()

@@ -1,0 +1,557 @@
+// The paper's rule on a CPU, one document and head after the other: all that a chunk meets stays in the cache.
+//
+// Formulas as in ../memory/passes.py, ../memory/backward.py and ../memory/gates.py. A chunk's tokens lie side by side in a vector's
+// lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too; what is added is
+// zero and stays so, for f(0) = 0. A name that ends in _t is such a matrix transposed, [P][features]. A
+// layer's weights and momentum are stacked over its input: [2 D][F].
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "exponential.h"
+
+// each function compiled once, not into all its callers: 1.4 seconds in place of 8, and no slower
+#define APART __attribute__((noinline))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, TALL = 8;
+#elif defined(__AVX__)
+constexpr int BYTES = 32, TALL = 4;
+#else
+constexpr int BYTES = 16, TALL = 4;
+#endif
+constexpr int LANES = 16;
+
+inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+template <class R> struct Vector {
+  typedef R type __attribute__((vector_size(BYTES), aligned(alignof(R)), may_alias));
+  static constexpr int size = BYTES / sizeof(R);
+};
+
+// MR rows and NV vectors of C (+)= sign A B, where A[m][k] is at a[m * row + k * column]
+template <class R, int MR, int NV>
+inline void tile(int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb, R* c,
+                 int64_t ldc, bool add) {
+  typedef typename Vector<R>::type V;
+  constexpr int size = Vector<R>::size;
+  V sum[MR][NV];
+  for (int i = 0; i < MR; i++)
+    for (int j = 0; j < NV; j++) sum[i][j] = V{};
+  for (int k = 0; k < K; k++) {
+    V right[NV];
+    for (int j = 0; j < NV; j++) right[j] = *(const V*)(b + k * ldb + j * size);
+    for (int i = 0; i < MR; i++) {
+      R left = a[i * row + k * column];
+      for (int j = 0; j < NV; j++) sum[i][j] += left * right[j];
+    }
+  }
+  for (int i = 0; i < MR; i++)
+    for (int j = 0; j < NV; j++) {
+      V* to = (V*)(c + i * ldc + j * size);
+      *to = add ? *to + sign * sum[i][j] : sign * sum[i][j];
+    }
+}
+
+template <class R, int NV>
+inline void columns(int M, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb,
+                    R* c, int64_t ldc, bool add) {
+  for (int m = 0; m < M; m += TALL)
+    tile<R, TALL, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
+}
+
+// C [M][N] (+)= sign A B; M and N are multiples of LANES
+template <class R>
+APART void multiply(int M, int N, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, R* c,
+              bool add) {
+  constexpr int size = Vector<R>::size;
+  int n = 0;
+  for (; n + 2 * size <= N; n += 2 * size)
+    columns<R, 2>(M, K, sign, a, row, column, b + n, N, c + n, N, add);
+  for (; n < N; n += size) columns<R, 1>(M, K, sign, a, row, column, b + n, N, c + n, N, add);
+}
+
+template <class R> APART void transpose(int M, int N, const R* from, R* to) {
+  for (int m = 0; m < M; m += LANES)
+    for (int n = 0; n < N; n += LANES)
+      for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[(n + i) * int64_t(M) + m + j] = from[(m + j) * int64_t(N) + n + i];
+}
+
+enum Activation { SILU, GELU, IDENTITY };
+
+template <class R> APART void activate(int activation, int n, const R* z, R* f) {
+  if (activation == SILU)
+    for (int i = 0; i < n; i++) f[i] = z[i] / (1 + exponential(-z[i]));
+  else if (activation == GELU)
+    for (int i = 0; i < n; i++) f[i] = R(0.5) * z[i] * (1 + std::erf(z[i] * R(M_SQRT1_2)));
+  else
+    std::copy(z, z + n, f);
+}
+
+// f' and, where there is space for it, f''
+template <class R> APART void slopes(int activation, int n, const R* z, R* first, R* second) {
+  if (activation == SILU) {
+    for (int i = 0; i < n; i++) {
+      R s = 1 / (1 + exponential(-z[i])), rest = s * (1 - s);
+      first[i] = s + z[i] * rest;
+      if (second) second[i] = rest * (2 + z[i] * (1 - 2 * s));
+    }
+  } else if (activation == GELU) {
+    for (int i = 0; i < n; i++) {
+      R density = std::exp(R(-0.5) * z[i] * z[i]) * R(0.398942280401432677939946);
+      first[i] = R(0.5) * (1 + std::erf(z[i] * R(M_SQRT1_2))) + z[i] * density;
+      if (second) second[i] = density * (2 - z[i] * z[i]);
+    }
+  } else {
+    std::fill(first, first + n, R(1));
+    if (second) std::fill(second, second + n, R(0));
+  }
+}
+
+// y += sign x scale, a factor for each lane
+template <class R> APART void add_scaled(int rows, int P, const R* x, const R* scale, R sign, R* y) {
+  for (int i = 0; i < rows; i++)
+    for (int t = 0; t < P; t++) y[i * P + t] += sign * x[i * P + t] * scale[t];
+}
+
+template <class R> APART void scaled(int rows, int P, const R* x, const R* scale, R* y) {
+  for (int i = 0; i < rows; i++)
+    for (int t = 0; t < P; t++) y[i * P + t] = x[i * P + t] * scale[t];
+}
+
+// out[t] += sign sum_i x[i][t] y[i][t]
+template <class R> APART void add_inner(int rows, int P, const R* x, const R* y, R sign, R* out) {
+  for (int t0 = 0; t0 < P; t0 += LANES) {
+    R sum[LANES] = {};
+    for (int i = 0; i < rows; i++)
+      for (int t = 0; t < LANES; t++) sum[t] += x[i * P + t0 + t] * y[i * P + t0 + t];
+    for (int t = 0; t < LANES; t++) out[t0 + t] += sign * sum[t];
+  }
+}
+
+template <class R> APART R inner(int n, const R* x, const R* y) {
+  R sum[LANES] = {}, total = 0;
+  for (int i = 0; i < n; i += LANES)
+    for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
+  for (R part : sum) total += part;
+  return total;
+}
+
+}  // namespace
+
+extern "C" struct Spec {
+  int64_t heads, depth, chunk, activation;
+  double bound;  // 0: none
+  const int64_t* widths;   // depth + 1
+  const int64_t* borders;  // of the documents, in tokens
+  const int64_t* chunks;   // chunks of all documents before each
+};
+
+namespace {
+
+template <class R> struct Tokens {
+  R *q, *k, *v, *alpha, *eta, *theta, *y;  // [T, heads, width] and [T, heads]
+};
+
+// Cut from one block of memory, each on a border of 64 bytes.
+template <class R> struct Arena {
+  std::vector<R*> parts;
+  R* block = nullptr;
+  int64_t size = 0;
+  std::vector<std::pair<R**, int64_t>> wanted;
+  void ask(R*& pointer, int64_t n) { wanted.push_back({&pointer, size}), size += padded(n); }
+  void give() {
+    block = static_cast<R*>(::operator new(size * sizeof(R), std::align_val_t(64)));
+    std::fill(block, block + size, R(0));
+    for (auto& [pointer, offset] : wanted) *pointer = block + offset;
+  }
+  ~Arena() { ::operator delete(block, std::align_val_t(64)); }
+};
+
+// One layer of the memory in one chunk.
+template <class R> struct Layer {
+  int D, F;  // padded
+  int64_t inputs, outputs;
+  R *WS, *grad;                           // the state and its gradient, [2 D][F]
+  R *X, *z, *d, *d_t, *E, *scale;         // keys, as `passes.Keys`
+  R *x, *u, *scores, *P;                  // reads; scores and P = C scores are [s][t]
+  R *dX, *dd, *dz_t, *slope, *second;     // gradients; dz_t of the reads
+};
+
+template <class R> struct Chunk {
+  const Spec& spec;
+  int L, H;
+  int64_t most;  // tokens of the longest chunk, padded
+  int64_t state_size = 0;
+  std::vector<Layer<R>> layers;
+  Arena<R> arena;
+  // gates; C and N are [t][s], C_s is [s][t]
+  R *alpha, *eta, *theta, *C, *C_s, *N, *beta, *m, *h;
+  R *dC, *dC_s, *dbeta, *dm, *dh, *dc, *dn, *dalpha, *deta, *dtheta, *carry_C, *carry_N;
+  R *pair, *pair2, *square, *square_t, *dz, *dx, *v, *spare_t;
+  int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
+
+  Chunk(const Spec& spec, bool backward) : spec(spec), L(spec.depth), H(spec.heads), most(padded(spec.chunk)) {
+    layers.resize(L);
+    int64_t widest = 0;
+    for (int l = 0; l <= L; l++) widest = std::max(widest, padded(spec.widths[l]));
+    for (int l = 0; l < L; l++) {
+      Layer<R>& y = layers[l];
+      y.inputs = spec.widths[l], y.outputs = spec.widths[l + 1];
+      y.D = padded(y.inputs), y.F = padded(y.outputs);
+      int64_t in = y.D * most, out = y.F * most;
+      state_size += 2 * y.D * y.F;
+      arena.ask(y.WS, 2 * y.D * y.F);
+      for (R** p : {&y.X, &y.x}) arena.ask(*p, in);
+      for (R** p : {&y.z, &y.d, &y.d_t, &y.E, &y.u}) arena.ask(*p, out);
+      for (R** p : {&y.scores, &y.P}) arena.ask(*p, most * most);
+      arena.ask(y.scale, most);
+      if (!backward) continue;
+      arena.ask(y.grad, 2 * y.D * y.F);
+      arena.ask(y.dX, in);
+      for (R** p : {&y.dd, &y.dz_t, &y.slope, &y.second}) arena.ask(*p, out);
+    }
+    for (R** p : {&alpha, &eta, &theta, &beta, &m, &h, &dbeta, &dm, &dh, &dc, &dn, &dalpha, &deta, &dtheta,
+                  &carry_C, &carry_N})
+      arena.ask(*p, most);
+    for (R** p : {&C, &C_s, &N, &dC, &dC_s, &square, &square_t}) arena.ask(*p, most * most);
+    for (R** p : {&pair, &pair2}) arena.ask(*p, 2 * widest * most);
+    for (R** p : {&dz, &dx, &v, &spare_t}) arena.ask(*p, widest * most);
+    arena.give();
+  }
+
+  // Tokens at [T, heads, width] from and to [features][P]; what is beyond them is zero.
+  APART void load(const R* from, int64_t token, int head, int64_t width, R* to) {
+    int rows = padded(width);
+    R* rows_t = spare_t;
+    for (int t = 0; t < P; t++) {
+      const R* x = from + ((token + t) * H + head) * width;
+      if (t < n) std::copy(x, x + width, rows_t + t * rows);
+      std::fill(rows_t + t * rows + (t < n ? width : 0), rows_t + (t + 1) * rows, R(0));
+    }
+    transpose(P, rows, rows_t, to);
+  }
+  APART void store(const R* x, int64_t token, int head, int64_t width, R* to, R sign = 1) {
+    int rows = padded(width);
+    transpose(rows, P, x, spare_t);
+    for (int t = 0; t < n; t++)
+      for (int i = 0; i < width; i++) to[((token + t) * H + head) * width + i] = sign * spare_t[t * rows + i];
+  }
+  void load_gate(const R* from, int64_t token, int head, R* to) {
+    for (int t = 0; t < P; t++) to[t] = t < n ? from[(token + t) * H + head] : R(0);
+  }
+  void store_gate(const R* x, int64_t token, int head, R* to) {
+    for (int t = 0; t < n; t++) to[(token + t) * H + head] = x[t];
+  }
+
+  // A state of two tensors [D, F] from and to its padded stack.
+  static void load_state(const R* W, const R* S, Layer<R>& y, R* to) {
+    std::fill(to, to + 2 * y.D * y.F, R(0));
+    for (int i = 0; i < y.inputs; i++) {
+      if (W) std::copy(W + i * y.outputs, W + (i + 1) * y.outputs, to + i * y.F);
+      if (S) std::copy(S + i * y.outputs, S + (i + 1) * y.outputs, to + (y.D + i) * y.F);
+    }
+  }
+  static void store_state(const R* from, const Layer<R>& y, R* W, R* S) {
+    for (int i = 0; i < y.inputs; i++) {
+      std::copy(from + i * y.F, from + i * y.F + y.outputs, W + i * y.outputs);
+      std::copy(from + (y.D + i) * y.F, from + (y.D + i) * y.F + y.outputs, S + i * y.outputs);
+    }
+  }
+  void save(R* to) const {
+    for (const Layer<R>& y : layers) std::copy(y.WS, y.WS + 2 * y.D * y.F, to), to += 2 * y.D * y.F;
+  }
+  void recall(const R* from) {
+    for (Layer<R>& y : layers) std::copy(from, from + 2 * y.D * y.F, y.WS), from += 2 * y.D * y.F;
+  }
+
+  void read_tokens(const Tokens<R>& tokens, int64_t token, int head, int count) {
+    n = count, P = padded(count);
+    load(tokens.q, token, head, layers[0].inputs, layers[0].x);
+    load(tokens.k, token, head, layers[0].inputs, layers[0].X);
+    load(tokens.v, token, head, layers[L - 1].outputs, v);
+    load_gate(tokens.alpha, token, head, alpha);
+    load_gate(tokens.eta, token, head, eta);
+    load_gate(tokens.theta, token, head, theta);
+  }
+
+  // Row after row: C_t = (1 - alpha_t) C_{t-1} + N_t, N_t = eta_t N_{t-1} with theta_t at t.
+  APART void gates() {
+    for (int t = 0; t < P; t++) {
+      R keep = 1 - alpha[t];
+      R *now = C + t * P, *moved = N + t * P;
+      if (t) {
+        for (int s = 0; s < P; s++) moved[s] = eta[t] * (moved - P)[s];
+        moved[t] = theta[t];
+        for (int s = 0; s < P; s++) now[s] = keep * (now - P)[s] + moved[s];
+        beta[t] = keep * beta[t - 1], h[t] = eta[t] * h[t - 1], m[t] = keep * m[t - 1] + h[t];
+      } else {
+        std::fill(moved, moved + P, R(0)), moved[0] = theta[0];
+        std::copy(moved, moved + P, now);
+        beta[0] = keep, h[0] = m[0] = eta[0];
+      }
+    }
+    transpose(P, P, C, C_s);
+  }
+
+  // From dC, dbeta, dm, dh, and dn of the last row of N.
+  APART void gates_backward() {
+    R to_beta = 0, to_m = 0, to_h = 0;
+    std::fill(carry_C, carry_C + P, R(0)), std::fill(carry_N, carry_N + P, R(0));
+    for (int t = n - 1; t >= 0; t--) {
+      R keep = 1 - alpha[t], dkeep = 0, moved = 0;
+      for (int s = 0; s < P; s++) {
+        carry_C[s] += dC[t * P + s];
+        carry_N[s] += carry_C[s] + (t == n - 1 ? dn[s] : R(0));
+      }
+      to_beta += dbeta[t], to_m += dm[t], to_h += dh[t] + to_m;
+      dtheta[t] = carry_N[t];
+      carry_N[t] = 0;
+      if (t) {
+        dkeep = inner(P, carry_C, C + (t - 1) * P), moved = inner(P, carry_N, N + (t - 1) * P);
+        dkeep += to_m * m[t - 1];
+      }
+      dalpha[t] = -(dkeep + to_beta * (t ? beta[t - 1] : R(1)));
+      deta[t] = moved + to_h * (t ? h[t - 1] : R(1));
+      carry_C[t] = 0;  // the next row has none of this token
+      for (int s = 0; s < P; s++) carry_C[s] *= keep, carry_N[s] *= eta[t];
+      to_beta *= keep, to_m *= keep, to_h *= eta[t];
+    }
+  }
+
+  APART void bound(Layer<R>& y) {
+    if (!spec.bound) return;
+    std::fill(y.scale, y.scale + P, R(0));
+    add_inner(y.F, P, y.d, y.d, R(1), y.scale);
+    for (int t = 0; t < P; t++) square[t] = 1 / (y.scale[t] = std::max(R(1), std::sqrt(y.scale[t]) / R(spec.bound)));
+    scaled(y.F, P, y.d, square, y.d);
+  }
+
+  // Forward through the memory, then the errors back.
+  APART void keys() {
+    for (int l = 0; l < L; l++) {
+      Layer<R>& y = layers[l];
+      R* z = l < L - 1 ? y.z : y.d;
+      multiply<R>(y.F, P, y.D, 1, y.WS, 1, y.F, y.X, z, false);
+      if (l < L - 1) activate(spec.activation, y.F * P, z, layers[l + 1].X);
+    }
+    Layer<R>& top = layers[L - 1];
+    for (int i = 0; i < top.F * P; i++) top.d[i] = 2 * (top.d[i] - v[i]);
+    bound(top);
+    for (int l = L - 2; l >= 0; l--) {
+      Layer<R>&y = layers[l], &up = layers[l + 1];
+      multiply<R>(up.D, P, up.F, 1, up.WS, up.F, 1, up.d, y.E, false);
+      slopes<R>(spec.activation, y.F * P, y.z, y.d, nullptr);
+      for (int i = 0; i < y.F * P; i++) y.d[i] *= y.E[i];
+      bound(y);
+    }
+    for (Layer<R>& y : layers) transpose(y.F, P, y.d, y.d_t);
+  }
+
+  // Queries through the weights after each of their tokens; the last u is y.
+  APART void reads() {
+    for (int l = 0; l < L; l++) {
+      Layer<R>& y = layers[l];
+      if (l) activate(spec.activation, y.D * P, layers[l - 1].u, y.x);
+      multiply<R>(P, P, y.D, 1, y.X, 1, P, y.x, y.scores, false);
+      for (int i = 0; i < P * P; i++) y.P[i] = C_s[i] * y.scores[i];
+      scaled(y.D, P, y.x, beta, pair), scaled(y.D, P, y.x, m, pair + y.D * P);
+      multiply<R>(y.F, P, 2 * y.D, 1, y.WS, 1, y.F, pair, y.u, false);
+      multiply<R>(y.F, P, P, -1, y.d, P, 1, y.P, y.u, true);
+    }
+  }
+
+  // Of each key's input what goes into the state after the chunk.
+  void leaving(const Layer<R>& y, R* to) {
+    scaled(y.D, P, y.X, C + (n - 1) * P, to), scaled(y.D, P, y.X, N + (n - 1) * P, to + y.D * P);
+  }
+
+  APART void advance() {
+    R a = beta[n - 1], from = m[n - 1], kept = h[n - 1];
+    for (Layer<R>& y : layers) {
+      R *W = y.WS, *S = y.WS + y.D * y.F;
+      for (int i = 0; i < y.D * y.F; i++) W[i] = a * W[i] + from * S[i], S[i] *= kept;
+      leaving(y, pair);
+      multiply<R>(2 * y.D, y.F, P, -1, pair, P, 1, y.d_t, y.WS, true);
+    }
+  }
+
+  APART void reads_backward() {
+    std::fill(dC_s, dC_s + P * P, R(0));
+    std::fill(dbeta, dbeta + P, R(0)), std::fill(dm, dm + P, R(0)), std::fill(dh, dh + P, R(0));
+    for (int l = L - 1; l >= 0; l--) {  // dz is that of u
+      Layer<R>& y = layers[l];
+      transpose(y.F, P, dz, y.dz_t);
+      transpose(P, P, y.P, square_t);
+      multiply<R>(y.F, P, P, -1, dz, P, 1, square_t, y.dd, false);
+      multiply<R>(P, P, y.F, -1, y.d, 1, P, dz, square, false);
+      for (int i = 0; i < P * P; i++) dC_s[i] += square[i] * y.scores[i], square[i] *= C_s[i];
+      transpose(P, P, square, square_t);
+      multiply<R>(y.D, P, P, 1, y.x, P, 1, square_t, y.dX, false);
+      multiply<R>(2 * y.D, P, y.F, 1, y.WS, y.F, 1, dz, pair, false);
+      add_inner(y.D, P, pair, y.x, R(1), dbeta), add_inner(y.D, P, pair + y.D * P, y.x, R(1), dm);
+      scaled(y.D, P, pair, beta, dx), add_scaled(y.D, P, pair + y.D * P, m, R(1), dx);
+      multiply<R>(y.D, P, P, 1, y.X, P, 1, square, dx, true);
+      if (!l) continue;
+      slopes<R>(spec.activation, y.D * P, layers[l - 1].u, dz, nullptr);
+      for (int i = 0; i < y.D * P; i++) dz[i] *= dx[i];
+    }
+  }
+
+  // Of the step to the next state, and of the reads with respect to this one.
+  APART void advance_backward() {
+    int last = n - 1;
+    R a = beta[last], from = m[last], kept = h[last];
+    std::fill(dc, dc + P, R(0)), std::fill(dn, dn + P, R(0));
+    for (Layer<R>& y : layers) {
+      int size = y.D * y.F;
+      multiply<R>(2 * y.D, P, y.F, 1, y.grad, y.F, 1, y.d, pair, false);
+      add_inner(y.D, P, pair, y.X, R(-1), dc), add_inner(y.D, P, pair + y.D * P, y.X, R(-1), dn);
+      add_scaled(y.D, P, pair, C + last * P, R(-1), y.dX);
+      add_scaled(y.D, P, pair + y.D * P, N + last * P, R(-1), y.dX);
+      leaving(y, pair);
+      multiply<R>(y.F, P, 2 * y.D, -1, y.grad, 1, y.F, pair, y.dd, true);
+      R *dW = y.grad, *dS = y.grad + size;
+      dbeta[last] += inner(size, dW, y.WS), dm[last] += inner(size, dW, y.WS + size);
+      dh[last] += inner(size, dS, y.WS + size);
+      for (int i = 0; i < size; i++) dS[i] = kept * dS[i] + from * dW[i], dW[i] *= a;
+      scaled(y.D, P, y.x, beta, pair), scaled(y.D, P, y.x, m, pair + y.D * P);
+      multiply<R>(2 * y.D, y.F, P, 1, pair, P, 1, y.dz_t, y.grad, true);
+    }
+    transpose(P, P, dC_s, dC);
+    for (int s = 0; s < P; s++) dC[last * P + s] += dc[s];
+  }
+
+  // Where the bound held only what is across d passes.
+  void bound_backward(Layer<R>& y) {
+    if (!spec.bound) return;
+    R *along = square, squared = R(spec.bound * spec.bound);
+    std::fill(along, along + P, R(0));
+    add_inner(y.F, P, y.d, y.dd, R(1), along);
+    for (int t = 0; t < P; t++) along[t] = y.scale[t] > 1 ? along[t] / squared : R(0);
+    add_scaled(y.F, P, y.d, along, R(-1), y.dd);
+    for (int t = 0; t < P; t++) along[t] = 1 / y.scale[t];
+    scaled(y.F, P, y.dd, along, y.dd);
+  }
+
+  // Up through the errors' way down, then down through the keys' way up; dd becomes the gradient of z.
+  APART void keys_backward() {
+    for (int l = 0; l < L - 1; l++) {
+      Layer<R>&y = layers[l], &up = layers[l + 1];
+      bound_backward(y);
+      slopes(spec.activation, y.F * P, y.z, y.slope, y.second);
+      for (int i = 0; i < y.F * P; i++) {
+        pair[i] = y.dd[i] * y.slope[i];
+        y.dd[i] *= y.second[i] * y.E[i];
+      }
+      multiply<R>(up.F, P, up.D, 1, up.WS, 1, up.F, pair, up.dd, true);
+      multiply<R>(up.D, up.F, P, 1, pair, P, 1, up.d_t, up.grad, true);
+    }
+    Layer<R>& top = layers[L - 1];
+    bound_backward(top);
+    for (int i = 0; i < top.F * P; i++) top.dd[i] *= 2;
+    for (int l = L - 1; l >= 0; l--) {
+      Layer<R>& y = layers[l];
+      transpose(y.F, P, y.dd, spare_t);
+      multiply<R>(y.D, y.F, P, 1, y.X, P, 1, spare_t, y.grad, true);
+      multiply<R>(y.D, P, y.F, 1, y.WS, y.F, 1, y.dd, y.dX, true);
+      if (!l) continue;
+      Layer<R>& down = layers[l - 1];
+      for (int i = 0; i < y.D * P; i++) down.dd[i] += y.dX[i] * down.slope[i];
+    }
+  }
+};
+
+// Of document and head ``job``: its first token, how many there are, and where its chunks' states are kept.
+struct Place {
+  int64_t document, first, length, chunks, kept;
+  int head;
+  Place(const Spec& s, int64_t job) : document(job / s.heads), head(job % s.heads) {
+    first = s.borders[document], length = s.borders[document + 1] - first;
+    chunks = (length + s.chunk - 1) / s.chunk;
+    kept = s.chunks[document] * s.heads + head * chunks;
+  }
+};
+
+template <class R>
+void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strides, R** after, R* kept,
+             int64_t first, int64_t stop) {
+  Chunk<R> chunk(spec, false);
+  for (int64_t job = first; job < stop; job++) {
+    Place at(spec, job);
+    for (int l = 0; l < chunk.L; l++) {
+      Layer<R>& y = chunk.layers[l];
+      int64_t size = y.inputs * y.outputs;
+      auto here = [&](int i) { return state[i] + at.document * strides[i] + at.head * size; };
+      chunk.load_state(here(l), here(chunk.L + l), y, y.WS);
+    }
+    for (int64_t i = 0; i < at.chunks; i++) {
+      int64_t token = at.first + i * spec.chunk;
+      if (kept) chunk.save(kept + (at.kept + i) * chunk.state_size);
+      chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, at.length - i * spec.chunk));
+      chunk.gates(), chunk.keys(), chunk.reads();
+      chunk.store(chunk.layers[chunk.L - 1].u, token, at.head, spec.widths[chunk.L], tokens.y);
+      chunk.advance();
+    }
+    for (int l = 0; l < chunk.L; l++) {
+      Layer<R>& y = chunk.layers[l];
+      int64_t place = job * y.inputs * y.outputs;
+      chunk.store_state(y.WS, y, after[l] + place, after[chunk.L + l] + place);
+    }
+  }
+}
+
+// ``dafter`` may hold null pointers, for zeros; ``grads.y`` is the gradient of y.
+template <class R>
+void backward(const Spec& spec, Tokens<R> tokens, const R* kept, R** dafter, Tokens<R> grads, R** dbefore,
+              int64_t first, int64_t stop) {
+  Chunk<R> chunk(spec, true);
+  int L = chunk.L;
+  for (int64_t job = first; job < stop; job++) {
+    Place at(spec, job);
+    for (int l = 0; l < L; l++) {
+      Layer<R>& y = chunk.layers[l];
+      int64_t place = job * y.inputs * y.outputs;
+      R *dW = dafter[l], *dS = dafter[L + l];
+      chunk.load_state(dW ? dW + place : nullptr, dS ? dS + place : nullptr, y, y.grad);
+    }
+    for (int64_t i = at.chunks - 1; i >= 0; i--) {
+      int64_t token = at.first + i * spec.chunk;
+      chunk.recall(kept + (at.kept + i) * chunk.state_size);
+      chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, at.length - i * spec.chunk));
+      chunk.gates(), chunk.keys(), chunk.reads();
+      chunk.load(grads.y, token, at.head, spec.widths[L], chunk.dz);
+      chunk.reads_backward();
+      chunk.store(chunk.dx, token, at.head, spec.widths[0], grads.q);
+      chunk.advance_backward(), chunk.keys_backward(), chunk.gates_backward();
+      chunk.store(chunk.layers[0].dX, token, at.head, spec.widths[0], grads.k);
+      chunk.store(chunk.layers[L - 1].dd, token, at.head, spec.widths[L], grads.v, R(-1));
+      chunk.store_gate(chunk.dalpha, token, at.head, grads.alpha);
+      chunk.store_gate(chunk.deta, token, at.head, grads.eta);
+      chunk.store_gate(chunk.dtheta, token, at.head, grads.theta);
+    }
+    for (int l = 0; l < L; l++) {
+      Layer<R>& y = chunk.layers[l];
+      int64_t place = job * y.inputs * y.outputs;
+      chunk.store_state(y.grad, y, dbefore[l] + place, dbefore[L + l] + place);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void memory_forward(const Spec* spec, const Tokens<Real>* tokens, Real** state, const int64_t* strides,
+                               Real** after, Real* kept, int64_t first, int64_t stop) {
+  forward<Real>(*spec, *tokens, state, strides, after, kept, first, stop);
+}
+
+extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, const Real* kept, Real** dafter,
+                                const Tokens<Real>* grads, Real** dbefore, int64_t first, int64_t stop) {
+  backward<Real>(*spec, *tokens, kept, dafter, *grads, dbefore, first, stop);
+}

@@ -1,0 +1,124 @@
+"""In-context regression: examples of a map that is drawn for the row, then inputs that were not shown.
+
+An input is a few letters, an output a digit: `AH2CB0...`. The map is a random net of two layers, tanh between
+them, that makes one number of the numbers its letters stand for. The output says in which of `classes` equal
+parts of all inputs, ordered by that number, the input is. So every output is as frequent as another, and near
+inputs have near outputs.
+
+With the map in hand every answer is certain. From the examples alone none is: at the defaults the floor is
+0.29, the nearest example's output is right 0.60 of the time, the best linear map 0.63, and the average over
+random nets by how well they fit the examples 0.72.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from itertools import product
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from titans_core.config import PositiveInt
+from titans_platform.evals.recall import Associative, Block, QueryOptions
+from titans_platform.evals.registry import register
+
+BEND = 2.0
+"""Scale of what goes into tanh: at 1 a linear map does nearly as well as the net, at 3 near inputs differ."""
+
+
+class FunctionOptions(QueryOptions):
+    """What maps are drawn, and how much of one is shown."""
+
+    inputs: Annotated[int, Field(ge=1, le=4)] = 2
+    """Symbols of an input."""
+    levels: Annotated[int, Field(ge=2, le=26)] = 8
+    """Values of a symbol, A to Z in order: evenly spaced numbers from -1 to 1."""
+    classes: Annotated[int, Field(ge=2, le=10)] = 4
+    """Outputs: which of so many equal parts of all inputs, ordered by the map's value, an input is in."""
+    hidden: Annotated[int, Field(ge=0, le=256)] = 8
+    """Hidden units of the map, a random net of two layers; 0: a linear map, the control."""
+    examples: PositiveInt = 13
+    """Inputs shown with their outputs."""
+    queries: PositiveInt | None = 8
+    """Inputs asked about, none of them shown before; None: as many as examples."""
+
+    @model_validator(mode="after")
+    def _unseen_are_left(self) -> FunctionOptions:
+        inputs, used = self.levels**self.inputs, self.examples + (self.queries or self.examples)
+        if inputs > 4096:
+            raise ValueError(f"levels: {self.levels} to the power {self.inputs} are more than 4096 inputs")
+        if used > inputs:
+            raise ValueError(f"examples: with the queries {used}, of {inputs} inputs")
+        if self.classes > inputs:
+            raise ValueError(f"classes: {self.classes} exceed the {inputs} inputs")
+        return self
+
+
+@register
+class Functions(Associative):
+    """What a map gives for inputs that were not shown, after examples of it.
+
+    Each row has a map of its own: a random net of two layers, or with `hidden: 0` a linear one, the control.
+    """
+
+    name = "functions"
+    Options = FunctionOptions
+
+    def __init__(self, options: FunctionOptions | None = None) -> None:
+        super().__init__(options)
+        levels, inputs = self.options.levels, self.options.inputs
+        self._names = ["".join(name) for name in product(string.ascii_uppercase[:levels], repeat=inputs)]
+        self._points = np.array([*product(np.linspace(-1, 1, levels), repeat=inputs)])
+
+    @property
+    def bound(self) -> int:
+        """The examples."""
+        return self.options.examples
+
+    @property
+    def chance(self) -> float:
+        """One over the number of classes."""
+        return 1 / self.options.classes
+
+    @property
+    def floor(self) -> float:
+        """The class that most inputs not seen yet are in: outputs seen tell which. A mean of 4,000 draws."""
+        sizes = np.bincount(self._classes(np.arange(len(self._points))))
+        seen, queries = self.options.examples, self.options.queries or self.options.examples
+        rng = np.random.default_rng(0)
+        unseen = [len(self._points) - seen - asked for asked in range(queries)]
+        best = [rng.multivariate_hypergeometric(sizes, left, 4000).max(1).mean() / left for left in unseen]
+        return float(np.mean(best))
+
+    def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
+        """Inputs that come up once in the row."""
+        return keys
+
+    def blocks(self, rng: random.Random, length: int) -> list[Block]:
+        """Examples of a new map."""
+        outputs = self._classes(self._map(rng))
+        shown, queries = self.options.examples, self.options.queries or self.options.examples
+        drawn = rng.sample(range(len(outputs)), shown + queries)
+        pairs = [(self._names[i], str(outputs[i])) for i in drawn]
+        return [("".join(name + output for name, output in pairs[:shown]), dict(pairs[shown:]))]
+
+    def _map(self, rng: random.Random) -> NDArray[np.float64]:
+        """The value of a random map at each input."""
+        inputs, hidden = self.options.inputs, self.options.hidden
+        if not hidden:
+            return self._points @ _gauss(rng, inputs)
+        bent = np.tanh(BEND * (self._points @ _gauss(rng, inputs, hidden) + _gauss(rng, hidden)))
+        return bent @ _gauss(rng, hidden)
+
+    def _classes(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """The class of each input by the rank of its value."""
+        return values.argsort(kind="stable").argsort() * self.options.classes // len(values)
+
+
+def _gauss(rng: random.Random, *shape: int) -> NDArray[np.float64]:
+    """Standard normal numbers; Python's, whose stream is the same in every version."""
+    return np.array([rng.gauss(0, 1) for _ in range(math.prod(shape))]).reshape(shape)

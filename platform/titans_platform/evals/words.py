@@ -1,0 +1,99 @@
+"""Words of a group: the running product of its elements, which is to be kept as the state of a machine.
+
+A row is letters, each an element, and after some of them `=` and the product so far; what was answered goes
+on as the state. `cyclic` counts modulo `degree`: the letters a, b, c, ... add 0, 1, 2, ..., and the answer is
+a digit. `symmetric` has the permutations of `degree` things in lexicographic order as letters (of degree 5
+two characters each), and the answer is the arrangement, `213` where the first two have changed places.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from itertools import permutations
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from titans_core.config import Frozen, PositiveInt
+from titans_platform.evals.items import Item, Tokenizer, fill, item_of
+from titans_platform.evals.recall import BLANK, symbols
+from titans_platform.evals.registry import GeneratedTask, register
+
+
+class WordOptions(Frozen):
+    """Which group, and how often its state is asked for."""
+
+    group: Literal["cyclic", "symmetric"] = "cyclic"
+    """Numbers modulo `degree`, or all permutations of `degree` things."""
+    degree: Annotated[int, Field(ge=2, le=10)] = 3
+    """cyclic: at most 10; symmetric: at most 5."""
+    queries: PositiveInt = 8
+    """The last one ends the row; the others stand anywhere, with a letter at least before each."""
+
+    @model_validator(mode="after")
+    def _few_letters(self) -> WordOptions:
+        if self.group == "symmetric" and self.degree > 5:
+            raise ValueError(
+                f"degree: the symmetric group of {self.degree} has too many elements; 5 is the most"
+            )
+        return self
+
+
+@register
+class Words(GeneratedTask):
+    """The product of a word's letters so far.
+
+    Letters are uniform over the whole group, so the product is too, whatever was read but one letter.
+    """
+
+    name = "words"
+    Options = WordOptions
+
+    def __init__(self, options: WordOptions | None = None) -> None:
+        super().__init__(options)
+        self._cyclic, degree = self.options.group == "cyclic", self.options.degree
+        self._elements = [(i,) for i in range(degree)] if self._cyclic else [*permutations(range(degree))]
+        self._letters = symbols(string.ascii_lowercase, len(self._elements))
+
+    @property
+    def label(self) -> str:
+        """Name and group: `words-Z3`, `words-S5`."""
+        return f"{self.name}-{'Z' if self._cyclic else 'S'}{self.options.degree}"
+
+    @property
+    def chance(self) -> float:
+        """One over the size of the group."""
+        return 1 / len(self._elements)
+
+    @property
+    def floor(self) -> float:
+        """Chance: without the state every product is as likely as another."""
+        return self.chance
+
+    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+        """Letters as many as the row holds."""
+        seed, queries, width = rng.getrandbits(64), self.options.queries, len(self._letters[0])
+
+        def build(characters: int) -> Item:
+            draw, count = random.Random(seed), queries + characters // width
+            word = draw.choices(range(len(self._elements)), k=count)
+            ends = {count, *draw.sample(range(1, count), queries - 1)}
+            state, pieces = self._elements[0], [(BLANK * (characters % width), False)]
+            for read, letter in enumerate(word, start=1):
+                state = self._product(state, self._elements[letter])
+                pieces.append((self._letters[letter], False))
+                if read in ends:
+                    pieces += [("=", False), (self._said(state), True)]
+            return item_of(pieces)
+
+        return fill(build, length, tokenizer)
+
+    def _product(self, state: tuple[int, ...], element: tuple[int, ...]) -> tuple[int, ...]:
+        """The sum modulo the degree, or the arrangement whose place i holds what place element[i] held."""
+        if self._cyclic:
+            return ((state[0] + element[0]) % self.options.degree,)
+        return tuple(state[place] for place in element)
+
+    def _said(self, state: tuple[int, ...]) -> str:
+        return str(state[0]) if self._cyclic else "".join(str(place + 1) for place in state)

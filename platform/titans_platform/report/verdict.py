@@ -1,0 +1,234 @@
+"""The verdict: which way each row goes from the row it is compared with, in the paper and here.
+
+A difference is of means over seeds, paired by seed. It is resolved where two intervals at 95% leave out zero:
+the bootstrap's, and Student's, since a bootstrap of three to five seeds alone is too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titans_platform.report.table import Table, TableRow
+from titans_platform.text import NONE, plural
+
+LEVEL = 0.95
+RESAMPLES = 10_000
+AGREES, DISAGREES, UNRESOLVED = "agrees", "disagrees", "not resolved"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A row minus the row it is compared with, in a column's unit; positive is better."""
+
+    mean: float
+    low: float
+    high: float
+    """Ends of the bootstrap's interval."""
+    pairs: int
+    resolved: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the paper says of a row and column, and what the seeds here say."""
+
+    row: str
+    column: str
+    baseline: str
+    paper: float | None
+    """The paper's difference, in its own unit; positive is better. None where it prints no number."""
+    ours: Difference
+
+    @property
+    def outcome(self) -> str:
+        """`agrees`, `disagrees` or `not resolved`; empty where the paper has no direction."""
+        if not self.paper:
+            return ""
+        if not self.ours.resolved:
+            return UNRESOLVED
+        return AGREES if self.paper * self.ours.mean > 0 else DISAGREES
+
+
+def verdicts(table: Table) -> list[Verdict]:
+    """One a row and column that has numbers; the first row of the table is the one compared with."""
+    rows, found = compared(table), []
+    if not rows:
+        return []
+    first, *others = rows
+    for key, column in table.columns.items():
+        sign, before = (1 if column.higher_is_better else -1), by_seed(first, key, column.factor)
+        for row in others:
+            ours = difference(by_seed(row, key, column.factor), before, sign)
+            if ours:
+                paper = _paper(row, first, key, sign)
+                found.append(Verdict(row.row.name, key, first.row.name, paper, ours))
+    return found
+
+
+def compared(table: Table) -> list[TableRow]:
+    """The rows of the paper's table: those that are there for reference are not compared."""
+    return [row for row in table.rows if not row.row.reference]
+
+
+def _paper(row: TableRow, first: TableRow, key: str, sign: int) -> float | None:
+    theirs, base = row.entries[key].paper, first.entries[key].paper
+    return None if theirs is None or base is None else sign * (theirs - base)
+
+
+def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
+    """The column's value of each seed that has a finite one."""
+    seeds = {cell.name: cell.seed for cell in row.cells}
+    values = {seeds[result["cell"]]: result["columns"].get(key) for result in row.results}
+    return {s: factor * v for s, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:
+    """Paired over the seeds that both have; None where there is none. One pair resolves nothing."""
+    pairs = [sign * (ours[seed] - base[seed]) for seed in sorted(ours.keys() & base.keys())]
+    if not pairs:
+        return None
+    mean = statistics.fmean(pairs)
+    if len(pairs) == 1:
+        return Difference(mean, -math.inf, math.inf, 1, False)
+    low, high = _bootstrap(pairs)
+    reach = _student(len(pairs)) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    resolved = (low > 0 and mean - reach > 0) or (high < 0 and mean + reach < 0)
+    return Difference(mean, low, high, len(pairs), resolved)
+
+
+def _bootstrap(pairs: Sequence[float]) -> tuple[float, float]:
+    """Quantiles of the mean of as many pairs drawn again, from one fixed stream."""
+    drawn = np.random.default_rng(0).choice(np.array(pairs), (RESAMPLES, len(pairs))).mean(1)
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def _student(pairs: int) -> float:
+    from scipy.stats import t  # which takes a second to import
+
+    return float(t.ppf((1 + LEVEL) / 2, pairs - 1))
+
+
+def counted(found: Sequence[Verdict]) -> dict[str, int]:
+    """How many comparisons end in each way; those without a direction in the paper left out."""
+    counts = Counter(verdict.outcome for verdict in found)
+    return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED)}
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The verdict as every view of a table shows it: a sentence, headings, a line a row."""
+
+    sentence: str
+    heads: list[str]
+    body: list[list[str]]
+
+
+def shown(table: Table, intervals: bool = True) -> Verdicts | None:
+    """Differences as text, positive is better, with what they mean for the paper's direction.
+
+    None where the paper has no direction, or where one seed cannot resolve any.
+    """
+    found = [verdict for verdict in verdicts(table) if verdict.outcome]
+    if not any(verdict.ours.pairs > 1 for verdict in found):
+        return None
+    base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
+    columns = {key: column for key, column in table.columns.items() if key in {v.column for v in found}}
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in counted(found).items())
+    return Verdicts(
+        f"Against {base}, beside the paper's direction, of {plural(len(found), 'comparison')}: {counts}.",
+        [
+            f"minus {base}, better is +",
+            *(f"{c.title} ({c.unit})" if c.unit else c.title for c in columns.values()),
+        ],
+        [
+            [
+                row,
+                *(
+                    _text(by_place.get((row, key)), column.decimals, intervals)
+                    for key, column in columns.items()
+                ),
+            ]
+            for row in dict.fromkeys(verdict.row for verdict in found)
+        ],
+    )
+
+
+def _text(verdict: Verdict | None, decimals: int, intervals: bool) -> str:
+    if verdict is None:
+        return NONE
+    ours, signed = verdict.ours, f"+.{decimals}f"
+    ends = f" [{ours.low:{signed}}, {ours.high:{signed}}]" if intervals and ours.pairs > 1 else ""
+    return f"{ours.mean:{signed}}{ends} {verdict.outcome}"
+
+
+def verdict_rows(table: Table) -> list[list[object]]:
+    """For a spreadsheet: a heading, then a line a row and column, in the column's unit."""
+    heads: list[object] = ["row", "column", "baseline", "difference", "low", "high", "pairs", "resolved"]
+    lines = []
+    for found in verdicts(table):
+        ours = found.ours
+        numbers = [ours.mean, ours.low, ours.high, ours.pairs, ours.resolved, found.paper, found.outcome]
+        lines.append([found.row, found.column, found.baseline, *numbers])
+    return [[*heads, "paper difference", "verdict"], *lines]
+
+
+def lock_in_lines(table: Table) -> list[str]:
+    """A sentence for each task and row whose rate of solving Fisher's test tells from the first row's."""
+    told_apart = [found for found in lock_ins(table) if found.p < 1 - LEVEL]
+    return [
+        f"{found.task}: solved by {found.solved} of {found.seeds} seeds of {found.row}, and by "
+        f"{found.baseline_solved} of {found.baseline_seeds} of the first row (p = {found.p:.3f})"
+        for found in told_apart
+    ]
+
+
+@dataclass(frozen=True)
+class LockIn:
+    """How many seeds of a row solve a task, and of the row it is compared with."""
+
+    row: str
+    task: str
+    solved: int
+    seeds: int
+    baseline_solved: int
+    baseline_seeds: int
+    p: float
+    """Fisher's exact test, two-sided, of the two rates."""
+
+
+def lock_ins(table: Table) -> list[LockIn]:
+    """Of each task with two kinds of outcome, solved and not: rates of the rows, beside the first row's.
+
+    A seed solves a task where its accuracy is above the middle between chance and all right.
+    """
+    from scipy.stats import fisher_exact
+
+    rows, found = compared(table), []
+    tasks = dict.fromkeys(key for row in rows for result in row.results for key in result.get("tasks", {}))
+    for task in tasks:
+        rates = {row.row.name: _solved(row, task) for row in rows}
+        if len({outcome for outcomes in rates.values() for outcome in outcomes}) < 2:
+            continue
+        (_, base), *others = rates.items()
+        for name, own in others:
+            if own and base:
+                sides = [[sum(own), len(own) - sum(own)], [sum(base), len(base) - sum(base)]]
+                p = float(fisher_exact(sides).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
+                found.append(LockIn(name, task, sum(own), len(own), sum(base), len(base), p))
+    return found
+
+
+def _solved(row: TableRow, task: str) -> list[bool]:
+    measured = [result["tasks"][task] for result in row.results if task in result.get("tasks", {})]
+    return [
+        m["value"] > (1 + m["chance"]) / 2
+        for m in measured
+        if m.get("chance") is not None and 0 <= m["chance"] < 1 and 0 <= m.get("value", -1) <= 1
+    ]

@@ -1,0 +1,87 @@
+"""Training steps in a process of their own, with the code of whichever tree is on its path.
+
+Run as a file: ``python step_worker.py JOB``, JOB a JSON file of `step_benchmark`. It prints what the model is
+and its first losses, then answers each line, a number of steps, with their seconds of CPU and of wall clock.
+Trees as old as commit b9d7e15 can run it, so it keeps to what they have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHECKED = 4
+"""First steps whose losses are compared."""
+EARLIER_NAMES = {"global_batch_size": "batch_rows", "micro_batch_size": "micro_batch_rows"}
+"""Fields of `OptimConfig` by what they were called before."""
+
+
+class Batch(NamedTuple):
+    """As `titans_platform.data.Batch`: tokens and starts [B, T + 1], loss [B, T]."""
+
+    tokens: Tensor
+    starts: Tensor
+    loss: Tensor
+
+
+class RandomRows:
+    """Rows of random tokens, each one document, as a row of a generated task is."""
+
+    def __init__(self, rows: int, length: int, vocabulary: int):
+        self.sizes, self.vocabulary = (rows, length + 1), vocabulary
+
+    def batch(self, step: int) -> Batch:
+        """The same for the same step in every tree."""
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(self.vocabulary, self.sizes, generator=generator)
+        starts = torch.zeros(self.sizes, dtype=torch.bool)
+        starts[:, 0] = True
+        return Batch(tokens, starts, torch.ones_like(starts[:, 1:]))
+
+
+def trainer_of(job: dict[str, Any]) -> Any:
+    """The tree's own `Trainer` for a job: model, optim, rows and length."""
+    from titans_core import LanguageModel, ModelConfig
+    from titans_platform.config import OptimConfig
+    from titans_platform.training.loop import Trainer
+
+    fields, optim = OptimConfig.model_fields, {}
+    for name, value in job["optim"].items():
+        name = name if name in fields else EARLIER_NAMES.get(name, name)
+        optim |= {name: value} if name in fields else {}
+    config = ModelConfig.model_validate(job["model"])
+    torch.manual_seed(0)
+    stream = RandomRows(job["rows"], job["length"], config.vocab_size)
+    sizes = {"sequence_length": job["length"]}
+    known = inspect.signature(Trainer).parameters
+    return Trainer(
+        LanguageModel(config), OptimConfig(**optim), stream, **{k: v for k, v in sizes.items() if k in known}
+    )
+
+
+def serve(job: dict[str, Any]) -> None:
+    """Answer until the input ends."""
+    torch.set_num_threads(job["threads"])
+    trainer = trainer_of(job)
+    losses = [trainer.step()["loss"] for _ in range(CHECKED)]
+    about = {
+        "config": trainer.model.config.model_dump(mode="json"),
+        "parameters": trainer.model.num_parameters(),
+    }
+    print(json.dumps(about | {"losses": losses}), flush=True)
+    for line in sys.stdin:
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(int(line)):
+            trainer.step()
+        print(json.dumps([time.process_time() - cpu, time.perf_counter() - wall]), flush=True)
+
+
+if __name__ == "__main__":
+    serve(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,353 @@
+"""Tasks that press on a memory: solvers that read the text are right, guessers get chance and the floor."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from functools import cache
+from itertools import permutations, product
+from types import SimpleNamespace
+
+import pytest
+
+from titans_platform.config import EvalConfig, TaskConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.evals import build_generated, build_task
+
+BYTE = load_tokenizer("byte")
+PAIR = re.compile(r"([^\d\sa-z.,;:\-+*/]+)([0-9a-z]+)")
+"""A key, of what is neither a value nor filler, and its value."""
+
+RECALLS = [
+    ("recall", {}, 64),
+    ("recall", {"pairs": 6, "values": 4, "rebind": 0.5, "noise": 0.4, "filler": "noise"}, 64),
+    ("recall", {"pairs": 48, "queries": 40, "keys": 50, "values": 36, "gaps": "end"}, 256),
+    ("recall", {"pairs": 64, "queries": 20, "keys": 200, "gaps": "power"}, 256),
+    ("composition", {}, 64),
+    ("composition", {"side": 4, "queries": 5, "values": 36}, 128),
+    ("episodes", {}, 64),
+    ("episodes", {"pairs": 5, "values": 4, "queries": 3, "renewed": 0.5, "filler": "noise"}, 128),
+    ("fuzzy_recall", {}, 64),
+    ("fuzzy_recall", {"pairs": 8, "key_length": 3, "value_length": 3, "queries": 9}, 128),
+]
+OTHERS = [
+    ("memorisation", {"entries": 128}, 64),
+    ("memorisation", {"entries": 30, "values": 7, "queries": 20, "dictionary": 5}, 128),
+    ("functions", {}, 64),
+    ("functions", {"hidden": 0, "classes": 2}, 64),
+    ("functions", {"inputs": 1, "levels": 26, "examples": 12, "queries": None, "classes": 3}, 128),
+    ("words", {}, 64),
+    ("words", {"degree": 10, "queries": 7}, 64),
+    ("words", {"group": "symmetric"}, 64),
+    ("words", {"group": "symmetric", "degree": 5, "queries": 2}, 128),
+]
+
+
+@cache
+def _made(task, options, length, count):
+    made = build_generated(TaskConfig(task=task, options=dict(options)))
+    rng = random.Random(f"{task} {options}")
+    return made, [made.item(rng, length, BYTE) for _ in range(count)]
+
+
+def made(task, options, length, count=200):
+    return _made(task, tuple(options.items()), length, count)
+
+
+def questions(item):
+    """(all text before the answer, answer) of each answer."""
+    text = ""
+    for piece, is_answer in item.pieces:
+        if is_answer:
+            yield text, piece
+        text += piece
+
+
+def right(items, answer):
+    """Share of the questions that `answer(text before)` answers, and how many there are."""
+    found = [answer(before) == said for item in items for before, said in questions(item)]
+    return sum(found) / len(found), len(found)
+
+
+def near(share, level, items):
+    """Within four standard deviations, items being what is independent."""
+    return abs(share - level) < 4 * math.sqrt(level * (1 - level) / items)
+
+
+def latest(before):
+    """The key asked about, and what every key is bound to by then."""
+    key = re.search(r"[^\d\sa-z.,;:\-+*/]+$", before).group()
+    return key, dict(PAIR.findall(before[: -len(key)]))
+
+
+# --- oracles
+
+
+@pytest.mark.parametrize(("task", "options", "length"), RECALLS)
+def test_the_last_binding_is_the_answer(task, options, length):
+    _, items = made(task, options, length)
+    share, asked = right(items, lambda before: (lambda key, bound: bound[key])(*latest(before)))
+    assert share == 1
+    assert asked >= len(items)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "length"), [case for case in OTHERS if case[0] == "memorisation"]
+)
+def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
+    _, items = made(task, options, length)
+    known = dict(pair for item in items[:150] for pair in PAIR.findall(item.text))
+    assert len(known) == dict(options)["entries"]
+    assert right(items[150:], lambda before: known[latest(before)[0]])[0] == 1
+    assert all(len(pairs) == len(dict(pairs)) for item in items if (pairs := PAIR.findall(item.text)))
+
+
+def test_another_dictionary_has_other_values():
+    tables = [
+        build_task(TaskConfig(task="memorisation", options={"dictionary": n})).dictionary for n in (0, 1)
+    ]
+    assert tables[0] != tables[1]
+    assert set(Counter(tables[0].values()).values()) == {128}
+
+
+def outputs(rng, inputs, levels, classes, hidden):
+    """A map as its definition has it, in plain Python: the class of every input by its letters."""
+
+    def weights(n):
+        return [rng.gauss(0, 1) for _ in range(n)]
+
+    numbers = [-1 + 2 * i / (levels - 1) for i in range(levels)]
+    if hidden:
+        into, bias, out = [weights(hidden) for _ in range(inputs)], weights(hidden), weights(hidden)
+    else:
+        straight = weights(inputs)
+    values = {}
+    for indices in product(range(levels), repeat=inputs):
+        x = [numbers[i] for i in indices]
+        if hidden:
+            sums = [sum(x[i] * into[i][h] for i in range(inputs)) + bias[h] for h in range(hidden)]
+            value = sum(out[h] * math.tanh(2 * sums[h]) for h in range(hidden))
+        else:
+            value = sum(x[i] * straight[i] for i in range(inputs))
+        values["".join(chr(65 + i) for i in indices)] = value
+    ranked = sorted(values, key=values.__getitem__)
+    return {name: rank * classes // len(ranked) for rank, name in enumerate(ranked)}
+
+
+@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "functions"])
+def test_who_knows_the_map_answers_inputs_that_were_not_shown(task, options, length):
+    task, _ = made(task, options, length)
+    o = task.options
+    for seed in range(30):
+        item = task.item(random.Random(seed), length, BYTE)
+        known = outputs(random.Random(seed), o.inputs, o.levels, o.classes, o.hidden)
+        pairs = PAIR.findall(item.text)
+        assert all(known[name] == int(output) for name, output in pairs)
+        assert len(pairs) == len(dict(pairs)) == o.examples + (o.queries or o.examples)
+        assert all(str(known[latest(before)[0]]) == said for before, said in questions(item))
+
+
+def test_examples_of_a_map_tell_of_inputs_that_were_not_shown():
+    """The nearest example is right twice as often as the floor, so there is something to learn."""
+
+    def nearest(before):
+        key, shown = latest(before)
+        return shown[
+            min(shown, key=lambda other: sum((ord(a) - ord(b)) ** 2 for a, b in zip(key, other, strict=True)))
+        ]
+
+    task, items = made("functions", {}, 64)
+    assert right(items, nearest)[0] > 2 * task.floor > 0.55
+
+
+@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "words"])
+def test_a_word_multiplied_out_is_the_answer(task, options, length):
+    task, items = made(task, options, length)
+    degree, width = task.options.degree, 2 if task.options.degree == 5 and options.get("group") else 1
+    names = ["".join(pair) for pair in product("abcdefghijklmnopqrstuvwxyz", repeat=width)]
+    elements = dict(zip(names, permutations(range(degree)), strict=False))
+
+    def solve(before):
+        word = re.sub(r"=\d*", "", before).lstrip(".")
+        letters = [word[i : i + width] for i in range(0, len(word), width)]
+        if task.options.group == "cyclic":
+            return str(sum(map(names.index, letters)) % degree)
+        things = list("12345"[:degree])
+        for letter in letters:
+            things = [things[place] for place in elements[letter]]
+        return "".join(things)
+
+    share, asked = right(items, solve)
+    assert (share, asked) == (1, len(items) * task.options.queries)
+    assert all(re.search(r"=\d+$", item.text) for item in items)
+
+
+# --- chance and floor
+
+
+@pytest.mark.parametrize(("task", "options", "length"), RECALLS + OTHERS)
+def test_guessing_gets_chance(task, options, length):
+    """Answers of other items, of the same length: what is frequent is said as often."""
+    task, items = made(task, options, length)
+    rng, said = random.Random(1), [answer for item in items for _, answer in questions(item)]
+    by_length = {n: [answer for answer in said if len(answer) == n] for n in {*map(len, said)}}
+    hits = sum(rng.choice(by_length[len(answer)]) == answer for answer in said)
+    assert near(hits / len(said), task.chance, len(said))
+
+
+def values_of(before, count):
+    """What the `count` keys that came up last are bound to: those of the latest block."""
+    _, bound = latest(before)
+    recent = dict.fromkeys(key for key, _ in reversed(PAIR.findall(before)))
+    return [bound[key] for key in recent if key in bound][:count]
+
+
+@pytest.mark.parametrize(("task", "options", "length"), RECALLS)
+def test_guessing_among_the_values_of_a_block_gets_the_floor(task, options, length):
+    task, items = made(task, options, length)
+    rng = random.Random(2)
+
+    def frequent(before):
+        values = values_of(before, task.bound)
+        assert len(values) == task.bound
+        rng.shuffle(values)
+        return Counter(value[:1] if "fuzzy" in task.name else value for value in values).most_common(1)[0][0]
+
+    def first(answer):
+        # who has the first symbol of a value can read the others off the row
+        return answer[:1] if "fuzzy" in task.name else answer
+
+    hits = [frequent(before) == first(said) for item in items for before, said in questions(item)]
+    assert near(sum(hits) / len(hits), task.floor, len(items))
+
+
+@pytest.mark.parametrize(("task", "options", "length"), RECALLS)
+def test_values_that_were_not_answered_yet_are_no_better_a_guess(task, options, length):
+    task, items = made(task, options, length)
+    rng = random.Random(3)
+    hits = []
+    for item in items:
+        said = []
+        for before, answer in questions(item):
+            values = values_of(before, task.bound)
+            hits.append(rng.choice([v for v in values if v not in said] or values)[:1] == answer[:1])
+            said.append(answer)
+    level = max(task.floor, task.chance)
+    assert sum(hits) / len(hits) < level + 4 * math.sqrt(level / len(items))
+
+
+def test_half_a_key_of_a_grid_gets_one_over_its_side():
+    for part in (0, 1):
+        rng = random.Random(part)
+
+        def half(before, part=part, rng=rng):
+            key, bound = latest(before)
+            return rng.choice([value for other, value in bound.items() if other[part] == key[part]])
+
+        _, items = made("composition", {"side": 4, "queries": 5, "values": 36}, 128)
+        assert near(right(items, half)[0], 1 / 4, len(items))
+
+
+@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "functions"])
+def test_the_output_seen_least_gets_the_floor_of_functions(task, options, length):
+    task, items = made(task, options, length)
+    rng = random.Random(4)
+
+    def least(before):
+        counts = Counter(map(str, range(task.options.classes)))
+        counts.update(latest(before)[1].values())
+        return min(counts, key=lambda output: (counts[output], rng.random()))
+
+    assert near(right(items, least)[0], task.floor, len(items))
+    assert task.floor > task.chance
+
+
+@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "words"])
+def test_the_last_answer_again_gets_chance(task, options, length):
+    task, items = made(task, options, length)
+
+    def again(before):
+        start = "0" if task.options.group == "cyclic" else "12345"[: task.options.degree]
+        return (re.findall(r"=(\d+)", before) or [start])[-1]
+
+    assert near(right(items, again)[0], task.floor, len(items))
+    assert task.floor == task.chance
+
+
+# --- rows
+
+
+@pytest.mark.parametrize(("task", "options", "length"), RECALLS + OTHERS)
+def test_rows_are_full_whatever_their_length(task, options, length):
+    task, _ = made(task, options, length)
+    for more in (0, 1, 64, 4 * length):
+        assert len(task.item(random.Random(5), length + more, BYTE).text) == length + more - 1
+
+
+@pytest.mark.parametrize(("task", "options", "length"), RECALLS + OTHERS)
+def test_items_asked_are_the_same_again_and_others_than_those_trained_on(task, options, length):
+    task, _ = made(task, options, length)
+
+    def asked(known):
+        scorer, prepared = SimpleNamespace(tokenizer=BYTE), SimpleNamespace(item_hashes=known)
+        context = SimpleNamespace(
+            scorer=scorer, prepared=prepared, config=EvalConfig(items=20), length=length
+        )
+        return [item.hash for item in task._fresh_items(context)]
+
+    first = asked(set())
+    assert first == asked(set())
+    assert len({*first, *asked({*first})}) == 40
+
+
+def test_longer_rows_have_more_episodes_with_other_values():
+    task = build_generated(TaskConfig(task="episodes"))
+    for length, episodes in ((21, 1), (64, 3), (512, 25)):
+        item = task.item(random.Random(6), length, BYTE)
+        assert len([*questions(item)]) == 4 * episodes
+        assert len({key for key, _ in PAIR.findall(item.text)}) == 4
+    renewed = build_generated(TaskConfig(task="episodes", options={"renewed": 1.0, "queries": 1}))
+    first, second = (block for block, _ in renewed.blocks(random.Random(7), 41))
+    assert not {*first[::2]} & {*second[::2]}
+
+
+def test_noise_stands_between_pairs_and_never_inside_one():
+    _, items = made("recall", {"pairs": 6, "values": 4, "rebind": 0.5, "noise": 0.4, "filler": "noise"}, 64)
+    for item in items:
+        block = item.text[: 2 * (9 + 6)]
+        assert re.fullmatch(r"([A-Z][0-3]|[.,;:\-+*/]{2})+", block)
+        assert len(PAIR.findall(block)) == 9
+
+
+def test_queries_at_the_end_follow_all_of_the_filler():
+    _, items = made("recall", {"pairs": 3, "gaps": "end"}, 64)
+    assert all(re.fullmatch(r"([A-Z]\w){3}\.+([A-Z]\w){3}", item.text) for item in items)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("recall", {"keys": 3000}, "options.keys"),
+        ("recall", {"noise": 1.0}, "options.noise"),
+        ("composition", {"side": 5}, "values: 16 are fewer than the 25 keys"),
+        ("composition", {"pairs": 5}, "no option 'pairs'"),
+        ("episodes", {"tokens": 15}, "tokens: 15 are fewer than the 16"),
+        ("episodes", {"keys": 5, "renewed": 0.5}, "renewed: an episode of 4 pairs needs more than 5 keys"),
+        ("fuzzy_recall", {"pairs": 9}, "pairs: 9 exceed symbols: 8"),
+        ("fuzzy_recall", {"key_length": 4}, "options.key_length"),
+        ("memorisation", {"entries": 10}, "queries: 16 exceed entries: 10"),
+        ("functions", {"levels": 9, "inputs": 4}, "levels: 9 to the power 4 are more than 4096"),
+        ("functions", {"examples": 60}, "examples: with the queries 68, of 64 inputs"),
+        ("functions", {"levels": 2, "inputs": 1, "examples": 1, "queries": 1}, "classes: 4 exceed the 2"),
+        ("words", {"group": "symmetric", "degree": 6}, "degree: the symmetric group of 6"),
+        ("words", {"degree": 11}, "options.degree"),
+        ("words", {"queries": 0}, "options.queries"),
+    ],
+)
+def test_bad_options_name_the_field(task, options, message):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        build_task(TaskConfig(task=task, options=options))
+    assert "\n" not in str(caught.value)

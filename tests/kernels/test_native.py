@@ -1,0 +1,161 @@
+"""What is compiled for a CPU is the recurrence, and PyTorch's operators; it can be done without."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from titans_kernels import layers, native, neural_memory, rms_norm, short_convolution
+from titans_kernels.memory import op
+
+# the cases of the operator's own tests
+_spec = importlib.util.spec_from_file_location(
+    "memory_cases", Path(__file__).with_name("test_neural_memory.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cases)
+Case, assert_close = cases.Case, cases.assert_close
+
+compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+
+
+def assert_native_is_reference(case, **options) -> None:
+    assert_close(case.run(backend="reference", **options), case.run(backend="native", **options))
+
+
+@compiled
+@pytest.mark.parametrize("chunk_size", cases.CHUNKS)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_native_is_the_recurrence(depth, chunk_size):
+    for T in cases.LENGTHS[:-1]:
+        for bound in (None, 0.5):
+            assert_native_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=bound)
+
+
+@compiled
+@pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
+def test_gates_at_an_end_everywhere(edge):
+    for depth, (b, theta) in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005))):
+        case = Case(2 * b, depth, edge=edge, theta=theta)
+        assert_native_is_reference(case, chunk_size=b)
+
+
+@compiled
+@pytest.mark.parametrize("activation", ["silu", "gelu", "identity"])
+def test_widths_batches_and_activations(activation):
+    case = Case(40, widths=[3, 17, 2, 33], batch=3, theta=0.03)
+    assert_native_is_reference(case, chunk_size=16, surprise_bound=0.5, activation=activation)
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 2])
+def test_packed_documents_in_any_number_of_threads(threads):
+    borders, before = torch.tensor([0, 5, 40, 41, 73, 90]), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        case = Case(90, 2, documents=5)
+        assert_native_is_reference(case, chunk_size=7, surprise_bound=0.5, cu_seqlens=borders)
+    finally:
+        torch.set_num_threads(before)
+
+
+@compiled
+def test_float32_is_near_the_float64_recurrence():
+    single, double = (Case(100, 2, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    options = {"chunk_size": 16, "surprise_bound": 0.5}
+    expected = double.run(backend="reference", **options)
+    assert_close(expected, single.run(backend="native", **options), 1e-4)
+
+
+@compiled
+def test_an_unused_state_and_an_unused_read_have_their_gradients():
+    case = Case(20, 2)
+    for part in (0, 1):
+        grads = []
+        for backend in ("reference", "native"):
+            result = neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=7, backend=backend)
+            used = result[0] if part == 0 else result[1].momentum[1]
+            grads.append(torch.autograd.grad(used.sin().sum(), case.leaves, materialize_grads=True))
+        assert_close(*map(list, grads))
+
+
+def plain(monkeypatch) -> None:
+    monkeypatch.setattr(layers, "serves", lambda *tensors: False)
+
+
+@compiled
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_norm_is_pytorchs(monkeypatch, gated):
+    torch.manual_seed(0)
+    x, gate = (torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, found = torch.randn(7, dtype=torch.float64, requires_grad=True), []
+    leaves = [x, weight, gate] if gated else [x, weight]
+    for _ in range(2):
+        y = rms_norm(x, weight, 1e-6, gate if gated else None)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+        plain(monkeypatch)
+    assert_close(*found)
+
+
+@compiled
+@pytest.mark.parametrize("borders", [None, [0, 2, 9, 10, 18]])
+def test_the_short_convolution_is_what_it_says(borders):
+    torch.manual_seed(0)
+    rows = 2 if borders is None else 1
+    sizes = (2, 9, 12), (4, 12), (rows, 3, 12)
+    x, weight, state = leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
+    cu_seqlens = None if borders is None else torch.tensor(borders)
+    found = short_convolution(x, weight, state, [True, False], 2, cu_seqlens)
+    assert found is not None
+    flat, expected = torch.nn.functional.silu(x).flatten(0, 1), []
+    borders = borders or [0, 9, 18]
+    for i, (a, b) in enumerate(pairwise(borders)):
+        held = torch.cat([state[min(i, rows - 1)], flat[a:b]])
+        expected.append(sum(weight[j] * held[3 - j : 3 - j + b - a] for j in range(4)))
+    q, v = torch.cat(expected).view(2, 9, 2, 2, 3).unbind(2)
+    wanted = [q / q.norm(dim=-1, keepdim=True), v]
+    grads = [
+        torch.autograd.grad(sum(part.sin().sum() for part in parts), leaves) for parts in (wanted, found)
+    ]
+    assert_close([*wanted, *grads[0]], [*found, *grads[1]])
+
+
+def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    native.library.cache_clear()
+    try:
+        case = Case(5)
+        case.run(chunk_size=4)  # auto
+        with pytest.raises(ValueError, match="backend: native does not serve this call: no C\\+\\+ compiler"):
+            case.run(chunk_size=4, backend="native")
+        assert short_convolution(*(torch.ones(1, 1, 2) for _ in range(3)), [False], 1) is None
+    finally:
+        native.library.cache_clear()
+    assert not list(tmp_path.iterdir())
+
+
+@compiled
+def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        built = set(pool.map(lambda _: native.build("float", tmp_path), range(2)))
+    assert list(tmp_path.iterdir()) == list(built)
+    modified = built.copy().pop().stat().st_mtime_ns
+    assert native.build("float", tmp_path).stat().st_mtime_ns == modified  # not compiled again
+
+
+@compiled
+def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
+    case = Case(5)
+    inputs = op.Inputs(*case.inputs)
+    options = op.Options(4, "silu", None, None)
+    assert op.choose("auto", inputs, case.weights, options) is op.native.forget_and_learn
+    assert op.choose("chunked", inputs, case.weights, options) is op.chunked.forget_and_learn

@@ -1,0 +1,101 @@
+"""Which way rows go from the first one: paired, with intervals, beside the paper's direction."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titans_platform.report.table import Entry
+from titans_platform.report.verdict import LockIn, counted, difference, lock_ins, verdicts
+
+COLUMNS = {
+    "lm_ppl": SimpleNamespace(higher_is_better=False, factor=1),
+    "reasoning_acc": SimpleNamespace(higher_is_better=True, factor=100),
+}
+
+
+def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], tasks=(), reference=False):
+    seeds = range(len(next(iter(columns.values()))))
+    return SimpleNamespace(
+        row=SimpleNamespace(name=name, reference=reference),
+        cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed) for seed in seeds],
+        results=[
+            {
+                "cell": f"{name}-{seed}",
+                "columns": {key: values[seed] for key, values in columns.items()},
+                "tasks": {key: {"value": v[seed], "chance": 0.25} for key, v in dict(tasks).items()},
+            }
+            for seed in seeds
+        ],
+        entries={key: Entry((), len(seeds), paper.get(key)) for key in COLUMNS},
+    )
+
+
+def table(*rows) -> Any:
+    return SimpleNamespace(rows=rows, columns=COLUMNS)
+
+
+def test_a_difference_is_paired_by_seed():
+    base = {0: 10.0, 1: 20.0, 2: 30.0}
+    found = difference({2: 31.1, 0: 11.0, 1: 21.0, 7: 90.0}, base)  # seeds far apart, rows close
+    assert found is not None
+    assert (found.mean, found.pairs, found.resolved) == (pytest.approx(3.1 / 3), 3, True)
+    assert 1.0 <= found.low <= found.mean <= found.high <= 1.1 + 1e-9
+    # the same numbers in another order are not
+    shuffled = difference({0: 31.1, 1: 11.0, 2: 21.0}, base)
+    assert shuffled is not None
+    assert not shuffled.resolved
+
+
+def test_three_seeds_that_agree_in_sign_alone_resolve_nothing():
+    found = difference({0: 0.1, 1: 1.0, 2: 5.0}, dict.fromkeys(range(3), 0.0))
+    assert found is not None
+    assert found.low > 0  # the bootstrap alone would have it
+    assert not found.resolved
+
+
+def test_one_seed_and_none():
+    found = difference({0: 1.0}, {0: 0.0})
+    assert found is not None
+    assert (found.low, found.high, found.resolved) == (-math.inf, math.inf, False)
+    assert difference({0: 1.0}, {1: 0.0}) is None
+
+
+def test_agreement_is_of_directions_in_each_columns_own_sense():
+    lmm = row(
+        "LMM",
+        {"lm_ppl": [5, 5.1, 5.2], "reasoning_acc": [0.4, 0.41, 0.42]},
+        {"lm_ppl": 27, "reasoning_acc": 48},
+    )
+    worse = row(
+        "A",
+        {"lm_ppl": [6, 6.1, 6.2], "reasoning_acc": [0.5, 0.51, 0.53]},
+        {"lm_ppl": 28, "reasoning_acc": 47},
+    )
+    near = row("B", {"lm_ppl": [5, 5.2, 5.1], "reasoning_acc": [0.4, 0.4, 0.43]}, {"lm_ppl": 26})
+    apart = row("R", {"lm_ppl": [9, 9, 9], "reasoning_acc": [0, 0, 0]}, {"lm_ppl": 30}, reference=True)
+    found = verdicts(table(lmm, worse, near, apart))
+    assert [(v.row, v.column, v.outcome) for v in found] == [
+        ("A", "lm_ppl", "agrees"),
+        ("B", "lm_ppl", "not resolved"),
+        ("A", "reasoning_acc", "disagrees"),
+        ("B", "reasoning_acc", ""),  # no number in the paper
+    ]
+    assert found[0].ours.mean == pytest.approx(-1)  # positive is better
+    assert found[2].ours.mean == pytest.approx(10 + 1 / 3)  # in the unit of the column
+    assert (found[0].paper, found[0].baseline) == (-1, "LMM")
+    assert counted(found) == {"agrees": 1, "disagrees": 1, "not resolved": 1}
+    assert verdicts(table(apart)) == []
+
+
+def test_lock_in_compares_rates_of_tasks_with_two_kinds_of_outcome():
+    columns = {"lm_ppl": [5.0] * 5, "reasoning_acc": [0.5] * 5}
+    solved, failed = [0.9] * 5, [0.3] * 5
+    lmm = row("LMM", columns, {}, {"c/recall@64": solved, "c/easy@64": solved})
+    none = row("A", columns, {}, {"c/recall@64": failed, "c/easy@64": solved})
+    (found,) = lock_ins(table(lmm, none))
+    assert found == LockIn("A", "c/recall@64", 0, 5, 5, 5, found.p)
+    assert found.p == pytest.approx(2 / math.comb(10, 5))
