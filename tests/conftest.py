@@ -21,26 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from tests.small import RUN
+
 # before a kernel is defined: without a GPU they run in Triton's interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-TINY_RUN = {
-    "model": {
-        "variant": "lmm",
-        "vocab_size": 260,
-        "d_model": 16,
-        "n_layers": 1,
-        "memory": {"heads": 2, "chunk_size": 8},
-        "attention": {"heads": 2},
-    },
-    "data": {
-        "sequence_length": 32,
-        "sources": [{"kind": "task", "rows": 64, "tasks": [{"task": "recall", "options": {"pairs": 2}}]}],
-    },
-    "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
-    "eval": {"items": 8, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +50,7 @@ def tiny_run() -> RunConfig:
     # here, because the kernels' tests also run where the platform's packages are not installed
     from titans_platform.config import RunConfig
 
-    return RunConfig.model_validate_json(json.dumps(TINY_RUN))
+    return RunConfig.model_validate_json(json.dumps(RUN))
 
 
 @pytest.fixture
@@ -73,7 +58,7 @@ def tiny_yaml(tmp_path: Path) -> Path:
     """The same run as a config file."""
     path = tmp_path / "tiny.yaml"
     # JSON is YAML
-    path.write_text(json.dumps(TINY_RUN))
+    path.write_text(json.dumps(RUN))
     return path
 
 

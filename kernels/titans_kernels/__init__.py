@@ -1,24 +1,12 @@
 """Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
 
 from titans_kernels.layers import rms_norm, short_convolution
-from titans_kernels.memory import (
-    BACKENDS,
-    RULES,
-    DecodeState,
-    MemoryState,
-    OpenChunk,
-    Rule,
-    decode_step,
-    document_borders,
-    extend_memory,
-    find_rule,
-    neural_memory,
-    packed_layout,
-    read_memory,
-    state_dtype,
-    state_numel,
-    without_autocast,
-)
+from titans_kernels.memory.autograd import OpenChunk
+from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
+from titans_kernels.memory.layout import document_borders, packed_layout
+from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
+from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
+from titans_kernels.memory.rules import RULES, Rule, find_rule
 from titans_kernels.registry import find_class, near, source_file
 
 __all__ = [

@@ -91,6 +91,7 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert "ablation: Table 5" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
     assert run(["cluster", "submit", slurm, "sweep", "show", "nothing"]) == 2
     assert "no study 'nothing'" in capfd.readouterr().out

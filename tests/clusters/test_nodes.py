@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.small import study
 from titans_platform.clusters.nodes import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
@@ -23,33 +24,15 @@ from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import expand, load_study
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-TASK = {"task": "recall", "options": {"pairs": 2}}
-STUDY = {
-    "name": "tiny",
-    "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
-    "base": {
-        "model": {
-            "vocab_size": 260,
-            "d_model": 16,
-            "n_layers": 1,
-            "memory": {"heads": 2, "chunk_size": 8},
-            "attention": {"heads": 2},
-        },
-        "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
-        "optim": {"steps": 300, "global_batch_size": 4, "lr": 3e-3},
-        "eval": {"items": 20, "columns": {"reasoning": [TASK]}},
-    },
-    "scales": {"small": {"seeds": [0]}},
-    "rows": [
-        {"name": "LMM"},
-        {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
-    ],
-}
+# three long cells: when the second node starts, the first must not be through with all of them
+STUDY = study(
+    steps=600, items=20, more_rows=({"name": "w/o Momentum", "set": {"model.memory.momentum": False}},)
+)
 
 
-def until(what: Any, process: subprocess.Popen[str], timeout: float = 120.0) -> Any:
+def until(what: Any, process: subprocess.Popen[str], timeout: float = 300.0) -> Any:
     """What ``what`` finds while ``process`` lives."""
     deadline = time.monotonic() + timeout
     while not (found := what()):
@@ -69,7 +52,7 @@ def titans(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 180) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str]:
     out, _ = process.communicate(timeout=timeout)
     return process.returncode, out
 

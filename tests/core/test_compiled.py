@@ -38,7 +38,7 @@ def tokens(rows: int, length: int) -> Tensor:
 
 @pytest.mark.parametrize("variant", sorted(BLOCKS))
 def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
-    m, x = model(variant), tokens(2, 37)
+    m, x = model(variant), tokens(2, 21)
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
     results = []
@@ -49,15 +49,14 @@ def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("variant", "window"), [("lmm", 12), ("mag", None), ("mal", 12), ("transformer", None)]
-)
+# the memory of lmm packs its documents in mag and mal as it does alone
+@pytest.mark.parametrize(("variant", "window"), [("mag", None), ("mal", 12), ("transformer", None)])
 def test_packed_documents_compile_too(variant, window):
-    m, x = model(variant, window=window), tokens(2, 37)
+    m, x = model(variant, window=window), tokens(2, 21)
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    starts = torch.zeros(2, 37, dtype=torch.bool)
-    for document in ((0, 9), (1, 20), (1, 21)):  # one more each time
+    starts = torch.zeros(2, 21, dtype=torch.bool)
+    for document in ((0, 9), (1, 13), (1, 14)):  # one more each time
         starts[document] = True
         documents, results = Documents.from_starts(starts), []
         for form, given in ((m, starts), (compiled, documents)):
@@ -95,8 +94,8 @@ def test_a_recorded_pass_compiles_too():
 @pytest.mark.parametrize("variant", sorted(BLOCKS))
 def test_shapes_without_values(variant):
     with torch.device("meta"):
-        out = model(variant)(torch.zeros(2, 37, dtype=torch.long))
-    assert (out.logits.shape, out.logits.device.type) == ((2, 37, 40), "meta")
+        out = model(variant)(torch.zeros(2, 21, dtype=torch.long))
+    assert (out.logits.shape, out.logits.device.type) == ((2, 21, 40), "meta")
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
@@ -106,9 +105,9 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     know, make = layout._Known, layout.Packed.of
     monkeypatch.setattr(layout, "_Known", lambda *args: (known.append(args), know(*args))[1])
     monkeypatch.setattr(layout.Packed, "of", lambda *args: (made.append(args[1]), make(*args))[1])
-    m, starts = model(variant, layers=3), torch.zeros(2, 37, dtype=torch.bool)
+    m, starts = model(variant, layers=3), torch.zeros(2, 21, dtype=torch.bool)
     starts[0, 5] = True
     with mode():
-        m(tokens(2, 37), document_starts=starts)
+        m(tokens(2, 21), document_starts=starts)
     assert len(known) == (variant != "transformer")  # whose window needs no borders
     assert len(made) == len(set(made))

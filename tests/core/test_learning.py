@@ -12,7 +12,10 @@ from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfi
 from titans_kernels import DecodeState
 
 
-@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
+# lmm is enough for `make test-fast`
+@pytest.mark.parametrize(
+    "variant", [v if v == "lmm" else pytest.param(v, marks=pytest.mark.slow) for v in MEMORY_VARIANTS]
+)
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant):
     m = model(variant)
     x, y = tokens(2, 17), tokens(2, 17, seed=2)
@@ -61,6 +64,7 @@ def test_one_batch_is_learned_by_heart(variant):
     assert loss < 0.05
 
 
+@pytest.mark.slow
 def test_a_deep_memory_trains_on_long_rows_at_default_settings():
     torch.manual_seed(0)
     m = LanguageModel(ModelConfig(vocab_size=64, d_model=8, n_layers=1, memory=MemoryConfig(depth=4, heads=1),

@@ -218,6 +218,7 @@ def test_too_little_text_for_one_row(tmp_path):
         prepare(config({"kind": "files", "path": str(path)}), tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(texts, tmp_path):
     code = (
         "import sys; from pathlib import Path; from titans_platform.config import DataConfig\n"
@@ -228,7 +229,7 @@ def test_two_processes_at_once(texts, tmp_path):
     data = config(texts)
     command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = [process.communicate(timeout=120)[0].strip() for process in running]
+    printed = [process.communicate(timeout=240)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert printed[0] == printed[1] == open_prepared(data, tmp_path).fingerprint
     assert len(folders(tmp_path)) == 1

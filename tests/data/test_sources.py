@@ -307,6 +307,7 @@ def test_an_edited_file_is_another_source(tmp_path):
     assert source.identity() != before
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_the_home_folder(tmp_path):
     home, dataset = tmp_path / "home", tmp_path / "dataset"
     home.mkdir()
@@ -322,7 +323,7 @@ def test_nothing_is_left_in_the_home_folder(tmp_path):
     command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path / "root")]
     unset = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
     env = {key: value for key, value in os.environ.items() if key not in unset} | {"HOME": str(home)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(home.rglob("*"))
 

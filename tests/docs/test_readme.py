@@ -108,12 +108,13 @@ def test_other_lines_of_the_shell_are_known():
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 
+@pytest.mark.slow
 def test_python_snippets_are_complete():
     snippets = blocks("python")
     assert len(snippets) == 2
     code = "import json, sys\nfor snippet in json.load(sys.stdin):\n    exec(snippet, {})"
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, input=json.dumps(snippets), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, input=json.dumps(snippets), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

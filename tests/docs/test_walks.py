@@ -172,7 +172,7 @@ def applied(tmp_path_factory) -> dict[str, str]:
     (tree / "checks.json").write_text(json.dumps(CHECKS))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / root) for root in PATHS)}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((tree / "done.json").read_text())
 

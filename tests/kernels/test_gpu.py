@@ -214,6 +214,7 @@ def test_it_compiles_without_a_break(depth):
     assert_close(gradients(layer, x), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_the_marked_tests_are_collected_with_torch_alone(tmp_path):
     blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml", "mlflow", "pyarrow"]
     files = sorted(map(str, Path(__file__).parent.glob("test_*.py")))

@@ -47,6 +47,7 @@ class Arguments:
 CASES = [{"batch": 2}, {"documents": BORDERS}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_operators_keep_the_rules_of_the_library(case):
     torch.library.opcheck(memory_chunked, Arguments(**case).op)
@@ -55,6 +56,7 @@ def test_the_operators_keep_the_rules_of_the_library(case):
     torch.library.opcheck(memory_chunked_backward, (doutputs, *arguments.op))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_is_eager_and_so_is_every_gradient(case):
     arguments = Arguments(**case)

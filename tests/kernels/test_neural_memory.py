@@ -15,7 +15,6 @@ from titans_kernels.memory import chunked, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 
 TOKENS = ("q", "k", "v", "alpha", "eta", "theta")
-LENGTHS = (1, 2, 63, 64, 65, 100, 257)
 CHUNKS = (1, 7, 16, 64)
 
 
@@ -89,19 +88,17 @@ def assert_chunked_is_reference(case: Case, relative: float = 1e-9, **options) -
     assert_close(expected, case.run(backend="chunked", **options), relative)
 
 
-def bounds(T: int, chunk_size: int, depth: int) -> tuple[float | None, ...]:
-    """The bound off and on; at the longest length, where the reference takes most time, one of the two."""
-    both = (None, 0.5)
-    return both if T < 257 else (both[(CHUNKS.index(chunk_size) + depth) % 2],)
+def lengths(depth: int, chunk_size: int) -> list[int]:
+    """One token, those about the first border, a last piece after two chunks; once a depth, a long row."""
+    around = {1, chunk_size - 1, chunk_size, chunk_size + 1, max(2 * chunk_size, 30) + 2} - {0}
+    return sorted(around | ({257} if CHUNKS[depth - 1] == chunk_size else set()))
 
 
-@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_chunked_is_the_recurrence(depth, chunk_size):
-    for T in LENGTHS:
-        case = Case(T, depth)
-        for bound in bounds(T, chunk_size, depth):
-            assert_chunked_is_reference(case, chunk_size=chunk_size, surprise_bound=bound)
+    for T, bound in product(lengths(depth, chunk_size), (None, 0.5)):
+        assert_chunked_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=bound)
 
 
 @pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
@@ -124,16 +121,16 @@ def test_layers_of_any_width_and_rows_of_a_batch():
     assert_chunked_is_reference(case, chunk_size=16, surprise_bound=0.5)
 
 
-def test_float32_is_near_the_float64_recurrence():
-    for depth, T in product((1, 2, 4), (65, 257)):
-        single = Case(T, depth, dtype=torch.float32)
-        double = Case(T, depth)
-        for a, b in zip(double.leaves, single.leaves, strict=True):
-            a.data.copy_(b.data)
-        for b in (16, 64):
-            options = {"chunk_size": b, "surprise_bound": 0.5}
-            expected = double.run(backend="reference", **options)
-            assert_close(expected, single.run(backend="chunked", **options), 1e-4)
+@pytest.mark.parametrize(
+    ("depth", "T", "chunk_size"), [(1, 257, 64), (2, 130, 16), (4, 65, 16), (4, 130, 64)]
+)
+def test_float32_is_near_the_float64_recurrence(depth, T, chunk_size):
+    single, double = Case(T, depth, dtype=torch.float32), Case(T, depth)
+    for a, b in zip(double.leaves, single.leaves, strict=True):
+        a.data.copy_(b.data)
+    options = {"chunk_size": chunk_size, "surprise_bound": 0.5}
+    expected = double.run(backend="reference", **options)
+    assert_close(expected, single.run(backend="chunked", **options), 1e-4)
 
 
 def test_linear_online_memory_is_the_delta_rule():

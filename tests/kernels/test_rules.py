@@ -256,6 +256,7 @@ def test_inference_and_autocast_give_the_same_and_leave_the_state_in_float32():
     assert low.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_compiled_rule_is_the_eager_one():
     case, options = Case(9, 2), {"chunk_size": 4, "surprise_bound": 0.5, "rule": Huber(delta=0.3)}
     compiled = torch.compile(case.whole, fullgraph=True, backend="aot_eager")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import small
 from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
@@ -22,13 +23,7 @@ from titans_platform.runs.execute import execute
 from titans_platform.runs.spec import Resources
 
 RUN: dict[str, Any] = {
-    "model": {
-        "d_model": 16,
-        "n_layers": 1,
-        "persistent_tokens": 0,
-        "memory": {"heads": 2, "chunk_size": 8},
-        "attention": {"heads": 2},
-    },
+    "model": {k: v for k, v in small.RUN["model"].items() if k != "vocab_size"} | {"persistent_tokens": 0},
     "data": {"sequence_length": 16},
     "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2, "horizon": 3}},
     "optim": {"steps": 40, "global_batch_size": 8, "lr": 1e-2},
@@ -106,6 +101,7 @@ STUDY = {
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
     Path("waves.yaml").write_text(json.dumps(STUDY))
     study = ["waves.yaml", "--scale", "small", "--root", "runs"]

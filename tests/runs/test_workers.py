@@ -76,7 +76,7 @@ class Killer(threading.Thread):
         self.killed: int | None = None
 
     def run(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and self.killed is None:
             state = self.folder.progress()
             saved = list(Path(self.folder.path, "checkpoints").glob("step-*"))
@@ -120,7 +120,7 @@ except KeyboardInterrupt:
 
 
 def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
-    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=90)
+    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 130, ended.stderr
 
 

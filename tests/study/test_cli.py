@@ -5,27 +5,13 @@ import socket
 
 import pytest
 
+from tests.small import study
 from titans_platform import cli
 from titans_platform.cli import sweep
 
-STUDY = """
-name: tiny
-columns:
-  reasoning: {title: Reasoning, unit: "%", factor: 100}
-base:
-  model: {vocab_size: 260, d_model: 16, n_layers: 1, memory: {heads: 2, chunk_size: 8}, attention: {heads: 2}}
-  data:
-    sequence_length: 32
-    sources: [{kind: task, rows: 64, tasks: [{task: recall, options: {pairs: 2}}]}]
-  optim: {steps: 4, global_batch_size: 4, lr: 3e-3}
-  eval: {items: 8, columns: {reasoning: [{task: recall, options: {pairs: 2}}]}}
-scales:
-  small: {seeds: [0, 1]}
-  huge: {resources: {cpus_per_worker: 100000}}
-rows:
-  - {name: LMM}
-  - {name: Linear Memory, set: {model.memory.depth: 1}}
-"""
+STUDY = study(
+    steps=4, scales={"small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}}}
+)
 
 
 @pytest.fixture
@@ -34,7 +20,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setenv("TITANS_HOME", str(tmp_path / "runs"))
     path = tmp_path / "sweeps" / "tiny.yaml"
     path.parent.mkdir()
-    path.write_text(STUDY)
+    path.write_text(json.dumps(STUDY))
     return tmp_path
 
 
@@ -141,6 +127,7 @@ def test_a_truncated_shard_is_not_taken_for_missing_data(tiny, capsys):
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_part_that_is_run_leaves_the_whole_table(tiny, capsys, monkeypatch):
     assert call("run", "tiny", "--scale", "small", "--rows", "LMM", "--seeds", "0", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -176,9 +163,10 @@ def test_a_part_that_is_run_leaves_the_whole_table(tiny, capsys, monkeypatch):
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_cell_on_two_workers_gives_the_numbers_of_one(tiny, capsys):
-    study = STUDY.replace("small: {seeds: [0, 1]}", "small: {seeds: [0]}\n  two: {resources: {workers: 2}}")
-    (tiny / "sweeps" / "tiny.yaml").write_text(study)
+    scales = {"small": {"seeds": [0]}, "two": {"resources": {"workers": 2}}}
+    (tiny / "sweeps" / "tiny.yaml").write_text(json.dumps(STUDY | {"scales": scales}))
     found = {}
     for scale in ("two", "small"):
         assert call("run", "tiny", "--scale", scale, "--rows", "LMM", "--root", scale, "--json") == 0

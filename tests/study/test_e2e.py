@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray  # noqa: F401 - brings psutil
 
+from tests.small import study
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.files import read_json
@@ -26,32 +27,12 @@ from titans_platform.tracking import open_store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-STUDY = {
-    "name": "tiny",
-    "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
-    "base": {
-        "model": {
-            "vocab_size": 260,
-            "d_model": 16,
-            "n_layers": 1,
-            "memory": {"heads": 2, "chunk_size": 8},
-            "attention": {"heads": 2},
-        },
-        "data": {
-            "sequence_length": 32,
-            "sources": [{"kind": "task", "rows": 64, "tasks": [{"task": "recall", "options": {"pairs": 2}}]}],
-        },
-        "optim": {"steps": 250, "global_batch_size": 4, "lr": 3e-3},
-        "eval": {"items": 20, "columns": {"reasoning": [{"task": "recall", "options": {"pairs": 2}}]}},
-    },
-    "scales": {"small": {"seeds": [0]}},
-    "rows": [
-        {"name": "LMM"},
-        {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
-        # stops being a number at its first step
-        {"name": "diverges", "set": {"optim.lr": 1e30, "optim.grad_clip": None}},
-    ],
-}
+STUDY = study(
+    steps=250,
+    items=20,
+    # stops being a number at its first step
+    more_rows=({"name": "diverges", "set": {"optim.lr": 1e30, "optim.grad_clip": None}},),
+)
 
 
 def driver(folder: Path, *more: str) -> subprocess.Popen:

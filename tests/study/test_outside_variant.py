@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from tests import small
 from titans_core import LanguageModel
 from titans_core.blocks import BLOCKS, block_parameters, find
 from titans_core.presets import preset
@@ -54,12 +55,7 @@ class MovingAverage(Block):
         return (self.options.width - 1) * self.w_o.weight[0].nbytes
 '''
 VARIANT = "my_lab.blocks:MovingAverage"
-TASK = {"task": "recall", "options": {"pairs": 2}}
-RUN = {
-    "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
-    "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
-    "eval": {"items": 8, "columns": {"reasoning": [TASK]}},
-}
+RUN = {part: small.RUN[part] for part in ("data", "optim", "eval")}
 
 
 @pytest.fixture
@@ -143,7 +139,7 @@ def test_it_has_its_row_in_the_table_of_a_study(lab):
     # as the installed command does it: without the current folder on the path
     command = [sys.executable, "-P", "-c", "from titans_platform.cli import main; main()"]
     arguments = ["sweep", "run", "mine.yaml", "--scale", "small", "--root", "runs", "--concurrency", "1"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     with (lab / "runs" / "studies" / "mine-small" / "table.csv").open() as file:
         (line,) = csv.DictReader(file)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from tests.small import RUN
 from titans_platform import cli
 from titans_platform.errors import UsageError
 from titans_platform.study.plan import StudyRun
@@ -16,14 +17,8 @@ from titans_platform.study.spec import Parameter, Search, load_study
 STUDY = {
     "name": "hunt",
     "columns": {"loss": {"title": "Loss", "higher_is_better": False, "decimals": 3}},
-    "base": {
-        "model": {
-            "vocab_size": 260,
-            "d_model": 16,
-            "n_layers": 1,
-            "memory": {"heads": 2, "chunk_size": 8},
-            "attention": {"heads": 2},
-        },
+    "base": RUN
+    | {
         "data": {"sequence_length": 32, "sources": [{"kind": "files", "path": "texts"}]},
         "optim": {"steps": 27, "global_batch_size": 4, "lr": 1e-5},
         "eval": {"perplexity_tokens": 512, "columns": {"loss": [{"task": "loss"}]}},
@@ -71,6 +66,7 @@ def written(folder) -> dict[str, int]:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys):
     assert call("--json") == 0
     table = json.loads(capsys.readouterr().out)

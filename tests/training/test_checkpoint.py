@@ -6,8 +6,6 @@ import json
 import random
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,59 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from titans_platform.config import OptimConfig
+from tests.training.small import Tied, trainer
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import Hooks, Phases, Trainer
-
-VOCAB, LENGTH = 11, 8
-
-
-class Batch(NamedTuple):
-    tokens: Tensor
-    starts: Tensor
-    loss: Tensor
-
-
-class Rows:
-    """Rows drawn from the step; every third row has nothing to predict but its last token."""
-
-    def __init__(self, rows: int = 6):
-        self.rows = rows
-
-    def batch(self, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(VOCAB, (self.rows, LENGTH + 1), generator=generator)
-        starts = torch.zeros(self.rows, LENGTH + 1, dtype=torch.bool)
-        loss = torch.ones(self.rows, LENGTH, dtype=torch.bool)
-        loss[::3, :-1] = False
-        return Batch(tokens, starts, loss)
-
-
-class Tied(nn.Module):
-    """A language model of two matrices, one of them used twice, with a vector and a bias beside them."""
-
-    def __init__(self, width: int = 12):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, width)
-        self.mix = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def parameter_groups(self, weight_decay: float) -> list[dict]:
-        return [{"params": list(self.parameters()), "weight_decay": weight_decay}]
-
-    def forward(self, tokens_BT: Tensor, document_starts: Tensor | None = None) -> SimpleNamespace:
-        x = self.norm(self.embedding(tokens_BT))
-        return SimpleNamespace(logits=self.head(x + torch.tanh(self.mix(x).cumsum(1))))
-
-
-def trainer(seed: int = 0, model: nn.Module | None = None) -> Trainer:
-    torch.manual_seed(seed)
-    cfg = OptimConfig(steps=12, global_batch_size=6, lr=1e-2)
-    return Trainer(model or Tied(), cfg, Rows(), sequence_length=LENGTH)
 
 
 def weights(of: Trainer) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from titans_kernels import neural_memory
 from titans_kernels.bench.shapes import Shape
-from titans_kernels.memory import neural_memory
 
 NAMES = ("q", "k", "v", "alpha", "eta", "theta")
 

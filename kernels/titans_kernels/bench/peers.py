@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from titans_kernels import neural_memory
 from titans_kernels.bench.check import Judge, Verdict, relative_error
 from titans_kernels.bench.inputs import Inputs
 from titans_kernels.bench.shapes import Shape
 from titans_kernels.bench.subjects import Subject
 from titans_kernels.bench.timing import Op
-from titans_kernels.memory import neural_memory
 
 
 def versions() -> dict[str, str]:

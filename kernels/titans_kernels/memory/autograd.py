@@ -95,13 +95,14 @@ def token_gradients(
         points = rule.gradient_point(W[:, :, None], decay[..., None, None])
         points = points.expand(*k.shape[:3], *W.shape[-2:])
         layer = partial(_layer, f if l else ACTIVATIONS["identity"])
-        x, pullback = vjp(layer, points, x, create_graph=create_graph)
+        # no error goes below the first layer
+        asked, fixed = ((points, x), ()) if l else ((points,), (x,))
+        x, pullback = vjp(layer, *asked, create_graph=create_graph, fixed=fixed)
         pullbacks.append(pullback)
-    error, gradients = bounded(rule.error(x, v[..., None, :]), bound), []
+    errors, gradients = [rule.error(x, v[..., None, :])], []
     for pullback in reversed(pullbacks):
-        gradient, error = pullback(error)
+        gradient, *errors = pullback(bounded(errors[0], bound))
         gradients.append(gradient)
-        error = bounded(error, bound)
     return gradients[::-1]
 
 

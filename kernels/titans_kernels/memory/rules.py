@@ -50,7 +50,7 @@ class Rule:
 
     def error(self, prediction: Tensor, v: Tensor) -> Tensor:
         """Gradient of the inner loss with respect to the prediction, [..., D]. Follows from `loss`."""
-        loss, pullback = vjp(self.loss, prediction, v, create_graph=flows(prediction, v))
+        loss, pullback = vjp(self.loss, prediction, create_graph=flows(prediction, v), fixed=(v,))
         return pullback(torch.ones_like(loss))[0]
 
 

@@ -10,23 +10,28 @@ from torch import Tensor
 Pullback = Callable[[Tensor], Sequence[Tensor]]
 
 
-def vjp(function: Callable[..., Tensor], *inputs: Tensor, create_graph: bool) -> tuple[Tensor, Pullback]:
-    """``function(*inputs)``, and what takes the gradient of that to the gradients of the inputs.
+def vjp(
+    function: Callable[..., Tensor], *inputs: Tensor, create_graph: bool, fixed: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Pullback]:
+    """``function(*inputs, *fixed)``, and what takes the gradient of that to the gradients of the inputs.
 
     `torch.func.vjp` by plain autograd: the first call of `torch.func` imports the compiler, which takes
     seconds. Works without gradients and in inference mode too.
 
     Args:
-        function: depends on tensors through ``inputs`` alone.
-        inputs: where nothing flows to one of them, its gradient is zero.
+        function: depends on tensors through its arguments alone.
+        inputs: where nothing flows to one of them, its gradient is zero. Autograd walks the outer graph
+            down to the shallowest of them: token by token it costs T^2 to ask for the gradient of a token's
+            own inputs, such as its key.
         create_graph: whether an outer gradient is to flow through the result and the gradients.
+        fixed: the last arguments, whose gradient is not asked for. An outer one flows through them too.
     """
     if torch.compiler.is_compiling():
-        output, pullback, *_ = torch.func.vjp(function, *inputs)
+        output, pullback, *_ = torch.func.vjp(lambda *leaves: function(*leaves, *fixed), *inputs)
         return output, pullback
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [_differentiable(x, create_graph) for x in inputs]
-        output = function(*leaves)
+        output = function(*leaves, *(_differentiable(x, create_graph) for x in fixed))
 
     def pullback(gradient: Tensor) -> Sequence[Tensor]:
         with torch.inference_mode(False):

@@ -1,0 +1,33 @@
+"""A run of a second, as a config, and a study of such runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TASK: dict[str, Any] = {"task": "recall", "options": {"pairs": 2}}
+RUN: dict[str, Any] = {
+    "model": {
+        "variant": "lmm",
+        "vocab_size": 260,
+        "d_model": 16,
+        "n_layers": 1,
+        "memory": {"heads": 2, "chunk_size": 8},
+        "attention": {"heads": 2},
+    },
+    "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
+    "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
+    "eval": {"items": 8, "columns": {"reasoning": [TASK]}},
+}
+
+
+def study(steps: int = 20, items: int = 8, more_rows: tuple[dict, ...] = (), **fields: Any) -> dict[str, Any]:
+    """Two rows, a deep memory and a linear one, and ``more_rows``; ``fields`` are put in place of its own."""
+    optim, measured = RUN["optim"] | {"steps": steps}, RUN["eval"] | {"items": items}
+    rows = [{"name": "LMM"}, {"name": "Linear Memory", "set": {"model.memory.depth": 1}}, *more_rows]
+    return {
+        "name": "tiny",
+        "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
+        "base": RUN | {"optim": optim, "eval": measured},
+        "scales": {"small": {"seeds": [0]}},
+        "rows": rows,
+    } | fields
