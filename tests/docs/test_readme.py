@@ -14,18 +14,22 @@ from pathlib import Path
 
 import click
 import pytest
-from scipy import stats
 
 from titans_core import LanguageModel
 from titans_platform import cli
+from titans_platform.report.verdict import Verdict, counted, difference
 from titans_platform.study.spec import expand, load_study
 
 TOP = Path(__file__).parents[2]
 README = TOP / "README.md"
 PAGES = (README, *(TOP / name for name in ("CONTRIBUTING.md", "kernels/README.md", "clusters/README.md")))
 PAGES += tuple(sorted((TOP / "docs").glob("*.md")))
-COLUMNS = {"lm_ppl": 1, "reasoning_acc": 100, "long_context_acc": 100}
-"""The columns of the ablation, and the unit they are printed in."""
+COLUMNS = {
+    "lm_ppl": "LM perplexity",
+    "reasoning_acc": "Reasoning (%)",
+    "long_context_acc": "Long context (%)",
+}
+"""The columns of the ablation, and what heads them in the file of its cells."""
 
 
 def blocks(language: str) -> list[str]:
@@ -39,7 +43,7 @@ def section(heading: str) -> str:
 
 def scores() -> dict[str, list[str]]:
     """The rows of the ablation's table."""
-    return table(section("The ablation's table").partition("**What three seeds can tell.**")[0])
+    return table(section("The ablation's table").partition("minus LMM")[0])
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -165,39 +169,56 @@ def test_blocks_fit_a_terminal_with_margins():
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, list[float]]]:
-    """By row and column, the ablation's numbers over seeds, as printed."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with (TOP / "docs" / "ablation-workstation.csv").open() as file:
+def measured() -> dict[str, dict[str, dict[int, float]]]:
+    """By row and column, the ablation's number of each seed, as printed."""
+    found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    with (TOP / "docs" / "ablation-laptop.csv").open() as file:
         for line in csv.DictReader(file):
-            for column, unit in COLUMNS.items():
-                found[line["row"]][column].append(unit * float(line[column]))
+            for column, head in COLUMNS.items():
+                found[line["row"]][column][int(line["seed"])] = float(line[head])
     return found
 
 
+def digits(column: str) -> int:
+    return 2 if column == "lm_ppl" else 1
+
+
 def test_the_table_is_that_of_the_data(measured):
-    shown = scores()
+    shown, rows = scores(), load_study("ablation").rows
+    assert list(measured) == [row.name for row in rows]
     for row, columns in measured.items():
         for cell, (column, values) in zip(shown[row][::2], columns.items(), strict=False):
-            digits = 2 if column == "lm_ppl" else 1
-            mean, spread = statistics.mean(values), statistics.stdev(values)
-            assert cell == f"{mean:.{digits}f}±{spread:.{digits}f}", f"{row} {column}"
+            mean, spread = statistics.mean(values.values()), statistics.stdev(values.values())
+            assert cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
 
 
-def test_what_seeds_can_tell_is_computed(measured):
-    shown = table(section("The ablation's table").partition("What three seeds can tell")[2])
-    for row in measured.keys() - {"LMM"}:
+def test_the_verdict_is_that_of_the_data(measured):
+    shown, study, found = (
+        table(section("The ablation's table").partition("minus LMM")[2]),
+        load_study("ablation"),
+        [],
+    )
+    papers = {row.name: row.paper for row in study.rows}
+    for row in (row.name for row in study.rows if not row.reference and row.name != "LMM"):
         for cell, column in zip(shown[row], COLUMNS, strict=True):
-            p = stats.ttest_ind(measured["LMM"][column], measured[row][column], equal_var=False).pvalue
-            text = "<0.001" if p < 0.001 else f"{p:.3f}"
-            assert cell == (f"**{text}**" if p < 0.05 else text), f"{row} {column}"
+            sign = 1 if study.columns[column].higher_is_better else -1
+            ours = difference(measured[row][column], measured["LMM"][column], sign)
+            theirs, base = papers[row][column], papers["LMM"][column]
+            assert ours is not None
+            assert theirs is not None
+            assert base is not None
+            verdict = Verdict(row, column, "LMM", sign * (theirs - base), ours)
+            signed = f"+.{digits(column)}f"
+            expected = f"{ours.mean:{signed}} [{ours.low:{signed}}, {ours.high:{signed}}] {verdict.outcome}"
+            assert cell == expected, f"{row} {column}"
+            found.append(verdict)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in counted(found).items())
+    assert f"{len(found)} comparisons: {counts}." in section("The ablation's table")
 
 
-def test_sizes_are_those_of_today_where_it_says_so():
+def test_sizes_are_those_of_today():
     shown = scores()
-    models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), "workstation")}
+    models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), "laptop")}
     for row, model in models.items():
         assert shown[row][6] == f"{sum(p.numel() for p in model.parameters()) / 1000:.0f}K"
-    today = {row: f"{model.state_bytes(64) / 1000:.1f}K" for row, model in models.items()}
-    assert today["+ Attn (MAC)"] == "71.7K"
-    assert today["w/o Momentum"] == "70.2K"
+        assert shown[row][7] == f"{model.state_bytes(64) / 1000:.1f}K"
