@@ -66,9 +66,10 @@ def neural_memory(
         cu_seqlens: [N + 1] int, borders of N documents packed into B = 1; each starts from the given
             weights and momentum (which may then have N in place of B), and so has the returned state.
             Read once for each tensor; where it is on another device than q it is moved there.
-        backend: "auto", "reference", "autograd", "chunked" or "triton". "auto" is "triton" on a GPU, whose
-            operands are of q's type, or of autocast's where it is on; a call that no kernel serves takes
-            "chunked", which is logged once. For another rule than the paper's "auto" is "autograd".
+        backend: "auto", "reference", "autograd", "chunked", "native" or "triton". "auto" is "triton" on a
+            GPU, whose operands are of q's type, or of autocast's where it is on; a call that no kernel serves
+            takes "chunked", which is logged once. On a CPU it is "native" where a C++ compiler is and the
+            memory is small, else "chunked"; for another rule than the paper's, "autograd".
         rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
             the paper's. "reference" and "autograd" take any rule.
 
@@ -79,7 +80,8 @@ def neural_memory(
 
     Raises:
         TypeError: an option or cu_seqlens of a type that does not fit, named.
-        ValueError: a shape, name or size that does not fit, named; a backend that does not take the rule.
+        ValueError: a shape, name or size that does not fit, named; a backend that does not take the rule, or
+            "native" or "triton" for a call that it does not serve.
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
     check_options(chunk_size, activation, surprise_bound)
@@ -100,7 +102,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     """The form of the operator that computes a call.
 
     Raises:
-        ValueError: there is no such form, or it does not take the rule.
+        ValueError: there is no such form, or it does not take the rule, or does not serve the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -113,10 +115,14 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         raise ValueError(
             f"backend: {backend!r} does not take the rule {options.rule}; use auto, autograd or reference"
         )
-    if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
-        kernels = _kernels(inputs, weights, options)
-        if kernels is not None:
-            return kernels
+    if backend == "triton" or (backend == "auto" and _on_gpu(inputs.q)):
+        served = _kernels(inputs, weights, options)
+        if not isinstance(served, str):
+            return served
+        if backend == "triton":
+            raise ValueError(f"backend: triton does not serve this call: {served}; auto takes another form")
+        if not torch.compiler.is_compiling():
+            _log_once(served)
     # eager keeps its work for the backward, which a compiler or a meta tensor could not follow
     if torch.compiler.is_compiling() or inputs.q.is_meta:
         return chunked_op.forget_and_learn
@@ -129,21 +135,20 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     return chunked.forget_and_learn
 
 
-def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | None:
-    """The Triton form, or None, which is logged, where no kernel serves the call."""
+def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
+    """The Triton form, or why no kernel serves the call."""
     # imported when asked for: a CPU has no use for Triton
     from titans_kernels.memory.triton import op as triton
 
     dtype = _operands(inputs.q)
-    if type(options.rule) in triton.TAKES:
-        reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
-    else:
-        reason = f"no kernel for the rule {options.rule}"
-    if reason is None:
-        return partial(triton.forget_and_learn, dtype=dtype)
-    if not torch.compiler.is_compiling():
-        _log_once(reason)
-    return None
+    if type(options.rule) not in triton.TAKES:
+        return f"no kernel for the rule {options.rule}"
+    reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
+    return reason or partial(triton.forget_and_learn, dtype=dtype)
+
+
+def _on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
 
 
 @cache
