@@ -5,6 +5,8 @@ BIN := .venv/bin
 
 # Test files at once. Each takes about a core; Ray's start is what a busy machine makes slow.
 JOBS ?= 2
+# A file stays on one process, and files keep the order that tests/conftest.py gives them.
+SPREAD := --dist loadfile --no-loadscope-reorder
 
 .PHONY: ablation test test-fast check bench test-gpu clean
 
@@ -12,11 +14,11 @@ ablation: .venv/ready
 	$(BIN)/titans sweep run ablation --scale $(SCALE)
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10
 
 # Without Ray, kernels compiled ahead of time, and all but one case of each kernel in the interpreter.
 test-fast: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10 -m "not cluster and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 -m "not cluster and not slow"
 
 check: .venv/ready
 	$(BIN)/ruff check .

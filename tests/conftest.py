@@ -28,6 +28,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the longest tests first, so that no process is left alone with one at the end."""
+    weight = {item.path: 0 for item in items}
+    for item in items:
+        cluster, slow = item.get_closest_marker("cluster"), item.get_closest_marker("slow")
+        weight[item.path] = max(weight[item.path], 2 if cluster else 1 if slow else 0)
+    items.sort(key=lambda item: -weight[item.path])
+
+
 @pytest.fixture(autouse=True)
 def own_modules() -> Iterator[None]:
     """What a test imports from its own folder is forgotten: the next may have a module of the same name."""

@@ -26,6 +26,7 @@ from titans_platform.errors import ClusterError, TitansError, UsageError
 FROZEN = {
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
+    "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",
     "cluster down": "NAME --dry-run",
     "cluster list": "--json",
     "cluster logs": "NAME JOB --no-follow --dry-run",

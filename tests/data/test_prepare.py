@@ -266,7 +266,6 @@ def test_task_version_and_length_make_rows_anew(sum_task, tmp_path, monkeypatch)
 
 def test_task_only_data_have_no_validation(sum_task, tmp_path):
     prepared = prepare(config(sum_task), tmp_path)
-    assert prepared.validation_rows() == 0
     with pytest.raises(UsageError, match=r"data\.sources: 0 validation tokens .*validation_fraction"):
         prepared.validation(4)
 
@@ -282,9 +281,7 @@ def test_unknown_task_and_zero_weights(sum_task, tmp_path):
 def test_tokens_by_source(texts, sum_task, tmp_path):
     prepared = prepare(config(texts, sum_task, texts | {"max_tokens": 500}), tmp_path)
     name = f"files:{Path(texts['path']).name}"
-    assert list(prepared.tokens) == [f"{name}#0", "task:test-sums", f"{name}#2"]
-    assert prepared.tokens["task:test-sums"] == 30 * 8
-    assert (
-        sum(info.tokens for info in (prepared.sources[2].train.info, prepared.sources[2].validation.info))
-        == 500
-    )
+    assert prepared.labels == [f"{name}#0", "task:test-sums", f"{name}#2"]
+    _, task, cut = (source.manifest for source in prepared.sources)
+    assert task.train.tokens == 30 * 8
+    assert cut.train.tokens + cut.validation.tokens == 500

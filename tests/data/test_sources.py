@@ -123,7 +123,7 @@ def test_one_file_is_split_by_position(tmp_path):
     (train,), (validation,) = documents_of(prepared, "train"), documents_of(prepared, "validation")
     assert train + validation == "".join(lines)
     assert validation.strip().splitlines() == [line.strip() for line in lines[91:]]
-    assert prepared.validation_rows() > 0
+    assert list(prepared.validation(4))
 
 
 @pytest.mark.parametrize(

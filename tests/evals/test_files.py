@@ -326,7 +326,7 @@ def fake_lm_eval(monkeypatch):
 def test_harness_results_become_a_measurement(fake_lm_eval):
     found = evaluate(Likes("q"), PREPARED, LM_EVAL, 50)
     (measured,) = found["tasks"].values()
-    assert measured == {"value": 0.4, "stderr": 0.15, "chance": 0.375, "items": 14}
+    assert measured == {"value": 0.4, "stderr": 0.15, "chance": 0.375, "floor": None, "items": 14}
     assert fake_lm_eval["limit"] == 7
     assert fake_lm_eval["tasks"] == ["piqa", "arc_easy"]
     (good, _), (bad, _) = fake_lm_eval["answers"]

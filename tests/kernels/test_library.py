@@ -98,9 +98,9 @@ def test_without_gradients_nothing_is_kept(monkeypatch, mode):
     monkeypatch.setattr(chunked.Plan, "save", lambda *args: saved.append(args) or inner(*args))
     arguments = Arguments()
     with mode():
-        arguments.run()
+        arguments.run(backend="chunked")
     assert not saved
-    arguments.run()
+    arguments.run(backend="chunked")
     assert saved
 
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.kernels.test_neural_memory import CHUNKS, Case, assert_close, lengths
 from titans_kernels import layers, native, neural_memory, rms_norm, short_convolution
 from titans_kernels.memory import op
-
-# the cases of the operator's own tests
-_spec = importlib.util.spec_from_file_location(
-    "memory_cases", Path(__file__).with_name("test_neural_memory.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-cases = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(cases)
-Case, assert_close = cases.Case, cases.assert_close
 
 compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
 
@@ -32,10 +21,10 @@ def assert_native_is_reference(case, **options) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("chunk_size", cases.CHUNKS)
+@pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_native_is_the_recurrence(depth, chunk_size):
-    for T in cases.LENGTHS[:-1]:
+    for T in lengths(depth, chunk_size):
         for bound in (None, 0.5):
             assert_native_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=bound)
 

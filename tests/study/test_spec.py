@@ -177,17 +177,22 @@ class TestAblation:
             return change(memory=memory.model_copy(update=fields))
 
         full = attention.model_copy(update={"window": None})
+        plain = change(variant="transformer", attention=full, mlp_expansion=3.0)
         assert models == {
             "LMM": lmm,
             "+ Attn (MAC)": change(variant="mac", mlp_expansion=4 / 3),
             "+ Attn (MAG)": change(variant="mag", mlp_expansion=4 / 3),
             "+ Attn (MAL)": change(variant="mal", mlp_expansion=4 / 3),
             "Linear Memory": memory_change(depth=1),
-            "w/o Convolution": memory_change(conv=False),
+            "w/o Convolution": change(
+                memory=memory.model_copy(update={"conv": False}),
+                attention=attention.model_copy(update={"conv": False}),
+            ),
             "w/o Momentum": memory_change(momentum=False),
             "w/o Weight Decay": memory_change(decay=False),
             "w/o Persistent Memory": change(persistent_tokens=0),
-            "Transformer++": change(variant="transformer", attention=full, mlp_expansion=3.0),
+            "Transformer++": plain,
+            "Transformer++ with convolution": plain.model_copy(update={"options": {"projections": "titans"}}),
         }
 
     def test_a_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):

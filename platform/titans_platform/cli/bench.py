@@ -95,11 +95,11 @@ def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) 
 
     Rows are random tokens, a document each. Tokens a second are those of CPU time, which other work on the
     machine changes less than the clock's. Beside another checkout a row must have the same losses in both:
-    one that has not is not timed (exit 1), or is marked where a field of its config is new.
+    one that has not is not timed (exit 1), or is marked where a field of its config is new. To have an
+    earlier commit beside this one: git worktree add ../before COMMIT.
 
     \b
     Example:
-      git worktree add ../before b9d7e15
       titans bench step ablation --scale laptop --against ../before
     """
     from rich.console import Console
