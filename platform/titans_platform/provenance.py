@@ -72,9 +72,13 @@ def environment() -> dict[str, str]:
 def _device() -> str:
     import torch
 
+    from titans_kernels import native
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU, {os.cpu_count()} cores"
+    # they round differently: the last digits of a run may depend on it
+    operators = "compiled" if native.library(torch.float32) else "PyTorch's"
+    return f"CPU, {os.cpu_count()} cores, {operators} operators"
 
 
 def command_line() -> str:
