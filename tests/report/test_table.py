@@ -220,7 +220,7 @@ def test_every_view_says_what_becomes_of_the_papers_directions(root):
         ppl, acc = (value * (1 + cell.seed / 1000) for value in steady[cell.row])
         finish(root, cell, columns={"lm_ppl": ppl, "reasoning_acc": acc})
     full = table(root)
-    said = "1 comparison: 1 agrees, 0 disagrees, 0 not resolved"
+    said = "of 1 comparison 1 agree, 0 disagree, 0 are not resolved"
     (line,) = [each for each in printed(full) if "Persistent" in each and "agrees" in each]
     assert line.split()[-2:] == ["-1.00", "agrees"]  # 1.00 higher, which is worse; the paper too says worse
     paths = write_views(full)

@@ -121,6 +121,15 @@ def counted(found: Sequence[Verdict]) -> dict[str, int]:
     return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED)}
 
 
+def tally(found: Sequence[Verdict]) -> str:
+    """The counts in words."""
+    counts, given = counted(found), sum(counted(found).values())
+    agree, disagree, unresolved = (counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED))
+    return (
+        f"of {plural(given, 'comparison')} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
+    )
+
+
 @dataclass(frozen=True)
 class Verdicts:
     """The verdict as every view of a table shows it: a sentence, headings, a line a row."""
@@ -140,9 +149,8 @@ def shown(table: Table, intervals: bool = True) -> Verdicts | None:
         return None
     base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
     columns = {key: column for key, column in table.columns.items() if key in {v.column for v in found}}
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in counted(found).items())
     return Verdicts(
-        f"Against {base}, beside the paper's direction, of {plural(len(found), 'comparison')}: {counts}.",
+        f"Against {base}, beside the paper's direction: {tally(found)}.",
         [
             f"minus {base}, better is +",
             *(f"{c.title} ({c.unit})" if c.unit else c.title for c in columns.values()),
