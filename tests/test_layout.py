@@ -24,12 +24,14 @@ def test_the_standard_library_s_platform_is_found_from_the_repository_root():
     assert result.stdout.strip() == sys.implementation.name.replace("cpython", "CPython")
 
 
+@pytest.mark.slow
 def test_the_models_import_without_the_platform():
     blocked = ["ray", "mlflow", "pyarrow", "datasets", "titans_platform"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import titans_core, titans_kernels"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_the_operators_import_without_the_models():
     code = "import sys; sys.modules.update(titans_core=None, pydantic=None); import titans_kernels"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -235,6 +235,7 @@ def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
     assert err.strip() == "error: interrupted; the same command goes on from the last checkpoint"
 
 
+@pytest.mark.slow
 def test_a_diverging_run_says_what_to_try(tiny_yaml, tmp_path, capsys):
     line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", "optim.lr=1e30"]
     assert run([*line, "--set", "optim.grad_clip=null"]) == 1

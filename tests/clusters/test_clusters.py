@@ -211,6 +211,7 @@ def held(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     site = tmp_path / "site"
     packaging.put_code(site)

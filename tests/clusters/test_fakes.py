@@ -68,6 +68,7 @@ def slurm(fake, tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert run(["cluster", "submit", slurm, "--", "sweep", "list"]) == 0
     out = capfd.readouterr().out

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 # three long cells: when the second node starts, the first must not be through with all of them
 STUDY = study(
-    steps=1500, items=20, more_rows=({"name": "w/o Momentum", "set": {"model.memory.momentum": False}},)
+    steps=2500, items=20, more_rows=({"name": "w/o Momentum", "set": {"model.memory.momentum": False}},)
 )
 
 

@@ -13,6 +13,7 @@ from titans_kernels import DecodeState
 
 
 # lmm is enough for `make test-fast`
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", [v if v == "lmm" else pytest.param(v, marks=pytest.mark.slow) for v in MEMORY_VARIANTS]
 )

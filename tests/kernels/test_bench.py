@@ -300,6 +300,7 @@ def test_the_heading_says_what_it_was_measured_on():
     assert "790 TFLOP/s" in lines[1]
 
 
+@pytest.mark.slow
 def test_it_needs_neither_the_models_nor_the_platform():
     blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml"]
     code = (

@@ -75,6 +75,7 @@ def test_compiled_is_eager_and_so_is_every_gradient(case):
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_imported_before_it_is_used():
     code = "import sys, titans_kernels; assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -132,6 +132,7 @@ def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @compiled
 def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path):
     with ThreadPoolExecutor(2) as pool:

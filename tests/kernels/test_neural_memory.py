@@ -101,6 +101,7 @@ def test_chunked_is_the_recurrence(depth, chunk_size):
         assert_chunked_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
 def test_gates_at_an_end_everywhere(edge):
     for depth, (b, theta), chunks in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005)), (1, 2)):

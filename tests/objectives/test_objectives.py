@@ -56,6 +56,7 @@ def train(*arguments: str) -> int:
     return cli.run(["train", "run.yaml", "--root", "runs", *arguments])
 
 
+@pytest.mark.slow
 def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys):
     assert train("--json") == 0
     first = json.loads(capsys.readouterr().out)

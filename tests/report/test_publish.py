@@ -51,6 +51,7 @@ def table(root, store) -> Table:
     return build_table(StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,)))
 
 
+@pytest.mark.slow
 def test_a_cells_run_has_the_units_of_the_table(table, store, root):
     log_views(store, table, write_views(table, store))
     parent = log_views(store, table, write_views(table, store))

@@ -127,6 +127,7 @@ def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run
     assert store.client.get_run(killed.info.run_id).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
@@ -208,6 +209,7 @@ def test_threads_and_determinism_are_put_back(tiny_run, tmp_path):
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
+@pytest.mark.slow
 def test_how_often_a_run_is_saved_changes_neither_its_name_nor_its_numbers(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     often = changed(tiny_run, checkpoint={"every": 3, "keep": 1})

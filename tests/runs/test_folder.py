@@ -179,6 +179,7 @@ def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
         concurrency(Resources(cpus_per_worker=4, gpus_per_worker=1), cluster((2, 4), (8, 0)))
 
 
+@pytest.mark.slow
 def test_one_driver_a_study(tmp_path):
     run = study_of(tmp_path)
     with only_driver(run), pytest.raises(UsageError, match="another sweep run"), only_driver(run):

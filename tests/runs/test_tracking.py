@@ -29,6 +29,7 @@ def history(store: Store, run_id: str, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in store.client.get_metric_history(run_id, name)]
 
 
+@pytest.mark.slow
 def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     first = open_store(tmp_path / "runs")

@@ -32,6 +32,7 @@ def lengthened(cfg: RunConfig, steps: int, every: int) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(values))
 
 
+@pytest.mark.slow
 def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
     import ray
 
@@ -119,6 +120,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
     ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 130, ended.stderr

@@ -194,6 +194,7 @@ def test_ui_says_what_it_would_run(tiny, capsys):
     assert "mlflow.db" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ui_refuses_a_port_that_is_taken_and_knows_a_server(tiny, capsys):
     from titans_platform.tracking import open_store
 
