@@ -48,6 +48,7 @@ def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     return folder, [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(2)]
 
 
