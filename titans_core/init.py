@@ -5,7 +5,7 @@
 | embedding | normal, std 1 / sqrt(d_model), tied or not the head too; read times sqrt(d_model) |
 | linear layers | normal, std 1 / sqrt(fan in) |
 | layers that write to the residual stream (w_o, down) | the same over sqrt(2 n_layers) |
-| norms | 1 |
+| norms, the scale of attention's scores | 1 |
 | convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
@@ -52,6 +52,8 @@ def _by_name(module: Any, n_layers: int) -> None:
         _memory(module)
     if getattr(module, "persistent_PD", None) is not None:
         nn.init.normal_(module.persistent_PD)
+    if getattr(module, "scale_H", None) is not None:
+        nn.init.ones_(module.scale_H)
     for name in RESIDUAL:
         if isinstance(layer := getattr(module, name, None), nn.Linear):
             layer.weight.div_(math.sqrt(2 * n_layers))

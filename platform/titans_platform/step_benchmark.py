@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from titans_kernels.bench.process import Answering
+from titans_kernels.bench.timing import Failed
 from titans_platform import step_worker
 from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError, UsageError
@@ -26,60 +25,26 @@ SAME_LOSS = 1e-5
 Progress = Callable[[str], None]
 
 
-class Worker:
+class Worker(Answering):
     """One row's steps in a process of its own; a context manager.
 
     Args:
         job: as `step_worker.trainer_of` takes it.
         checkout: the tree whose code runs; None: this one's.
-        folder: for the job and the process's errors.
-
-    Raises:
-        TitansError: the process ended; its last line is the reason.
+        label: names the row in errors.
     """
 
-    def __init__(self, job: Mapping[str, Any], checkout: Path | None, folder: Path):
-        self.steps: list[tuple[float, float]] = []
-        self._errors = (folder / "errors").open("w+")
-        (folder / "job.json").write_text(json.dumps(job))
-        environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"])}
-        if checkout is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(str(checkout / name) for name in PACKAGES)
+    def __init__(self, job: Mapping[str, Any], checkout: Path | None, label: str):
+        path = {"PYTHONPATH": os.pathsep.join(str(checkout / name) for name in PACKAGES)} if checkout else {}
         # -P: the folder of the file, which is a package's, stays off the path
-        command = [sys.executable, "-P", step_worker.__file__, str(folder / "job.json")]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=environment,
-        )  # fmt: skip
-
-    def __enter__(self) -> Worker:
-        self.about = self._answer()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        super().__init__(["-P", step_worker.__file__, json.dumps(job)], job["threads"], label, path)
+        self.steps: list[tuple[float, float]] = []
+        """Seconds of CPU and of wall clock of a step, one entry a turn."""
 
     def turn(self, steps: int) -> None:
-        """Time some steps; seconds of CPU and of wall clock of one of them are added."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{steps}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer says why
-        cpu, wall = self._answer()
+        """Time some steps. Raises Failed where the process has ended."""
+        cpu, wall = self.ask(str(steps))
         self.steps.append((cpu / steps, wall / steps))
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        code = self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines()
-        raise TitansError(f"the training step failed: {(lines or [f'exit code {code}'])[-1]}")
 
 
 def run(
@@ -94,7 +59,7 @@ def run(
 
     Raises:
         UsageError: no such study, scale or row; no checkout at ``against``; a row not trained on tokens.
-        TitansError: a step failed.
+        TitansError: a step failed; its last line is the reason.
     """
     if against is not None and not (against / "titans_core").is_dir():
         raise UsageError(f"--against: {against} is no checkout of this project: titans_core is not in it")
@@ -104,8 +69,10 @@ def run(
     jobs = {name: _job(name, config, threads) for name, config in cells.items()}
     results = []
     for name, job in jobs.items():
-        say = lambda message, name=name: progress(f"{name}: {message}")  # noqa: E731
-        results.append({"row": name} | _time(job, against, rounds, steps, say))
+        try:
+            results.append({"row": name} | _time(name, job, against, rounds, steps, progress))
+        except Failed as error:
+            raise TitansError(f"the training step failed: {error}") from None
     return {
         "study": study, "scale": scale, "threads": threads, "rounds": rounds, "steps": steps,
         "against": str(against) if against else None, "rows": results,
@@ -127,26 +94,26 @@ def _job(name: str, config: RunConfig, threads: int) -> dict[str, Any]:
 
 
 def _time(
-    job: dict[str, Any], against: Path | None, rounds: int, steps: int, progress: Progress
+    name: str, job: dict[str, Any], against: Path | None, rounds: int, steps: int, progress: Progress
 ) -> dict[str, Any]:
     trees = {"ours": None} | ({"theirs": against} if against else {})
     tokens = job["rows"] * job["length"]
     with ExitStack() as stack:
-        workers = {}
-        for name, checkout in trees.items():
-            progress(f"starting {name}")
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            workers[name] = stack.enter_context(Worker(job, checkout, folder))
-        compared = _compare(workers["ours"].about, workers["theirs"].about) if against else {}
+        progress(f"{name}: starting")
+        workers = {
+            tree: stack.enter_context(Worker(job, checkout, f"{name}, {tree}"))
+            for tree, checkout in trees.items()
+        }
+        about = {tree: worker.answer() for tree, worker in workers.items()}
+        compared = _compare(about["ours"], about["theirs"]) if against else {}
         if "refused" in compared:
             return compared
         for i in range(rounds):
-            progress(f"round {i + 1} of {rounds}")
+            progress(f"{name}: round {i + 1} of {rounds}")
             for worker in list(workers.values())[:: -1 if i % 2 else 1]:
                 worker.turn(steps)
-    row: dict[str, Any] = {
-        name: _summary(worker.steps, tokens) for name, worker in workers.items()
-    } | compared
+    row: dict[str, Any] = {tree: _summary(worker.steps, tokens) for tree, worker in workers.items()}
+    row |= compared
     if against:
         both = zip(workers["theirs"].steps, workers["ours"].steps, strict=True)
         ratios = [theirs[0] / ours[0] for theirs, ours in both]

@@ -1,6 +1,6 @@
 """Training steps in a process of their own, with the code of whichever tree is on its path.
 
-Run as a file: ``python step_worker.py JOB``, JOB a JSON file of `step_benchmark`. It prints what the model is
+Run as a file: ``python step_worker.py JOB``, JOB the JSON of `step_benchmark`. It prints what the model is
 and its first losses, then answers each line, a number of steps, with their seconds of CPU and of wall clock.
 Trees as old as commit b9d7e15 can run it, so it keeps to what they have.
 """
@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -59,11 +58,10 @@ def trainer_of(job: dict[str, Any]) -> Any:
     config = ModelConfig.model_validate(job["model"])
     torch.manual_seed(0)
     stream = RandomRows(job["rows"], job["length"], config.vocab_size)
-    sizes = {"sequence_length": job["length"]}
-    known = inspect.signature(Trainer).parameters
-    return Trainer(
-        LanguageModel(config), OptimConfig(**optim), stream, **{k: v for k, v in sizes.items() if k in known}
-    )
+    # which older trees read off the batches
+    takes_length = "sequence_length" in inspect.signature(Trainer).parameters
+    length = {"sequence_length": job["length"]} if takes_length else {}
+    return Trainer(LanguageModel(config), OptimConfig(**optim), stream, **length)
 
 
 def serve(job: dict[str, Any]) -> None:
@@ -84,4 +82,4 @@ def serve(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(json.loads(Path(sys.argv[1]).read_text()))
+    serve(json.loads(sys.argv[1]))

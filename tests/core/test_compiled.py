@@ -49,8 +49,9 @@ def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
-# the memory of lmm packs its documents in mag and mal as it does alone
-@pytest.mark.parametrize(("variant", "window"), [("mag", None), ("mal", 12), ("transformer", None)])
+@pytest.mark.parametrize(
+    ("variant", "window"), [("lmm", 12), ("mag", None), ("mal", 12), ("transformer", None)]
+)
 def test_packed_documents_compile_too(variant, window):
     m, x = model(variant, window=window), tokens(2, 21)
     torch._dynamo.reset()

@@ -210,7 +210,8 @@ def test_the_verdict_is_that_of_the_data(measured):
             assert base is not None
             verdict = Verdict(row, column, "LMM", sign * (theirs - base), ours)
             signed = f"+.{digits(column)}f"
-            expected = f"{ours.mean:{signed}} [{ours.low:{signed}}, {ours.high:{signed}}] {verdict.outcome}"
+            low, high = ours.interval
+            expected = f"{ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
             assert cell == expected, f"{row} {column}"
             found.append(verdict)
     assert tally(found) in " ".join(section("The ablation's table").split())

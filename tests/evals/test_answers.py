@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from tests.evals.small import questions
 from titans_platform.config import TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import build_generated
@@ -22,15 +23,6 @@ def items(task, length, count, **options):
     made = build_generated(TaskConfig(task=task, options=options))
     rng = random.Random(str(options))
     return [made.item(rng, length, BYTE) for _ in range(count)]
-
-
-def questions(item):
-    """(all text before the answer, answer) of each answer."""
-    text = ""
-    for piece, is_answer in item.pieces:
-        if is_answer:
-            yield text, piece
-        text += piece
 
 
 # --- needle

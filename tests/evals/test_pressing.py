@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
@@ -55,15 +56,6 @@ def _made(task, options, length, count):
 
 def made(task, options, length, count=200):
     return _made(task, tuple(options.items()), length, count)
-
-
-def questions(item):
-    """(all text before the answer, answer) of each answer."""
-    text = ""
-    for piece, is_answer in item.pieces:
-        if is_answer:
-            yield text, piece
-        text += piece
 
 
 def right(items, answer):

@@ -89,8 +89,8 @@ def assert_chunked_is_reference(case: Case, relative: float = 1e-9, **options) -
 
 
 def lengths(depth: int, chunk_size: int) -> list[int]:
-    """One token, those about the first border, a last piece after two chunks; once a depth, a long row."""
-    around = {1, chunk_size - 1, chunk_size, chunk_size + 1, max(2 * chunk_size, 30) + 2} - {0}
+    """Awkward ones, those about the first border, a last piece after two chunks; once a depth, a long row."""
+    around = {1, 2, 63, 100, chunk_size - 1, chunk_size, chunk_size + 1, max(2 * chunk_size, 30) + 2} - {0}
     return sorted(around | ({257} if CHUNKS[depth - 1] == chunk_size else set()))
 
 
@@ -122,9 +122,7 @@ def test_layers_of_any_width_and_rows_of_a_batch():
     assert_chunked_is_reference(case, chunk_size=16, surprise_bound=0.5)
 
 
-@pytest.mark.parametrize(
-    ("depth", "T", "chunk_size"), [(1, 257, 64), (2, 130, 16), (4, 65, 16), (4, 130, 64)]
-)
+@pytest.mark.parametrize(("depth", "T", "chunk_size"), list(product((1, 2, 4), (65, 257), (16, 64))))
 def test_float32_is_near_the_float64_recurrence(depth, T, chunk_size):
     single, double = Case(T, depth, dtype=torch.float32), Case(T, depth)
     for a, b in zip(double.leaves, single.leaves, strict=True):

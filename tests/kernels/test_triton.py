@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from titans_kernels import neural_memory
 from titans_kernels.bench.shapes import SHAPES
-from titans_kernels.memory import op
+from titans_kernels.memory import native, op
 from titans_kernels.memory.triton import op as triton_op
 from titans_kernels.memory.triton import phases, pieces, tables
 
@@ -230,17 +230,17 @@ def test_kernels_that_were_asked_for_by_name_are_not_replaced():
 
 
 def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(op, "_on_gpu", lambda q: True)
+    monkeypatch.setattr(native, "library", lambda dtype: None)  # which a GPU's tensors never meet
     call = Call(Case((16, 24, 16), 40, 16))
-    with caplog.at_level(logging.WARNING, "titans_kernels"):
+    expected = call.results("chunked", torch.float32)
+    with caplog.at_level(logging.WARNING, "titans_kernels"), monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         found = [call.results("auto", torch.float32) for _ in range(2)]
     lines = [r.getMessage() for r in caplog.records if r.name == "titans_kernels"]
     assert lines == [
         "neural_memory: chunked in place of triton: hidden width 24 is not one of 16, 32, 64, 128, 256, 512"
     ]
-    expected = call.results("chunked", torch.float32)
-    for name in expected:  # what `auto` is without kernels
-        torch.testing.assert_close(found[0][name], expected[name], rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(found[0][name], expected[name]) for name in expected)
     caplog.clear()
 
 

@@ -11,16 +11,71 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import torch
 
 from titans_kernels.bench.timing import Clock, Failed, Runner, Samples
 
 
-class Worker:
-    """Times, on the CPU, the op that ``builder`` makes in a process of its own; a context manager.
+class Answering:
+    """A Python process that answers each line of its input with a line of JSON; a context manager.
+
+    Args:
+        command: what Python runs, and its arguments.
+        threads: CPU threads of torch.
+        label: names the process in errors.
+        environment: variables beside this process's own.
+    """
+
+    def __init__(
+        self, command: Sequence[str], threads: int, label: str, environment: Mapping[str, str] | None = None
+    ):
+        self.label = label
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(environment or {}),
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def ask(self, line: str) -> Any:
+        """What the process answers to a line. Raises Failed where it has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Failed(self._why()) from None
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next answer. Raises Failed where the process has ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        raise Failed(self._why())
+
+    def _why(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        reason = "killed, most likely for its memory" if code == -9 else (lines or [f"exit code {code}"])[-1]
+        return f"{self.label}: {reason}"
+
+
+class Worker(Answering):
+    """Times, on the CPU, the op that ``builder`` makes in a process of its own.
 
     Args:
         builder: import path ``module:function`` of what makes the op.
@@ -32,44 +87,14 @@ class Worker:
     done = False
 
     def __init__(self, builder: str, arguments: dict[str, Any], threads: int, label: str):
-        self.label, self.samples, self.peak_bytes = label, Samples(), 0
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, builder, json.dumps(arguments), str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        )  # fmt: skip
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        super().__init__(["-m", __name__, builder, json.dumps(arguments), str(threads)], threads, label)
+        self.samples, self.peak_bytes = Samples(), 0
 
     def turn(self) -> None:
         """Time one more round. Raises Failed where the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write("turn\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise Failed(self._why()) from None
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise Failed(self._why())
-        forward, backward, self.peak_bytes = json.loads(answer)
+        forward, backward, self.peak_bytes = self.ask("turn")
         self.samples.forward.append(forward)
         self.samples.backward.append(backward)
-
-    def _why(self) -> str:
-        code = self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines()
-        reason = "killed, most likely for its memory" if code == -9 else (lines or [f"exit code {code}"])[-1]
-        return f"{self.label}: {reason}"
 
 
 def peak_bytes() -> int:

@@ -115,7 +115,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         raise ValueError(
             f"backend: {backend!r} does not take the rule {options.rule}; use auto, autograd or reference"
         )
-    if backend == "triton" or (backend == "auto" and _on_gpu(inputs.q)):
+    if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
         served = _kernels(inputs, weights, options)
         if not isinstance(served, str):
             return served
@@ -145,10 +145,6 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
         return f"no kernel for the rule {options.rule}"
     reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
     return reason or partial(triton.forget_and_learn, dtype=dtype)
-
-
-def _on_gpu(q: Tensor) -> bool:
-    return q.is_cuda
 
 
 @cache

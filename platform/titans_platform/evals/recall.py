@@ -133,7 +133,7 @@ class Associative(GeneratedTask):
             pieces: list[tuple[str, bool]] = []
             for i, (block, queries, depths) in enumerate(parts):
                 share = characters * (i + 1) // len(parts) - characters * i // len(parts)
-                offsets = sorted(self._offset(depth, share) for depth in depths)
+                offsets = sorted(self.offset(depth, share) for depth in depths)
                 pieces += [(block, False), *scatter(self._filler(share, noise), queries, offsets)]
             return item_of(pieces)
 
@@ -144,15 +144,9 @@ class Associative(GeneratedTask):
             return BLANK * characters
         return "".join(rng.choices(NOISE, k=characters))
 
-    def _offset(self, depth: float, characters: int) -> int:
+    def offset(self, depth: float, characters: int) -> int:
         """Filler characters before a query, for a uniformly random `depth` in [0, 1)."""
-        gaps = getattr(self.options, "gaps", "uniform")
-        if gaps == "end":
-            return characters
-        if gaps == "uniform":
-            return int(depth * (characters + 1))
-        sums = _power_law(characters + 1)
-        return min(bisect_right(sums, depth * sums[-1]), characters)
+        return int(depth * (characters + 1))
 
 
 @lru_cache(maxsize=64)
@@ -194,6 +188,15 @@ class Recall(KeyValue):
         for _ in range(round(len(pairs) * noise / (1 - noise))):
             pairs.insert(rng.randint(0, len(pairs)), "".join(rng.choices(NOISE, k=2)))
         return [("".join(pairs), latest)]
+
+    def offset(self, depth: float, characters: int) -> int:
+        """By `gaps`: anywhere, at the end, or mostly early."""
+        if self.options.gaps == "uniform":
+            return super().offset(depth, characters)
+        if self.options.gaps == "end":
+            return characters
+        sums = _power_law(characters + 1)
+        return min(bisect_right(sums, depth * sums[-1]), characters)
 
 
 class GridOptions(QueryOptions):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
@@ -121,7 +121,7 @@ def build_table(run: StudyRun) -> Table:
     chance: dict[str, float] = {}
     for result in (result for row in rows for result in row.results):
         found = result.get("chance", {})
-        chance |= {key: c.factor * found[key] for key, c in columns.items() if _finite(found.get(key))}
+        chance |= {key: c.factor * found[key] for key, c in columns.items() if finite(found.get(key))}
     return Table(run, tuple(rows), chance, _side_by_side(run))
 
 
@@ -137,7 +137,7 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
     entries = {}
     for key, column in run.study.columns.items():
-        kept = [result for result in results if _finite(result["columns"].get(key))]
+        kept = [result for result in results if finite(result["columns"].get(key))]
         values = tuple(column.factor * float(result["columns"][key]) for result in kept)
         # an accuracy is better when it is higher; an error below 1 is no share of right answers
         shares = column.higher_is_better
@@ -147,7 +147,8 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
-def _finite(value: Any) -> bool:
+def finite(value: Any) -> TypeGuard[float]:
+    """Whether a result has a number here that can be shown."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -11,10 +11,11 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from titans_platform.report.table import Table, TableRow
+from titans_platform.report.table import Table, TableRow, finite
 from titans_platform.text import NONE, plural
 
 LEVEL = 0.95
@@ -26,12 +27,34 @@ AGREES, DISAGREES, UNRESOLVED = "agrees", "disagrees", "not resolved"
 class Difference:
     """A row minus the row it is compared with, in a column's unit; positive is better."""
 
-    mean: float
-    low: float
-    high: float
-    """Ends of the bootstrap's interval."""
-    pairs: int
-    resolved: bool
+    pairs: tuple[float, ...]
+    """One of each seed that both rows have."""
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return statistics.fmean(self.pairs)
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """The bootstrap's: quantiles of the mean of as many pairs drawn again, from one fixed stream."""
+        if len(self.pairs) == 1:
+            return -math.inf, math.inf
+        drawn = np.random.default_rng(0).choice(np.array(self.pairs), (RESAMPLES, len(self.pairs))).mean(1)
+        low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return float(low), float(high)
+
+    @cached_property
+    def resolved(self) -> bool:
+        """Whether the bootstrap's interval and Student's leave out zero on one side; never with one pair."""
+        if len(self.pairs) == 1:
+            return False
+        from scipy.stats import t  # which takes a second to import
+
+        error = statistics.stdev(self.pairs) / math.sqrt(len(self.pairs))
+        reach = float(t.ppf((1 + LEVEL) / 2, len(self.pairs) - 1)) * error
+        (low, high), mean = self.interval, self.mean
+        return min(low, mean - reach) > 0 or max(high, mean + reach) < 0
 
 
 @dataclass(frozen=True)
@@ -85,34 +108,13 @@ def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
     """The column's value of each seed that has a finite one."""
     seeds = {cell.name: cell.seed for cell in row.cells}
     values = {seeds[result["cell"]]: result["columns"].get(key) for result in row.results}
-    return {s: factor * v for s, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {seed: factor * value for seed, value in values.items() if finite(value)}
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:
-    """Paired over the seeds that both have; None where there is none. One pair resolves nothing."""
-    pairs = [sign * (ours[seed] - base[seed]) for seed in sorted(ours.keys() & base.keys())]
-    if not pairs:
-        return None
-    mean = statistics.fmean(pairs)
-    if len(pairs) == 1:
-        return Difference(mean, -math.inf, math.inf, 1, False)
-    low, high = _bootstrap(pairs)
-    reach = _student(len(pairs)) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-    resolved = (low > 0 and mean - reach > 0) or (high < 0 and mean + reach < 0)
-    return Difference(mean, low, high, len(pairs), resolved)
-
-
-def _bootstrap(pairs: Sequence[float]) -> tuple[float, float]:
-    """Quantiles of the mean of as many pairs drawn again, from one fixed stream."""
-    drawn = np.random.default_rng(0).choice(np.array(pairs), (RESAMPLES, len(pairs))).mean(1)
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
-def _student(pairs: int) -> float:
-    from scipy.stats import t  # which takes a second to import
-
-    return float(t.ppf((1 + LEVEL) / 2, pairs - 1))
+    """Paired over the seeds that both have; None where there is none."""
+    pairs = tuple(sign * (ours[seed] - base[seed]) for seed in sorted(ours.keys() & base.keys()))
+    return Difference(pairs) if pairs else None
 
 
 def counted(found: Sequence[Verdict]) -> dict[str, int]:
@@ -123,11 +125,9 @@ def counted(found: Sequence[Verdict]) -> dict[str, int]:
 
 def tally(found: Sequence[Verdict]) -> str:
     """The counts in words."""
-    counts, given = counted(found), sum(counted(found).values())
-    agree, disagree, unresolved = (counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED))
-    return (
-        f"of {plural(given, 'comparison')} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
-    )
+    agree, disagree, unresolved = counted(found).values()
+    given = plural(agree + disagree + unresolved, "comparison")
+    return f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
 
 
 @dataclass(frozen=True)
@@ -144,35 +144,25 @@ def shown(table: Table, intervals: bool = True) -> Verdicts | None:
 
     None where the paper has no direction, or where one seed cannot resolve any.
     """
-    found = [verdict for verdict in verdicts(table) if verdict.outcome]
-    if not any(verdict.ours.pairs > 1 for verdict in found):
+    found = [verdict for verdict in verdicts(table) if verdict.paper]
+    if not any(len(verdict.ours.pairs) > 1 for verdict in found):
         return None
     base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
-    columns = {key: column for key, column in table.columns.items() if key in {v.column for v in found}}
-    return Verdicts(
-        f"Against {base}, beside the paper's direction: {tally(found)}.",
-        [
-            f"minus {base}, better is +",
-            *(f"{c.title} ({c.unit})" if c.unit else c.title for c in columns.values()),
-        ],
-        [
-            [
-                row,
-                *(
-                    _text(by_place.get((row, key)), column.decimals, intervals)
-                    for key, column in columns.items()
-                ),
-            ]
-            for row in dict.fromkeys(verdict.row for verdict in found)
-        ],
-    )
+    columns = {key: c for key, c in table.columns.items() if any(v.column == key for v in found)}
+    body = [
+        [row, *(_text(by_place.get((row, key)), c.decimals, intervals) for key, c in columns.items())]
+        for row in dict.fromkeys(verdict.row for verdict in found)
+    ]
+    heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
+    return Verdicts(f"Against {base}, beside the paper's direction: {tally(found)}.", heads, body)
 
 
 def _text(verdict: Verdict | None, decimals: int, intervals: bool) -> str:
     if verdict is None:
         return NONE
     ours, signed = verdict.ours, f"+.{decimals}f"
-    ends = f" [{ours.low:{signed}}, {ours.high:{signed}}]" if intervals and ours.pairs > 1 else ""
+    low, high = ours.interval
+    ends = f" [{low:{signed}}, {high:{signed}}]" if intervals and len(ours.pairs) > 1 else ""
     return f"{ours.mean:{signed}}{ends} {verdict.outcome}"
 
 
@@ -182,19 +172,9 @@ def verdict_rows(table: Table) -> list[list[object]]:
     lines = []
     for found in verdicts(table):
         ours = found.ours
-        numbers = [ours.mean, ours.low, ours.high, ours.pairs, ours.resolved, found.paper, found.outcome]
+        numbers = [ours.mean, *ours.interval, len(ours.pairs), ours.resolved, found.paper, found.outcome]
         lines.append([found.row, found.column, found.baseline, *numbers])
     return [[*heads, "paper difference", "verdict"], *lines]
-
-
-def lock_in_lines(table: Table) -> list[str]:
-    """A sentence for each task and row whose rate of solving Fisher's test tells from the first row's."""
-    told_apart = [found for found in lock_ins(table) if found.p < 1 - LEVEL]
-    return [
-        f"{found.task}: solved by {found.solved} of {found.seeds} seeds of {found.row}, and by "
-        f"{found.baseline_solved} of {found.baseline_seeds} of the first row (p = {found.p:.3f})"
-        for found in told_apart
-    ]
 
 
 @dataclass(frozen=True)
@@ -239,4 +219,14 @@ def _solved(row: TableRow, task: str) -> list[bool]:
         m["value"] > (1 + m["chance"]) / 2
         for m in measured
         if m.get("chance") is not None and 0 <= m["chance"] < 1 and 0 <= m.get("value", -1) <= 1
+    ]
+
+
+def lock_in_lines(table: Table) -> list[str]:
+    """A sentence for each task and row whose rate of solving Fisher's test tells from the first row's."""
+    return [
+        f"{found.task}: solved by {found.solved} of {found.seeds} seeds of {found.row}, and by "
+        f"{found.baseline_solved} of {found.baseline_seeds} of the first row (p = {found.p:.3f})"
+        for found in lock_ins(table)
+        if found.p < 1 - LEVEL
     ]

@@ -1,0 +1,16 @@
+"""What tests of generated tasks read off an item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titans_platform.evals.items import Item
+
+
+def questions(item: Item) -> Iterator[tuple[str, str]]:
+    """(all text before the answer, answer) of each answer."""
+    text = ""
+    for piece, is_answer in item.pieces:
+        if is_answer:
+            yield text, piece
+        text += piece
