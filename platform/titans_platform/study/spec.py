@@ -1,9 +1,10 @@
 """A study file: a grid of runs as data, checked whole before anything runs.
 
 A run is ``base``, then the scale's fragment, then the row's ``set``, then ``--set`` of the command line,
-each laid over the one before. Rows are listed one by one (``rows``), or are the product of ``axes``, or
-both: every listed row at every point of the axes. A run's name comes later, when the data are prepared
-and have a fingerprint.
+each laid over the one before. A study that is ``like`` another says only what differs: it is laid over that
+study's file, mappings key by key, lists whole. Rows are listed one by one (``rows``), or are the product of
+``axes``, or both: every listed row at every point of the axes. A run's name comes later, when the data are
+prepared and have a fingerprint.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class Scale(Frozen):
     checkpoint: Fragment = Field(default_factory=dict)
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
+    rows: dict[str, Fragment] = Field(default_factory=dict)
+    """What rows of the study set at this scale, by name, over what they set at every scale."""
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes of the study that are others at this scale."""
     search: Fragment = Field(default_factory=dict)
@@ -234,8 +237,9 @@ class Study(Frozen):
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:
         """The rows of the table at a scale: those listed, at every point of the axes."""
-        axes = self.axes | self.scales[scale_name].axes
-        rows = self.rows or (Row(name=""),)
+        scale = self.scales[scale_name]
+        axes = self.axes | scale.axes
+        rows = [_with(row, scale.rows.get(row.name, {})) for row in self.rows] or [Row(name="")]
         grid = list(product(*(axis.steps() for axis in axes.values())))
         return tuple(_at_point(row, axes, point) for row in rows for point in grid)
 
@@ -256,6 +260,10 @@ class Study(Frozen):
     def scale(self, name: str) -> Scale:
         """A scale by name; UsageError with the nearest name where there is none."""
         return self.scales[self.scale_name(name)]
+
+
+def _with(row: Row, change: Mapping[str, JsonValue]) -> Row:
+    return row.model_copy(update={"set": overlay(row.set, change)}) if change else row
 
 
 def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValue, Fragment]]) -> Row:
@@ -306,14 +314,32 @@ def known_studies() -> dict[str, Path]:
 def load_study(name: str) -> Study:
     """Read a study by name or path; UsageError, one line, for anything wrong in it."""
     path = find_study(name)
-    study = validate(Study, read_yaml(path), path.name)
+    study = validate(Study, _read(path), path.name)
     for scale_name, scale in study.scales.items():
         for axis in scale.axes:
             pick(axis, study.axes, f"axis (scale {scale_name})", path.name)
+        for row in scale.rows:
+            pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", path.name)
         study.search_at(scale_name)
         _check_rows(study, study.rows_at(scale_name), path.name)
     if study.search:
         pick(study.search.metric, study.columns, "column (search.metric)", path.name)
+    return study
+
+
+def _read(path: Path, *readers: Path) -> dict[str, Any]:
+    """A study file as it is written, or laid over the study it is ``like``."""
+    if path in readers:
+        raise UsageError(f"{path.name}: like: {readers[0].name} is what this study is made from")
+    study = read_yaml(path)
+    if "like" not in study:
+        return study
+    if not isinstance(other := study.pop("like"), str):
+        raise UsageError(f"{path.name}: like: should be the name of a study, found {other!r}")
+    study = overlay(_read(find_study(other), *readers, path), study)
+    scales = study.get("scales")
+    if isinstance(scales, dict):  # a scale that the other study has and this one has not is null here
+        study["scales"] = {name: scale for name, scale in scales.items() if scale is not None}
     return study
 
 
