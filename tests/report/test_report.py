@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from titans_platform.config import RunConfig
+from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
 from titans_platform.report import export, plot
 from titans_platform.report.content import Links
@@ -21,7 +22,7 @@ from titans_platform.report.publish import html
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Axis, Cell, Column, Expectation, Row, Scale, Study, expand
 from titans_platform.study.tracker import params, shown
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
@@ -38,8 +39,9 @@ def study(rows: list[Row], **columns: Column) -> Study:
 
 def measured(root: Path, found: Study, seeds=(0, 1), tasks=(), skip=()) -> Table:
     """The table of a study whose every cell is done, but for those skipped (row, seed)."""
+    measures = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in found.columns})
     cells = [
-        Cell(row.name, seed, RunConfig(seed=seed), f"{i}x{seed}")
+        Cell(row.name, seed, RunConfig(seed=seed, eval=measures), f"{i}x{seed}")
         for i, row in enumerate(found.rows)
         for seed in seeds
     ]
@@ -249,6 +251,27 @@ def test_a_grid_has_a_tile_for_every_cell_and_says_its_gaps(tmp_path):
     assert len(numbers) == 2 * 3 * 2 - 1
     assert figure.count("color-mix") >= len(numbers)
     assert ">—</text>" in figure
+
+
+def test_a_line_of_several_runs_shows_the_numbers_of_each_and_why_it_should_be_worse(tmp_path):
+    why = Expectation(better=False, because="A derivation.")
+    tasks = {key: {"eval.columns": {key: [{"task": "recall"}]}} for key in ("ppl", "acc")}
+    axis = Axis(points=tasks, label="on {}", across=True)
+    found = study([Row(name="LMM"), Row(name="Linear", expected={"acc": why})])
+    found = found.model_copy(update={"axes": {"task": axis}})
+    cells = [replace(cell, name=f"{i}") for i, cell in enumerate(expand(found, "small", seeds=[0, 1, 2]))]
+    for i, cell in enumerate(cells[:-1]):  # the last, one of Linear's, is missing
+        key = next(iter(cell.config.eval.columns))
+        value = result(cell, i, ()) | {"columns": {key: 0.5 - 0.2 * (cell.row[:3] == "Lin") + i / 1000}}
+        write_json(cell.folder(tmp_path).path / "result.json", value)
+    table = table_of(tmp_path, found, cells)
+    assert [row.row.name for row in table.rows] == ["LMM", "Linear"]
+    counts = [[(len(e.values), e.wanted) for e in row.entries.values()] for row in table.rows]
+    assert counts == [[(3, 3), (3, 3)], [(3, 3), (2, 3)]]
+    text = export.markdown(table)
+    assert "beside the study file's direction: of 1 comparison 1 agree" in text
+    assert "Expected: Linear, Reasoning: worse. A derivation." in text
+    assert figure_data(table).axes == ()
 
 
 def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):

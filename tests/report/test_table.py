@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from titans_platform import text
-from titans_platform.config import RunConfig
+from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
 from titans_platform.report import export
 from titans_platform.report.content import bold_note, footnotes, shown
@@ -20,6 +20,7 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Cell, Column, Row, Scale, Study
 
+MEASURES = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in ("lm_ppl", "reasoning_acc")})
 COLUMNS = {
     "lm_ppl": Column(title="LM perplexity", higher_is_better=False, decimals=2),
     "reasoning_acc": Column(title="Reasoning", unit="%", factor=100),
@@ -43,7 +44,11 @@ def root(tmp_path):
 
 
 def cells() -> list[Cell]:
-    return [Cell(row, seed, RunConfig(seed=seed), f"{row[:3]}{seed}") for row in MEASURED for seed in (0, 1)]
+    return [
+        Cell(row, seed, RunConfig(seed=seed, eval=MEASURES), f"{row[:3]}{seed}")
+        for row in MEASURED
+        for seed in (0, 1)
+    ]
 
 
 def finish(root, cell: Cell, commit: str = "c0ffee", **changes) -> None:

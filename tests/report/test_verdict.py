@@ -10,6 +10,7 @@ import pytest
 
 from titans_platform.report.table import Entry
 from titans_platform.report.verdict import LockIn, counted, difference, lock_ins, verdicts
+from titans_platform.study.spec import Expectation, Row
 
 COLUMNS = {
     "lm_ppl": SimpleNamespace(higher_is_better=False, factor=1),
@@ -17,10 +18,17 @@ COLUMNS = {
 }
 
 
-def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], tasks=(), reference=False):
+def row(
+    name: str,
+    columns: dict[str, list[float]],
+    paper: dict[str, float],
+    tasks=(),
+    reference=False,
+    expected=(),
+):
     seeds = range(len(next(iter(columns.values()))))
     return SimpleNamespace(
-        row=SimpleNamespace(name=name, reference=reference),
+        row=Row(name=name, reference=reference, expected=dict(expected)),
         cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed) for seed in seeds],
         results=[
             {
@@ -100,3 +108,19 @@ def test_lock_in_compares_rates_of_tasks_with_two_kinds_of_outcome():
     (found,) = lock_ins(table(lmm, none))
     assert found == LockIn("A", "c/recall@64", 0, 5, 5, 5, found.p)
     assert found.p == pytest.approx(2 / math.comb(10, 5))
+
+
+def test_the_study_file_s_expectation_stands_where_the_paper_has_no_number():
+    expected = {
+        "reasoning_acc": Expectation(better=False, because="a derivation"),
+        "lm_ppl": Expectation(better=True, because="the paper has a number here, which counts"),
+    }
+    same = {"lm_ppl": [9.0, 9.1, 9.2], "reasoning_acc": [0.5, 0.51, 0.52]}
+    worse = {"lm_ppl": [10.0, 10.1, 10.2], "reasoning_acc": [0.4, 0.41, 0.42]}
+    first = row("LMM", same, {"lm_ppl": 27.0})
+    found = verdicts(table(first, row("Linear", worse, {"lm_ppl": 28.0}, expected=expected)))
+    assert [verdict.outcome for verdict in found] == ["agrees", "agrees"]
+    assert found[1].paper is None
+    opposite = {"reasoning_acc": Expectation(better=True, because="another")}
+    found = verdicts(table(first, row("Linear", worse, {}, expected=opposite)))
+    assert [verdict.outcome for verdict in found] == ["", "disagrees"]

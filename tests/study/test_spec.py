@@ -26,6 +26,8 @@ STUDY = {
     ],
 }
 
+EXPECTED = {"better": False, "because": "a derivation"}
+
 
 def write(folder: Path, **changes) -> str:
     path = folder / "tiny.yaml"
@@ -114,6 +116,57 @@ def test_a_row_that_is_left_out_is_checked_too(tmp_path):
         expand(load_study(write(tmp_path, rows=rows)), "small", rows=["LMM"])
 
 
+def test_a_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
+    tasks = {
+        "a": {"eval.columns.first": [{"task": "recall"}], "optim.steps": 7},
+        "b": {"eval.columns.second": [{"task": "words"}]},
+    }
+    changes = {
+        "columns": {"first": {"title": "First"}, "second": {"title": "Second"}},
+        "rows": [*STUDY["rows"][1:2], {"name": "LMM", "expected": {"first": EXPECTED}}],
+        "axes": {"task": {"points": tasks, "label": "on {}", "across": True}},
+    }
+    study = load_study(write(tmp_path, **changes))
+    cells = expand(study, "small", seeds=[0])
+    assert [(cell.row, cell.config.optim.steps, [*cell.config.eval.columns]) for cell in cells] == [
+        ("Linear Memory on a", 7, ["first"]),
+        ("Linear Memory on b", 5, ["second"]),
+        ("LMM on a", 7, ["first"]),
+        ("LMM on b", 5, ["second"]),
+    ]
+    lines = [row.as_line() for row in study.rows_at("small")]
+    assert [row.name for row in lines] == ["Linear Memory", "Linear Memory", "LMM", "LMM"]
+    assert lines[-1].expected["first"].better is False
+    del tasks["b"]
+    with pytest.raises(UsageError, match=r"'Linear Memory': eval\.columns\.second"):
+        expand(load_study(write(tmp_path, **changes)), "small")
+
+
+def test_a_study_like_another_says_what_differs(tmp_path):
+    write(tmp_path)
+    other = tmp_path / "rates.yaml"
+    axis = {"field": "optim.lr", "values": [0.1, 0.2], "label": "at {}"}
+    laid = {"name": "rates", "like": f"{tmp_path}/tiny.yaml", "axes": {"lr": axis}}
+    scales = {"small": {"seeds": [9], "rows": {"LMM": {"optim.steps": 6}}}, "large": None}
+    other.write_text(yaml.safe_dump({**laid, "scales": scales}))
+    study = load_study(str(other))
+    assert (study.name, [*study.scales]) == ("rates", ["small"])
+    cells = expand(study, "small")
+    assert [(cell.row, cell.seed, cell.config.optim.lr, cell.config.optim.steps) for cell in cells][:3] == [
+        ("LMM at 0.1", 9, 0.1, 6),
+        ("LMM at 0.2", 9, 0.2, 6),
+        ("Linear Memory at 0.1", 9, 0.1, 5),
+    ]
+    for wrong, said in (
+        ({"like": 3}, "like: should be the name of a study"),
+        ({"like": str(other)}, "like: rates.yaml is what this study is made from"),
+        ({"scales": {"small": {"rows": {"LMN": {}}}}}, "did you mean LMM"),
+    ):
+        other.write_text(yaml.safe_dump({**laid, **wrong}))
+        with pytest.raises(UsageError, match=said):
+            load_study(str(other))
+
+
 @pytest.mark.parametrize(
     ("call", "near"),
     [
@@ -177,7 +230,7 @@ class TestAblation:
             return change(memory=memory.model_copy(update=fields))
 
         full = attention.model_copy(update={"window": None})
-        plain = change(variant="transformer", attention=full, mlp_expansion=3.0)
+        plain = change(variant="transformer", attention=full, mlp_expansion=3.5)
         assert models == {
             "LMM": lmm,
             "+ Attn (MAC)": change(variant="mac", mlp_expansion=4 / 3),
@@ -193,6 +246,9 @@ class TestAblation:
             "w/o Persistent Memory": change(persistent_tokens=0),
             "Transformer++": plain,
             "Transformer++ with convolution": plain.model_copy(update={"options": {"projections": "titans"}}),
+            "w/o Momentum, doubled step": memory_change(momentum=False, max_theta=1.0),
+            "Linear Memory, equal state": memory_change(depth=1, heads=1),
+            "LMM, hybrids' feed-forward": change(mlp_expansion=4 / 3),
         }
 
     def test_a_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):

@@ -126,6 +126,10 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
         )
     if table.scale.note:
         lines.append(" ".join(table.scale.note.split()))
+    for row in table.rows:
+        for key, expected in row.row.expected.items():
+            way = "better" if expected.better else "worse"
+            lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {expected.because}")
     if any(found.above_chance is not None for found in discriminate(table)):
         lines.append(
             "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's "

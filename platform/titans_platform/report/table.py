@@ -115,9 +115,13 @@ class Table:
 def build_table(run: StudyRun) -> Table:
     """Read the results of all cells of a study and put them in the order of its rows."""
     columns, rows = run.study.columns, []
+    parts: dict[str, list[Row]] = {}
     for row in run.rows:
-        if cells := [cell for cell in run.whole if cell.row == row.name]:
-            rows.append(_table_row(run, row, cells))
+        parts.setdefault(row.as_line().name, []).append(row)
+    for first, *others in parts.values():
+        names = {row.name for row in (first, *others)}
+        if cells := [cell for cell in run.whole if cell.row in names]:
+            rows.append(_table_row(run, first.as_line(), cells))
     chance: dict[str, float] = {}
     for result in (result for row in rows for result in row.results):
         found = result.get("chance", {})
@@ -142,7 +146,8 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
         # an accuracy is better when it is higher; an error below 1 is no share of right answers
         shares = column.higher_is_better
         errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
-        entries[key] = Entry(values, len(cells), row.paper.get(key), _of_mean(errors))
+        wanted = sum(key in cell.config.eval.columns for cell in cells)
+        entries[key] = Entry(values, wanted, row.paper.get(key), _of_mean(errors))
     stale = sorted({str(result["commit"]) for result in results} - {run.commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 

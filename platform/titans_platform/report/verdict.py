@@ -1,4 +1,6 @@
-"""The verdict: which way each row goes from the row it is compared with, in the paper and here.
+"""The verdict: which way each row goes from the row it is compared with, as was said before and here.
+
+What was said is the paper's numbers or, of a column that it has not, the study file's expectation.
 
 A difference is of means over seeds, paired by seed. It is resolved where two intervals at 95% leave out zero:
 the bootstrap's, and Student's, since a bootstrap of three to five seeds alone is too narrow.
@@ -16,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from titans_platform.report.table import Table, TableRow, finite
+from titans_platform.study.spec import Expectation
 from titans_platform.text import NONE, plural
 
 LEVEL = 0.95
@@ -67,15 +70,24 @@ class Verdict:
     paper: float | None
     """The paper's difference, in its own unit; positive is better. None where it prints no number."""
     ours: Difference
+    expected: Expectation | None = None
+    """What the study file expects, where the paper prints no number."""
+
+    @property
+    def better(self) -> bool | None:
+        """Whether the row should be better than the baseline; None where nobody says."""
+        if self.paper:
+            return self.paper > 0
+        return self.expected.better if self.expected else None
 
     @property
     def outcome(self) -> str:
-        """`agrees`, `disagrees` or `not resolved`; empty where the paper has no direction."""
-        if not self.paper:
+        """`agrees`, `disagrees` or `not resolved`; empty where no direction is said."""
+        if self.better is None:
             return ""
         if not self.ours.resolved:
             return UNRESOLVED
-        return AGREES if self.paper * self.ours.mean > 0 else DISAGREES
+        return AGREES if self.better == (self.ours.mean > 0) else DISAGREES
 
 
 def verdicts(table: Table) -> list[Verdict]:
@@ -90,7 +102,8 @@ def verdicts(table: Table) -> list[Verdict]:
             ours = difference(by_seed(row, key, column.factor), before, sign)
             if ours:
                 paper = _paper(row, first, key, sign)
-                found.append(Verdict(row.row.name, key, first.row.name, paper, ours))
+                expected = row.row.expected.get(key)
+                found.append(Verdict(row.row.name, key, first.row.name, paper, ours, expected))
     return found
 
 
@@ -118,7 +131,7 @@ def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int =
 
 
 def counted(found: Sequence[Verdict]) -> dict[str, int]:
-    """How many comparisons end in each way; those without a direction in the paper left out."""
+    """How many comparisons end in each way; those of which no direction is said left out."""
     counts = Counter(verdict.outcome for verdict in found)
     return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED)}
 
@@ -142,9 +155,9 @@ class Verdicts:
 def shown(table: Table, intervals: bool = True) -> Verdicts | None:
     """Differences as text, positive is better, with what they mean for the paper's direction.
 
-    None where the paper has no direction, or where one seed cannot resolve any.
+    None where no direction is said, or where one seed cannot resolve any.
     """
-    found = [verdict for verdict in verdicts(table) if verdict.paper]
+    found = [verdict for verdict in verdicts(table) if verdict.better is not None]
     if not any(len(verdict.ours.pairs) > 1 for verdict in found):
         return None
     base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
@@ -154,7 +167,8 @@ def shown(table: Table, intervals: bool = True) -> Verdicts | None:
         for row in dict.fromkeys(verdict.row for verdict in found)
     ]
     heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
-    return Verdicts(f"Against {base}, beside the paper's direction: {tally(found)}.", heads, body)
+    whose = "the paper's" if any(verdict.paper for verdict in found) else "the study file's"
+    return Verdicts(f"Against {base}, beside {whose} direction: {tally(found)}.", heads, body)
 
 
 def _text(verdict: Verdict | None, decimals: int, intervals: bool) -> str:
@@ -173,8 +187,9 @@ def verdict_rows(table: Table) -> list[list[object]]:
     for found in verdicts(table):
         ours = found.ours
         numbers = [ours.mean, *ours.interval, len(ours.pairs), ours.resolved, found.paper, found.outcome]
-        lines.append([found.row, found.column, found.baseline, *numbers])
-    return [[*heads, "paper difference", "verdict"], *lines]
+        why = found.expected.because if found.expected else None
+        lines.append([found.row, found.column, found.baseline, *numbers, why])
+    return [[*heads, "paper difference", "verdict", "expected because"], *lines]
 
 
 @dataclass(frozen=True)

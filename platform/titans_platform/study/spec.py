@@ -51,6 +51,8 @@ class Axis(Frozen):
     """In place of field and values: a name, and the fields it sets."""
     label: str = "{}"
     """How a value stands in a row's name: `depth {}`."""
+    across: bool = False
+    """A line of the table has the rows of all its values, and each of them measures columns of its own."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Axis:
@@ -172,16 +174,32 @@ class Scale(Frozen):
         return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
 
 
+class Expectation(Frozen):
+    """Which way a row should go from the first one, said before it is run."""
+
+    better: bool
+    because: Annotated[str, Field(min_length=1)]
+    """A derivation, or whose result it is."""
+
+
 class Row(Frozen):
     """One row of the table: a name, what it changes, what the paper printed for it."""
 
     name: str
     set: Fragment = Field(default_factory=dict)
     paper: dict[str, float | None] = Field(default_factory=dict)
+    expected: dict[str, Expectation] = Field(default_factory=dict)
+    """By column, where the paper has no number."""
     reference: bool = False
     """A row shown for comparison that the paper's table does not have: left out of best and worst."""
     axes: dict[str, JsonValue] = Field(default_factory=dict)
     """Where the row stands in the grid: its value on each axis. The study's axes give it."""
+    line: str = ""
+    """The line of the table it is a part of, with the rows at other values of an axis that is across."""
+
+    def as_line(self) -> Row:
+        """The row as its line of the table has it: what it sets is that of one row of several."""
+        return self.model_copy(update={"name": self.line, "set": {}}) if self.line else self
 
 
 class Column(Frozen):
@@ -269,11 +287,17 @@ def _with(row: Row, change: Mapping[str, JsonValue]) -> Row:
 def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValue, Fragment]]) -> Row:
     """The row at one point of the grid, named by both."""
     words, change, at = [row.name] * bool(row.name), overlay({}, row.set), dict(row.axes)
+    line = list(words)
     for (key, axis), (value, sets) in zip(axes.items(), point, strict=True):
-        words.append(axis.label.format(value))
+        words.append(word := axis.label.format(value))
         change = overlay(change, sets)
-        at[key] = value
-    return row.model_copy(update={"name": " ".join(words), "set": change, "axes": at} if point else {})
+        if not axis.across:
+            line.append(word)
+            at[key] = value
+    if not point:
+        return row
+    changed = {"name": " ".join(words), "set": change, "axes": at}
+    return row.model_copy(update=changed | ({"line": " ".join(line)} if line != words else {}))
 
 
 @dataclass(frozen=True)
@@ -349,8 +373,9 @@ def _check_rows(study: Study, rows: Sequence[Row], where: str) -> None:
     if twice:
         raise UsageError(f"{where}: rows: {twice[0]!r} is there twice; give each row its own name")
     for row in rows:
-        for column in row.paper:
-            pick(column, study.columns, f"column (row {row.name!r}, paper)", where)
+        for part, columns in (("paper", row.paper), ("expected", row.expected)):
+            for column in columns:
+                pick(column, study.columns, f"column (row {row.name!r}, {part})", where)
 
 
 def expand(
@@ -368,7 +393,9 @@ def expand(
     """
     scale_name = study.scale_name(scale_name)
     scale = study.scales[scale_name]
-    configs = {row.name: resolve(study, scale_name, row, overrides) for row in study.rows_at(scale_name)}
+    listed = study.rows_at(scale_name)
+    configs = {row.name: resolve(study, scale_name, row, overrides) for row in listed}
+    _check_columns(study, [(row, configs[row.name]) for row in listed])
     chosen = {name for row in rows for name in matching(row, configs, study.name)} or set(configs)
     ordered = [row for row in configs if row in chosen]
     return [
@@ -376,6 +403,18 @@ def expand(
         for seed in dict.fromkeys(seeds or scale.seeds)
         for row in ordered
     ]
+
+
+def _check_columns(study: Study, configs: Iterable[tuple[Row, RunConfig]]) -> None:
+    """Every line of the table measures every column, in one run or in several."""
+    measured: dict[str, set[str]] = {}
+    for row, config in configs:
+        measured.setdefault(row.as_line().name, set()).update(config.eval.columns)
+    for line, columns in measured.items():
+        for column in study.columns:
+            if column not in columns:
+                where = f"{study.name}, row {line!r}"
+                raise UsageError(f"{where}: eval.columns.{column}: the table has this column; list its tasks")
 
 
 def matching(name: str, known: Iterable[str], where: str) -> list[str]:
@@ -401,9 +440,6 @@ def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = 
         config = validate(RunConfig, complete(fragment))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    missing = [column for column in study.columns if column not in config.eval.columns]
-    if missing:
-        raise UsageError(f"{where}: eval.columns.{missing[0]}: the table has this column; list its tasks")
     return config
 
 
