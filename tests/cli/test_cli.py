@@ -37,6 +37,8 @@ FROZEN = {
     "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
+    "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "
+    "--memory-in --memory-out --root",
     "init": "PATH --data --preset --force --reference",
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titans_platform.config import BYTE_VOCABULARY
 from titans_platform.data import load_tokenizer
+from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 
 TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
@@ -47,6 +48,29 @@ def test_bytes_round_trip_and_ids():
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
     assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, BYTE_VOCABULARY)
     assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
+
+
+def streamed(tokenizer, text: str, first: int) -> list[str]:
+    """What each token from ``first`` on adds to those before it, and the rest."""
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer, ids[:first])
+    return [*map(stream.add, ids[first:]), stream.end()]
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
+    text = "a memory 記憶 learns"
+    assert "".join(streamed(load_tokenizer("byte"), text, first)) == text.encode()[first:].decode()
+    tokenizer = load_tokenizer(str(sentencepiece_model))
+    before = tokenizer.decode(tokenizer.encode("memory after chunk")[:first])
+    assert before + "".join(streamed(tokenizer, "memory after chunk", first)) == "memory after chunk"
+
+
+def test_a_letter_of_several_tokens_is_waited_for_but_not_for_ever():
+    assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
+    stream = TextStream(load_tokenizer("byte"))
+    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
+    assert stream.end() == "\ufffd"
 
 
 def test_sentencepiece_round_trip(sentencepiece_model):

@@ -133,6 +133,31 @@ class JsonTokenizer(Tokenizer):
         return self._model.decode(self._plain(ids))
 
 
+class TextStream:
+    """Tokens to text as they come; ``before`` are those the first of them follows, for the space between."""
+
+    HELD = 8
+    """Tokens that one letter is waited for; what is no text after so many is shown as it is."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+        self._tokenizer, self._tokens = tokenizer, list(before[-self.HELD :])
+        self._shown = len(self._tokens)
+
+    def add(self, token: int) -> str:
+        """What ``token`` adds to the text; nothing as long as a letter is not whole."""
+        self._tokens.append(token)
+        cut = self._tokenizer.decode(self._tokens).endswith("\ufffd")
+        return "" if cut and len(self._tokens) - self._shown < self.HELD else self.end()
+
+    def end(self) -> str:
+        """What has been held back."""
+        before = self._tokenizer.decode(self._tokens[: self._shown])
+        text = self._tokenizer.decode(self._tokens)[len(before) :]
+        self._tokens = self._tokens[self._shown :] or self._tokens
+        self._shown = len(self._tokens)
+        return text
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer ``spec`` names: ``byte``, the path of a .model or .json file, or a Hub repository that
     has a tokenizer.json. Raises UsageError.
