@@ -64,7 +64,7 @@ class LanguageModel(Backbone):
         sampling: Sampling = GREEDY,
         stop: Sequence[int] = (),
     ) -> list[list[int]]:
-        """What each prompt is gone on with, as `Writing` has it: its arguments and errors."""
+        """What is written after each prompt. Arguments and errors are those of `Writing`."""
         written: list[list[int]] = [[] for _ in prompts]
         for row, token in self.stream(prompts, max_new_tokens, start=start, sampling=sampling, stop=stop):
             written[row].append(token)

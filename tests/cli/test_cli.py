@@ -37,6 +37,7 @@ FROZEN = {
     "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
+    "export": "RUN FOLDER --root",
     "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "
     "--memory-in --memory-out --root",
     "init": "PATH --data --preset --force --reference",

@@ -11,8 +11,11 @@ import pytest
 import sentencepiece
 
 from tests.small import RUN
+from titans_core.pretrained import load_folder
+from titans_platform import load_run
 from titans_platform.cli import run
 from titans_platform.config import RunConfig
+from titans_platform.data import load_tokenizer
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
@@ -120,6 +123,21 @@ def test_a_run_that_nobody_has_is_one_line(tmp_path, capsys):
     assert "abc123: no such run under" in capsys.readouterr().err
 
 
+def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(["export", str(cell), str(out)]) == 0
+    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert [Path(line.split()[0]).name for line in capsys.readouterr().out.splitlines()] == names
+    tokenizer = load_tokenizer(str(out / "tokenizer.json"))
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == tokenizer.bos
+    tokens = tokenizer.encode("Call me")
+    model, byte, _ = load_run(cell)
+    assert tokens == byte.encode("Call me")
+    assert load_folder(out).generate([tokens], 9) == model.generate([tokens], 9)
+    assert run(["export", str(cell), str(out)]) == 2
+    assert "is not empty; give another folder" in capsys.readouterr().err
+
+
 def test_any_tokenizer_will_do(tmp_path, book, capsys):
     book.write_text(BOOK * 30)
     model, path = io.BytesIO(), tmp_path / "small.model"
@@ -135,3 +153,5 @@ def test_any_tokenizer_will_do(tmp_path, book, capsys):
     out, err = generate(capsys, *line)
     assert err.count(" a second") == 2
     assert generate(capsys, *line, "--no-stream")[0] == out
+    assert run(["export", str(cell), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == path.read_bytes()

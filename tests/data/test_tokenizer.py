@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titans_platform.config import BYTE_VOCABULARY
 from titans_platform.data import load_tokenizer
+from titans_platform.data.handover import write_tokenizer
 from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 
@@ -71,6 +72,25 @@ def test_a_letter_of_several_tokens_is_waited_for_but_not_for_ever():
     stream = TextStream(load_tokenizer("byte"))
     assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
     assert stream.end() == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["byte", "plain", "special"])
+def test_a_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
+    special = ("<s>", "<pad>") if kind == "special" else ()
+    spec = "byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special))
+    own = load_tokenizer(spec)
+    (tmp_path / "out").mkdir()
+    there = load_tokenizer(str(write_tokenizer(own, tmp_path / "out")))
+    text = "hello world 記 \n\x00 é hello"
+    assert there.encode(text) == own.encode(text)
+    assert there.decode(own.encode(text)) == own.decode(own.encode(text))
+    assert (there.bos, there.pad) == (own.bos, own.pad)
+    # a program that knows no more than the files begins each text as in training
+    plain = Tokenizer.from_file(str(there.path))
+    assert plain.encode("hello").ids == [own.bos, *own.encode("hello")]
+    names = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    found = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
+    assert found == [own.bos, own.bos, own.pad]
 
 
 def test_sentencepiece_round_trip(sentencepiece_model):

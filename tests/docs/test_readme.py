@@ -109,7 +109,7 @@ def test_other_lines_of_the_shell_are_known():
     assert sum(line.startswith("titans") for line in lines) > 10
     extras = set(re.findall(r"pip install -e '\.\[([\w-]+)\]'", README.read_text("utf-8")))
     project = (TOP / "pyproject.toml").read_text()
-    assert extras == {"peers", "lm-eval"}
+    assert extras == {"peers", "lm-eval", "hf"}
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 
