@@ -118,7 +118,8 @@ def _put_together(made: Any, tensors: dict[str, Tensor]) -> Any:
         return tensors[made["tensor"]]
     if "tuple" in made:
         return tuple(_put_together(part, tensors) for part in made["tuple"])
-    parts = {key: _put_together(part, tensors) for key, part in made.get("fields", made.get("dict")).items()}
+    below = made["fields"] if "class" in made else made["dict"]
+    parts = {key: _put_together(part, tensors) for key, part in below.items()}
     return _named_tuple(made["class"])(**parts) if "class" in made else parts
 
 
