@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -220,6 +221,18 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
 )
 def test_clock(seconds, text):
     assert clock(seconds) == text
+
+
+def test_a_root_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for run in (study_of(tmp_path / "file"), study_of(Path("/proc/titans"))):
+        with (
+            pytest.raises(UsageError, match=r"^--root: .* cannot be written \(.*\); give another$"),
+            only_driver(run),
+        ):
+            pass
+        with pytest.raises(UsageError, match="^--root: "), RunFolder(run.root, "abc").hold():
+            pass
 
 
 def test_a_dead_writer_leaves_no_half_file(folder):

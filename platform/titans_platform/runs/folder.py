@@ -172,7 +172,6 @@ class RunFolder:
         A driver killed a moment ago may leave a worker for some seconds, and the next one waits for it
         rather than write into the same folder.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         with held(self.path / LOCK, wait) as got:
             if not got:
                 raise Busy(f"run {self.name}: another process works on it; wait for it, or stop it")

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from titans_platform.errors import TitansError, UsageError
+from titans_platform.files import not_written
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.parallel import rank
 
@@ -203,7 +204,7 @@ def adopt(point: Path, folder: Path, trained: Callable[[Progress], Progress]) ->
         write_manifest(partial, trained(read_manifest(point).progress))
         os.replace(partial, final)
     except OSError as error:
-        raise TitansError(f"{final}: cannot be written: {error.strerror or error}") from error
+        raise not_written(final, error) from error
     return final
 
 
