@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -223,16 +222,14 @@ def test_clock(seconds, text):
     assert clock(seconds) == text
 
 
-def test_a_root_that_cannot_be_written_is_one_line(tmp_path):
+@pytest.mark.parametrize("root", ["file", "/proc/titans"])
+def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
     (tmp_path / "file").write_text("")
-    for run in (study_of(tmp_path / "file"), study_of(Path("/proc/titans"))):
-        with (
-            pytest.raises(UsageError, match=r"^--root: .* cannot be written \(.*\); give another$"),
-            only_driver(run),
-        ):
-            pass
-        with pytest.raises(UsageError, match="^--root: "), RunFolder(run.root, "abc").hold():
-            pass
+    run, line = study_of(tmp_path / root), r"^--root: .* cannot be written \(.*\); give another$"
+    with pytest.raises(UsageError, match=line), only_driver(run):
+        pass
+    with pytest.raises(UsageError, match=line), RunFolder(run.root, "abc").hold():
+        pass
 
 
 def test_a_dead_writer_leaves_no_half_file(folder):

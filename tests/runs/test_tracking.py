@@ -174,7 +174,7 @@ def test_without_psutil_the_setting_says_what_to_install(store, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(
-        UsageError, match=r"^log\.system_metrics: psutil is not installed; pip install psutil"
+        UsageError, match=r"^log\.system_metrics: psutil is not installed; pip install"
     ):
         store.run(store.cell_run("bare", "bare"), system_metrics=True)
 

@@ -48,9 +48,8 @@ def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
     prepare(plain.data, tmp_path)
     specs = [spec_for(cfg, tmp_path) for cfg in (plain, watched)]
     assert specs[0].name == specs[1].name
-    results = [
-        work(spec_for(cfg, tmp_path, name=name)).result for cfg, name in ((plain, "a"), (watched, "b"))
-    ]
+    named = (("a", plain), ("b", watched))
+    results = [work(spec_for(cfg, tmp_path, name=name)).result for name, cfg in named]
     assert {key: results[0][key] for key in NUMBERS} == {key: results[1][key] for key in NUMBERS}
 
 
