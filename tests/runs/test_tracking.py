@@ -173,9 +173,7 @@ def test_without_psutil_the_setting_says_what_to_install(store, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("mlflow.system_metrics")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.raises(
-        UsageError, match=r"^log\.system_metrics: psutil is not installed; pip install"
-    ):
+    with pytest.raises(UsageError, match=r"^log\.system_metrics: psutil is not installed; pip install"):
         store.run(store.cell_run("bare", "bare"), system_metrics=True)
 
 
