@@ -223,6 +223,25 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_more_steps_go_on_and_a_start_gives_another_run(tiny_yaml, tmp_path, capsys):
+    line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", "optim.schedule=constant"]
+    line += ["--set", "optim.warmup_steps=2", "--set"]
+
+    def cell(*more: str) -> tuple[str, str]:
+        assert run([*line, *more]) == 0
+        shown = capsys.readouterr().out
+        return shown, next(
+            words[1][:12] for row in shown.splitlines() if (words := row.split())[:1] == ["run"]
+        )
+
+    _, first = cell("optim.steps=4")
+    shown, longer = cell("optim.steps=60")
+    assert f"going on from step 4 of run {first}, which trained the same steps" in shown
+    _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
+    assert len({first, longer, begun}) == 3
+
+
+@pytest.mark.slow
 def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
     command = [sys.executable, "-c", "from titans_platform.cli import main; main()", "train", str(tiny_yaml)]
     command += ["--root", str(tmp_path), "--set", "optim.steps=1000", "--set", "checkpoint.every=5"]

@@ -147,6 +147,13 @@ def test_bad_tokenizer_is_one_line(tmp_path, name, content):
     assert "`byte`" in str(error.value)
 
 
+def test_the_tokenizer_of_the_paper_scales_is_named_with_where_to_get_it():
+    with pytest.raises(UsageError) as error:
+        load_tokenizer("tokenizers/llama2-32k.model")
+    assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
+    assert "--set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0" in str(error.value)
+
+
 def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
     import huggingface_hub
 
