@@ -18,7 +18,7 @@ import pytest
 from titans_core import LanguageModel
 from titans_platform import cli
 from titans_platform.report.verdict import Verdict, difference, tally
-from titans_platform.study.spec import expand, load_study
+from titans_platform.study.grid import expand, load_study
 from titans_platform.text import count
 
 TOP = Path(__file__).parents[2]

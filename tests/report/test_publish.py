@@ -13,8 +13,9 @@ from titans_platform.errors import UsageError
 from titans_platform.files import write_json
 from titans_platform.report.publish import log_views, make, write_views
 from titans_platform.report.table import Table, build_table
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.tracking import Store, open_store
 
 ACC = Column(title="Reasoning", unit="%", factor=100)

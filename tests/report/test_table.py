@@ -17,8 +17,9 @@ from titans_platform.report.export import terminal
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
 from titans_platform.runs.folder import RunFolder
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 
 MEASURES = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in ("lm_ppl", "reasoning_acc")})
 COLUMNS = {

@@ -12,10 +12,11 @@ from titans_platform.errors import ClusterError, UsageError
 from titans_platform.files import held, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Node, Resources, concurrency
+from titans_platform.study.grid import Cell
 from titans_platform.study.ledger import Marks
 from titans_platform.study.plan import StudyRun, make_plan
 from titans_platform.study.schedule import only_driver
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import View, cell_statuses
 from titans_platform.text import clock
 

@@ -8,7 +8,7 @@ import yaml
 
 from titans_platform.errors import UsageError
 from titans_platform.loading import overlay
-from titans_platform.study.spec import expand, find_study, load_study
+from titans_platform.study.grid import expand, find_study, load_study
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUDY = {

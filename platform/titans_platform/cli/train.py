@@ -127,7 +127,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
 def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     from titans_platform.provenance import commit
     from titans_platform.runs.spec import Tracking
-    from titans_platform.study.spec import Cell
+    from titans_platform.study.grid import Cell
     from titans_platform.study.tracker import params
     from titans_platform.tracking import open_store
 

@@ -24,7 +24,7 @@ from titans_platform.clusters.steps import Write
 from titans_platform.errors import UsageError
 from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
-from titans_platform.study.spec import Cell, find_study
+from titans_platform.study.grid import Cell, find_study
 
 DISTRIBUTION = "titans-lab"
 

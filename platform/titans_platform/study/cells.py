@@ -15,10 +15,10 @@ from titans_platform.provenance import commit
 from titans_platform.runs.check import check_batch, check_resources, check_start, sizes
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import located
+from titans_platform.study.grid import Cell, expand, load_study
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.schedule import MANIFEST
 from titans_platform.study.search import check_space, read_search, with_found
-from titans_platform.study.spec import Cell, expand, load_study
 
 
 def open_study(

@@ -25,9 +25,10 @@ from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import die_with_parent
 from titans_platform.runs.spec import Rung, RunSpec
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.schedule import run_trials
-from titans_platform.study.spec import Cell, Parameter, Row, Search
+from titans_platform.study.spec import Parameter, Row, Search
 from titans_platform.study.tracker import Tracker, tracked
 
 FOUND = "found"

@@ -13,8 +13,9 @@ from titans_core.config import ModelConfig
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import log_result
 from titans_platform.runs.spec import RunSpec, Tracking
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Row
+from titans_platform.study.spec import Row
 from titans_platform.text import flatten
 
 if TYPE_CHECKING:
