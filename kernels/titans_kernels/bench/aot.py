@@ -51,6 +51,8 @@ class Report(NamedTuple):
     """bytes a program"""
     tensor_core: int
     """instructions"""
+    carried: int
+    """asynchronous products still in flight where a loop starts over"""
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
@@ -101,7 +103,7 @@ def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
     tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
     return Report(
         name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
-        tensor_core,
+        tensor_core, _carried(made.asm["ptx"]),
     )  # fmt: skip
 
 
@@ -110,6 +112,21 @@ def name_of(launch: Launch) -> str:
     module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
     flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
     return ".".join([module, kernel]) + ("+" + "+".join(flags) if flags else "")
+
+
+def _carried(ptx: str) -> int:
+    """The most groups of wgmma that are committed and not waited for at a jump back."""
+    labels, flight, most = set(), 0, 0
+    for line in map(str.strip, ptx.splitlines()):
+        if label := re.match(r"(\$\w+):", line):
+            labels.add(label[1])
+        elif line.startswith("wgmma.commit_group"):
+            flight += 1
+        elif wait := re.match(r"wgmma\.wait_group\S*\s+(\d+)", line):
+            flight = min(flight, int(wait[1]))
+        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)) and jump[1] in labels:
+            most = max(most, flight)
+    return most
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

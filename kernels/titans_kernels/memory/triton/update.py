@@ -58,9 +58,10 @@ def _update_backward(
             if KEYS:
                 error = load_rows(d, t, row, valid, h, H, F, f)
                 dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
+                # this one first: as the last it would run on, asynchronously, while W's next tile arrives
+                dk_tile += SIGN * dot(dz_tile, tl.trans(W), TYPE, PRECISION)
                 dk_tile -= c[:, None] * dot(error, tl.trans(dW), TYPE, PRECISION)
                 dk_tile -= share[:, None] * dot(error, tl.trans(dS), TYPE, PRECISION)
-                dk_tile += SIGN * dot(dz_tile, tl.trans(W), TYPE, PRECISION)
         if KEYS:
             dk_tile += load_rows(dX, t, row, valid, h, H, D, k).to(tl.float32)
             store_rows(dk, dk_tile, t, row, valid, h, H, D, k)
