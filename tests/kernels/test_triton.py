@@ -14,7 +14,7 @@ from titans_kernels import neural_memory
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory import native, op
 from titans_kernels.memory.triton import op as triton_op
-from titans_kernels.memory.triton import phases, pieces, tables
+from titans_kernels.memory.triton import phases, pieces, refusal, tables
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
 
@@ -191,13 +191,13 @@ def test_every_path_is_among_the_cases():
     assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
 
 
-@pytest.mark.parametrize("dtype", triton_op.TYPES, ids=str)
+@pytest.mark.parametrize("dtype", refusal.TYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_that_is_measured_has_its_kernels(name, dtype):
     shape = SHAPES[name]
     q = torch.empty(1, 1, 1, shape.head_dim, dtype=dtype)
     weights = tuple(torch.empty(1, *pair) for pair in shape.pairs)
-    assert triton_op.refusal(q, q, q, weights, shape.chunk_size) is None
+    assert refusal.refusal(q, q, q, weights, shape.chunk_size) is None
 
 
 REFUSED = {
@@ -217,8 +217,19 @@ REFUSED = {
 def test_a_shape_without_a_kernel_says_why(name):
     make, reason = REFUSED[name]
     q, W, b = make(torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),))
-    assert reason in (triton_op.refusal(q, q, q, W, b) or "served")
-    assert triton_op.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
+    assert reason in (refusal.refusal(q, q, q, W, b) or "served")
+    assert refusal.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
+
+
+def test_float32_chunks_of_128_with_a_hidden_layer_are_too_large_for_a_card(monkeypatch):
+    monkeypatch.setattr(refusal, "INTERPRETED", False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    q, (deep, flat) = torch.zeros(1, 8, 1, 32), ((torch.zeros(1, 32, 32),) * depth for depth in (2, 1))
+    reason = refusal.refusal(q, q, q, deep, 128) or "served"
+    assert "chunk_size 128 in float32 with a hidden layer" in reason
+    assert refusal.refusal(q, q, q, flat, 128) is None
+    assert refusal.refusal(q, q, q, deep, 64) is None
+    assert refusal.refusal(q, q, q, deep, 128, torch.bfloat16) is None
 
 
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():

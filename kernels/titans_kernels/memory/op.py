@@ -139,11 +139,12 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
     """The Triton form, or why no kernel serves the call."""
     # imported when asked for: a CPU has no use for Triton
     from titans_kernels.memory.triton import op as triton
+    from titans_kernels.memory.triton.refusal import refusal
 
     dtype = _operands(inputs.q)
     if type(options.rule) not in triton.TAKES:
         return f"no kernel for the rule {options.rule}"
-    reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
+    reason = refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
     return reason or partial(triton.forget_and_learn, dtype=dtype)
 
 

@@ -19,7 +19,6 @@ from titans_kernels.memory.rules import Rule
 from titans_kernels.memory.triton import phases
 from titans_kernels.memory.triton.launch import written_down
 from titans_kernels.memory.triton.phases import Kept, Tokens
-from titans_kernels.memory.triton.pieces import INTERPRETED
 from titans_kernels.memory.triton.shapes import Shape, flatten, layers_of, unflatten
 from titans_kernels.memory.triton.tables import chunk_count, of_the_moment, tables
 
@@ -27,31 +26,6 @@ TAKES = (Rule,)
 """The rules the kernels compute: the paper's."""
 KEEP_BYTES = 512 * 2**20
 """What the forward found is kept for the backward up to this size; else the backward finds it again."""
-
-WIDTHS = (16, 32, 64, 128)
-HIDDEN = (16, 32, 64, 128, 256, 512)
-CHUNKS = (16, 32, 64, 128)
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def refusal(
-    q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
-) -> str | None:
-    """Why no kernel serves a call, or None where one does. ``dtype`` of the operands, else q's."""
-    if not q.is_cuda and not INTERPRETED:
-        return f"tensors are on {q.device.type}, and Triton's interpreter is off"
-    if (dtype or q.dtype) not in TYPES:
-        return f"no kernel for {dtype or q.dtype}"
-    if chunk_size not in CHUNKS:
-        return f"chunk_size {chunk_size} is not one of {', '.join(map(str, CHUNKS))}"
-    hidden = {W.shape[-1] for W in weights[:-1]}
-    if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
-        return f"head widths {q.shape[-1]}, {v.shape[-1]} are not of {', '.join(map(str, WIDTHS))}"
-    if len(hidden) > 1:
-        return f"hidden widths {sorted(hidden)} differ"
-    if not hidden.issubset(HIDDEN):
-        return f"hidden width {hidden.pop()} is not one of {', '.join(map(str, HIDDEN))}"
-    return None
 
 
 def forget_and_learn(
