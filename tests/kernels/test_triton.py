@@ -221,15 +221,44 @@ def test_a_shape_without_a_kernel_says_why(name):
     assert refusal.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
 
 
-def test_float32_chunks_of_128_with_a_hidden_layer_are_too_large_for_a_card(monkeypatch):
+@pytest.fixture
+def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
+    """A Hopper and Triton 3.9's assembler, as far as `refusal` can tell."""
     monkeypatch.setattr(refusal, "INTERPRETED", False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(refusal, "assembler", lambda: "13.4")
+    monkeypatch.delenv("TITANS_PTXAS", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_float32_chunks_of_128_with_a_hidden_layer_are_too_large_for_a_card():
     q, (deep, flat) = torch.zeros(1, 8, 1, 32), ((torch.zeros(1, 32, 32),) * depth for depth in (2, 1))
     reason = refusal.refusal(q, q, q, deep, 128) or "served"
     assert "chunk_size 128 in float32 with a hidden layer" in reason
     assert refusal.refusal(q, q, q, flat, 128) is None
     assert refusal.refusal(q, q, q, deep, 64) is None
     assert refusal.refusal(q, q, q, deep, 128, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"), [("12.4", False), ("12.8", True), ("13.0", True), ("13.1", False), ("13.4", False)]
+)
+def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, wrong, on_a_card):
+    q, W = torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),)
+    on_a_card.setattr(refusal, "assembler", lambda: version)
+    assert (f"ptxas {version}" in (refusal.refusal(q, q, q, W, 64) or "served")) == wrong
+    on_a_card.setenv("TITANS_PTXAS", "any")
+    assert refusal.refusal(q, q, q, W, 64) is None
+    on_a_card.delenv("TITANS_PTXAS")
+    on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert refusal.refusal(q, q, q, W, 64) is None
+
+
+def test_the_assembler_that_triton_takes_has_a_version():
+    major, minor = refusal.assembler().split(".")
+    assert (int(major), int(minor)) >= (12, 0)
 
 
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():

@@ -14,6 +14,10 @@ WIDTHS = (16, 32, 64, 128)
 HIDDEN = (16, 32, 64, 128, 256, 512)
 CHUNKS = (16, 32, 64, 128)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
+WRONG_ON_HOPPER = (12, 8), (13, 1)
+"""Versions of ptxas from the first on, before the second, give wrong numbers or write outside of shared
+memory where wgmma takes an operand from registers, as in most products here: 12.8.93 did both and 13.0.88 the
+latter on the same PTX, 13.1.80 neither (flash-linear-attention, pull request 1262 and issue 640)."""
 
 
 def refusal(
@@ -34,7 +38,9 @@ def refusal(
         return f"hidden widths {sorted(hidden)} differ"
     if not hidden.issubset(HIDDEN):
         return f"hidden width {hidden.pop()} is not one of {', '.join(map(str, HIDDEN))}"
-    return None if INTERPRETED else too_large(dtype, chunk_size, len(weights))
+    if INTERPRETED:
+        return None
+    return too_large(dtype, chunk_size, len(weights)) or miscompiled(q.device.index)
 
 
 def too_large(dtype: torch.dtype, chunk_size: int, depth: int) -> str | None:
@@ -46,3 +52,28 @@ def too_large(dtype: torch.dtype, chunk_size: int, depth: int) -> str | None:
     if dtype == torch.float32 and chunk_size == 128 and depth > 1:
         return "chunk_size 128 in float32 with a hidden layer takes more shared memory than there is"
     return None
+
+
+@torch.compiler.assume_constant_result
+def miscompiled(device: int | None) -> str | None:
+    """Why what Triton would assemble for a CUDA device is not to be trusted, or None where nothing is known.
+
+    `TITANS_PTXAS=any` in the environment takes whatever assembler there is.
+    """
+    if os.environ.get("TITANS_PTXAS") == "any" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    version = assembler()
+    first, fixed = WRONG_ON_HOPPER
+    if not first <= tuple(map(int, version.split("."))) < fixed:
+        return None
+    return (
+        f"ptxas {version} miscompiles products for Hopper (FLA's pull request 1262): Triton 3.9 brings a "
+        "newer one; TITANS_PTXAS=any takes this one"
+    )
+
+
+def assembler() -> str:
+    """Version of the ptxas that Triton takes for Hopper."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return get_ptxas(90).version
