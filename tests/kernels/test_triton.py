@@ -168,6 +168,23 @@ def test_states_found_again_are_those_kept(monkeypatch):
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
+@pytest.mark.parametrize(("keep_bytes", "again"), [(0, 1), (2**30, 0), (None, 0)])
+def test_a_call_says_what_may_be_kept_of_it(keep_bytes, again, monkeypatch):
+    call, recalls, recall = Call(Case(SHORT, 20, 16)), [], phases.recall
+    monkeypatch.setattr(phases, "recall", lambda *args: recalls.append(args) or recall(*args))
+    tokens, weights = [x.float().requires_grad_() for x in call.tokens], (call.weights[0].float(),)
+    y, _ = neural_memory(*tokens, weights, chunk_size=16, backend="triton", keep_bytes=keep_bytes)
+    y.sum().backward()
+    assert len(recalls) == again
+
+
+def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
+    card = type("Card", (), {"total_memory": 64 * 2**31})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert triton_op.keep_bytes(torch.device("cuda:0")) == 2**31
+    assert triton_op.keep_bytes(torch.device("cpu")) == triton_op.KEEP_BYTES
+
+
 @pytest.mark.parametrize(
     ("operands", "limit"),
     # the interpreter cuts bfloat16 off where a GPU rounds, which costs a few times the error

@@ -48,6 +48,7 @@ def neural_memory(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
     rule: Rule | str = PAPER,
+    keep_bytes: int | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Write each token into the memory and read it back (eqs. 12-16).
 
@@ -72,6 +73,9 @@ def neural_memory(
             memory is small, else "chunked"; for another rule than the paper's, "autograd".
         rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
             the paper's. "reference" and "autograd" take any rule.
+        keep_bytes: what the kernels may keep of this call for its backward; a call that needs more computes
+            it again there, with the same result. None for 1/64 of the card's memory. The other forms do not
+            look at it.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
@@ -90,7 +94,7 @@ def neural_memory(
     weights = _per_document(weights, documents, dtype)
     momentum = _per_document(momentum, documents, dtype) if momentum else _zeros_like(weights)
     rule = find_rule(rule) if isinstance(rule, str) else rule
-    options = Options(chunk_size, activation, surprise_bound, cu_seqlens, rule)
+    options = Options(chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes)
     form = choose(backend, inputs, weights, options)
     # the state is float32 whatever autocast would make of the products
     with without_autocast(q):

@@ -56,6 +56,7 @@ class Options(NamedTuple):
     surprise_bound: float | None
     cu_seqlens: Tensor | None
     rule: Rule = PAPER
+    keep_bytes: int | None = None
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

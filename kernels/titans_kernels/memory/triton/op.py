@@ -25,8 +25,7 @@ from titans_kernels.memory.triton.tables import chunk_count, of_the_moment, tabl
 TAKES = (Rule,)
 """The rules the kernels compute: the paper's."""
 KEEP_BYTES = 512 * 2**20
-"""What the forward found is kept for the backward up to this size; else the backward finds it again."""
-
+"""`keep_bytes` where there is no card."""
 
 def forget_and_learn(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, dtype: torch.dtype
@@ -45,15 +44,26 @@ def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]
     each = H * _chunk_bytes(widths, b, tokens.q.element_size())
     total = each * chunk_count(B * T, start.shape[0], b, packed)
     rule = (widths, b, options.activation, options.surprise_bound or 0.0)
-    if torch.is_grad_enabled() or packed or total <= KEEP_BYTES:
-        keep = torch.is_grad_enabled() and total <= KEEP_BYTES
+    most = keep_bytes(tokens.q.device) if options.keep_bytes is None else options.keep_bytes
+    if torch.is_grad_enabled() or packed or total <= most:
+        keep = torch.is_grad_enabled() and total <= most
         return torch.ops.titans.memory_triton(*tokens, start, options.cu_seqlens, *rule, keep)[:2]
-    out, length = [], b * max(1, KEEP_BYTES // (each * B))
+    out, length = [], b * max(1, most // (each * B))
     for t in range(0, T, length):
         part = (x[:, t : t + length] for x in tokens)
         y, start = torch.ops.titans.memory_triton(*part, start, None, *rule, False)[:2]
         out.append(y)
     return torch.cat(out, 1), start
+
+
+def keep_bytes(device: torch.device) -> int:
+    """What the forward keeps of a call for its backward: up to this size, or the backward finds it again.
+
+    A share of all the card's memory, not of what is free: what a run computes may not hang on its neighbours.
+    """
+    if device.type != "cuda":
+        return KEEP_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // 64
 
 
 def _chunk_bytes(widths: list[int], b: int, element: int) -> int:
