@@ -60,7 +60,7 @@ def served(shape: Shape, dtype: torch.dtype) -> None:
     """Every shape of the registry that fits has its kernels: what is timed as them must be them."""
     from titans_kernels.memory.triton.refusal import too_large
 
-    if reason := too_large(dtype, shape.chunk_size, shape.depth):
+    if reason := too_large(dtype, shape.chunk_size):
         pytest.skip(reason)
     assert TRITON.refuse(make(shape.short(), dtype, torch.device("cuda"), seed=0)) is None
 
