@@ -54,9 +54,9 @@ CASES = [
     Case((16, 128), 64, 128), Case((32, 128, 16), 66, 64), Case((16, 16, 16, 32), 34, 16, bound=None),
     Case((16, 32, 32, 16), 130), Case((16, 32, 32, 16), 1, 16, H=2), Case((32, 16, 16, 16, 16), 64, 32),
     Case((16, 32, 32, 32, 16), 100, 128),
-    # packed documents, the shortest of one token
-    Case(SHORT, 50, 16, borders=(0, 1, 18, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 50)),
-    Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 50)),
+    # packed documents, one of one token and two of none
+    Case(SHORT, 50, 16, borders=(0, 1, 18, 18, 50, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 18, 50, 50)),
+    Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50)),
 ]  # fmt: skip
 
 
@@ -159,6 +159,35 @@ def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.parametrize("widths", [SHORT, DEEP, pytest.param((16, 16, 16, 16), marks=pytest.mark.slow)])
+def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
+    """What training on packed documents wants: one start for all, and no state of each at the end."""
+    call, seen, forward = Call(Case(widths, 50, 16, borders=(0, 1, 18, 18, 50))), [], phases.forward
+
+    def spied(shape, x, start, **options):
+        y, after, kept = forward(shape, x, start, **options)
+        seen.append((start.shape[0], after.numel()))
+        return y, after, kept
+
+    def results(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype) for x in (*call.tokens, *(x[0] for x in (*call.weights, *call.momentum)))]
+        leaves = [x.requires_grad_() for x in leaves]
+        depth = len(call.weights)
+        y, state = neural_memory(
+            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth :]), chunk_size=16,
+            surprise_bound=0.5, cu_seqlens=torch.tensor(call.case.borders), backend=backend,
+            output_final_state=False,
+        )  # fmt: skip
+        assert state == ((), ())
+        return [y, *torch.autograd.grad(y, leaves, call.seeds[0].to(dtype))]
+
+    monkeypatch.setattr(phases, "forward", spied)
+    expected, found = results("reference", torch.float64), results("triton", torch.float32)
+    assert seen == [(1, 0)]
+    for x, wanted in zip(found, expected, strict=True):
+        assert (x - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12
+
+
 @pytest.mark.slow
 def test_states_found_again_are_those_kept(monkeypatch):
     case = Case((16, 32, 32, 16), 34, 16)
@@ -250,13 +279,11 @@ def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures("on_a_card")
-def test_float32_chunks_of_128_with_a_hidden_layer_are_too_large_for_a_card():
-    q, (deep, flat) = torch.zeros(1, 8, 1, 32), ((torch.zeros(1, 32, 32),) * depth for depth in (2, 1))
-    reason = refusal.refusal(q, q, q, deep, 128) or "served"
-    assert "chunk_size 128 in float32 with a hidden layer" in reason
-    assert refusal.refusal(q, q, q, flat, 128) is None
-    assert refusal.refusal(q, q, q, deep, 64) is None
-    assert refusal.refusal(q, q, q, deep, 128, torch.bfloat16) is None
+def test_float32_chunks_of_128_are_too_large_for_a_card():
+    q, W = torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),)
+    assert "chunk_size 128 in float32" in (refusal.refusal(q, q, q, W, 128) or "served")
+    assert refusal.refusal(q, q, q, W, 64) is None
+    assert refusal.refusal(q, q, q, W, 128, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(
@@ -353,10 +380,17 @@ def test_tables_of_packed_documents():
     assert all(count == 0 for _, count in found.chunks.tolist()[5:])
 
 
-def test_tables_are_made_once_for_the_same_borders():
+def test_equal_rows_need_no_table():
+    found = tables.tables(3, 50, None, 16, torch.device("cpu"))
+    assert found == (12, 50, None, None)
+
+
+def test_tables_are_worked_out_once_for_the_same_borders():
+    """On the host; what a call's stream has of them is sent along with the call."""
     borders = torch.tensor([0, 20, 50])
     first = tables.tables(1, 50, borders, 16, torch.device("cpu"))
-    assert tables.tables(1, 50, borders, 16, torch.device("cpu")) is first
+    assert tables.tables(1, 50, borders, 16, torch.device("cpu")).chunks is first.chunks
+    assert tables.tables(1, 50, borders, 16, torch.device("meta")).chunks.is_meta
     borders[1] = 10
     changed = tables.tables(1, 50, borders, 16, torch.device("cpu"))
     assert changed.documents.tolist()[1][0] == 10
@@ -367,7 +401,7 @@ def test_the_operators_pass_torch_s_own_checks():
     call = Call(Case(DEEP, 20, 16))
     tokens = [x.float().requires_grad_() for x in call.tokens]
     start = torch.cat([x.float().flatten(2) for x in (*call.weights, *call.momentum)], -1).requires_grad_()
-    arguments = (*tokens, start, None, [16, 32, 16], 16, "silu", 0.5, True)
+    arguments = (*tokens, start, None, [16, 32, 16], 16, "silu", 0.5, True, True)
     torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
 
 

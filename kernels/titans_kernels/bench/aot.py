@@ -67,7 +67,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
     rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
     with written_down() as found:
         for keep in (True, False):
-            y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep)
+            y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, None, kept, *rule)
     return found
 
@@ -80,8 +80,8 @@ def source(launch: Launch) -> ASTSource:
     for i, (name, x) in enumerate(zip(names, launch.arguments, strict=False)):
         if isinstance(x, Tensor):
             signature[name] = _POINTERS[x.dtype]
-        elif x == 1:
-            constants[name] = 1
+        elif x is None or x == 1:
+            constants[name] = x
             continue
         else:
             signature[name] = "i32" if abs(x) < 2**31 else "i64"

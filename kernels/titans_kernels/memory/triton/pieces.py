@@ -68,6 +68,27 @@ def second_derivative(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def document_at(documents, n, length, b: tl.constexpr):
+    """First token of document n, the token after its last, and its first chunk; see `tables`."""
+    if documents is None:
+        return n * length, n * length + length, (n * ((length + b - 1) // b)).to(tl.int64)
+    else:
+        at = documents + 3 * n
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2).to(tl.int64)
+
+
+@triton.jit
+def chunk_at(chunks, m, length, b: tl.constexpr):
+    """First token of chunk m, and how many it has; see `tables`."""
+    if chunks is None:
+        each = (length + b - 1) // b
+        before = m % each * b
+        return m // each * length + before, tl.minimum(length - before, b)
+    else:
+        return tl.load(chunks + 2 * m), tl.load(chunks + 2 * m + 1)
+
+
+@triton.jit
 def rows_at(pointer, t, row, h, H, WIDTH: tl.constexpr, column):
     """Pointers [b, columns] to the rows of tokens t + row in a tensor [tokens, H, WIDTH]."""
     first = (tl.cast(t, tl.int64) * H + h) * WIDTH

@@ -17,6 +17,7 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    document_at,
     dot,
     keep_bounded,
     load_rows,
@@ -44,15 +45,13 @@ def _step(W, S, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION:
 
 @triton.jit
 def _write(
-    q, k, v, state, C, gates, states, z, d1, d2, scale, u, y, documents, H, tokens,
+    q, k, v, state, C, gates, states, z, d1, d2, scale, u, y, documents, length, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
     READ: tl.constexpr, KEEP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
-    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    first, end, m = document_at(documents, n, length, b)
     TYPE: tl.constexpr = k.dtype.element_ty
     SIZE: tl.constexpr = 2 * F * (D + V)
     row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
@@ -143,16 +142,15 @@ def _step_back(dW, dS, x, out, beta, mix, a, m, keep, TYPE: tl.constexpr, PRECIS
 @triton.jit
 def _backward(
     q, k, u, z, dy, du, gates, states, d1, d2, scale, dd1_reads, dd2_reads, dX_reads, dstate, dstates, dz,
-    dv, dtokens, documents, H, tokens,
+    dv, dtokens, documents, length, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
+    first, end, m = document_at(documents, n, length, b)
     count = (end - first + b - 1) // b
-    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    m += count
     TYPE: tl.constexpr = k.dtype.element_ty
     SIZE: tl.constexpr = 2 * F * (D + V)
     row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
@@ -244,7 +242,7 @@ def write(
     lower, upper = shape.layers
     launch(
         _write, (shape.N * shape.H,), q, k, v, state, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
-        shape.tables.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
+        *shape.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
         BOUND=shape.bound, READ=read, KEEP=keep, ACTIVATION=shape.activation, PRECISION=shape.precision,
         warps=4, stages=1,
     )  # fmt: skip
@@ -263,7 +261,7 @@ def backward(
     lower, upper = shape.layers
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dy, du, gates.tokens, states, d1, d2, scale, dd1, dd2,
-        dX, dstate, dstates, dz, dv, dtokens, shape.tables.documents, shape.H, shape.tokens,
+        dX, dstate, dstates, dz, dv, dtokens, *shape.documents, shape.H, shape.tokens,
         D=lower.D, F=lower.F, V=upper.F, b=shape.b, BOUND=shape.bound, ACTIVATION=shape.activation,
         PRECISION=shape.precision, warps=4, stages=1,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    document_at,
     dot,
     load_rows,
     load_tokens,
@@ -182,15 +183,13 @@ def _step(
 
 @triton.jit
 def _write(
-    k, v, gates, state, states, z, dh, dt, scale, documents, H, tokens,
+    k, v, gates, state, states, z, dh, dt, scale, documents, length, H, tokens,
     L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
-    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    first, end, m = document_at(documents, n, length, b)
     row = tl.arange(0, b)
     stride = tl.cast(tokens, tl.int64) * H
     hidden_stride = stride * F
@@ -235,6 +234,6 @@ def write(
     """Chunk after chunk: ``state`` [N, H, size] moves on in place; what a backward needs is filled in."""
     launch(
         _write, (shape.N * shape.H,), k, v, gates.tokens, state, states, z, dh, dt, scale,
-        shape.tables.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,
+        *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,
         BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=1,
     )  # fmt: skip

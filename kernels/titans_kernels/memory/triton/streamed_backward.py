@@ -16,6 +16,7 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    document_at,
     dot,
     load_rows,
     load_tokens,
@@ -190,16 +191,15 @@ def _over(scale, t, row, valid, h, H, BOUND: tl.constexpr):
 @triton.jit
 def _backward(
     q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt, dE, gates, states, dstate, dstates, dz, dv, dtokens,
-    documents, H, tokens,
+    documents, length, H, tokens,
     L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
+    first, end, m = document_at(documents, n, length, b)
     count = (end - first + b - 1) // b
-    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    m += count
     row = tl.arange(0, b)
     stride = tl.cast(tokens, tl.int64) * H
     hidden = stride * F
@@ -278,7 +278,7 @@ def backward(
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt,
         z.new_empty(z.shape), gates.tokens, states, dstate, dstates, dz, dv, dtokens,
-        shape.tables.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64,
+        *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64,
         b=shape.b, BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps,
         stages=1,
     )  # fmt: skip
