@@ -16,6 +16,7 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    add_dot,
     document_at,
     dot,
     keep_bounded,
@@ -78,11 +79,11 @@ def _write(
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
-        keys = k_tile.to(tl.float32)
+        # errors are scaled, not keys, which then are an operand as they were loaded
         W = tl.load(last) * W + tl.load(last + stride) * S
-        W -= dot(tl.trans(keys * c[:, None]), error, TYPE, PRECISION)
+        W = add_dot(W, tl.trans(k_tile), -c[:, None] * error, TYPE, PRECISION)
         S = tl.load(last + 2 * stride) * S
-        S -= dot(tl.trans(keys * share[:, None]), error, TYPE, PRECISION)
+        S = add_dot(S, tl.trans(k_tile), -share[:, None] * error, TYPE, PRECISION)
         m += 1
     if FINAL:
         mine = nh.to(tl.int64) * 2 * D * V
@@ -134,15 +135,15 @@ def _backward(
             over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
             dd = through_bound(dd, error, tl.sum(dd * error, 1), over, BOUND)
         store_rows(dv, -2 * dd, t, row, valid, h, H, V, column)
-        dy_tile = load_rows(dy, t, row, valid, h, H, V, column)
-        queries = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
+        dy_tile = load_rows(dy, t, row, valid, h, H, V, column).to(tl.float32)
+        queries = tl.trans(load_rows(q, t, row, valid, h, H, D, key))
         beta = load_tokens(gates, t, row, valid, h, H)
         mix = load_tokens(gates + stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         dS = tl.load(last + 2 * stride) * dS + tl.load(last + stride) * dW
-        dS += dot(tl.trans(queries * mix[:, None]), dy_tile, TYPE, PRECISION)
-        dW = tl.load(last) * dW + dot(tl.trans(queries * beta[:, None]), dy_tile, TYPE, PRECISION)
-        dW += dot(tl.trans(k_tile), 2 * dd, TYPE, PRECISION)
+        dS = add_dot(dS, queries, mix[:, None] * dy_tile, TYPE, PRECISION)
+        dW = add_dot(tl.load(last) * dW, queries, beta[:, None] * dy_tile, TYPE, PRECISION)
+        dW = add_dot(dW, tl.trans(k_tile), 2 * dd, TYPE, PRECISION)
     tl.store(dstart + mine + cell, dW)
     tl.store(dstart + mine + D * V + cell, dS)
 

@@ -21,14 +21,23 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
+def _operand(x, TYPE: tl.constexpr):
+    x = x.to(TYPE)
+    if _INTERPRETED:  # whose arithmetic in bfloat16 is wrong
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def dot(a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     """a b with operands in TYPE, summed in float32."""
-    a = a.to(TYPE)
-    b = b.to(TYPE)
-    if _INTERPRETED:  # whose arithmetic in bfloat16 is wrong
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(_operand(a, TYPE), _operand(b, TYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def add_dot(total, a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b, summed in the registers that hold ``total``."""
+    return tl.dot(_operand(a, TYPE), _operand(b, TYPE), total, input_precision=PRECISION)
 
 
 @triton.jit
