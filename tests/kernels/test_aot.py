@@ -110,6 +110,22 @@ def test_other_types_compile_too(dtype, kernel, tmp_path):
     assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in found)
 
 
+EDGES = {
+    "fp32": ("columns.write+read+keep", "reads.backward", "streamed_backward.backward"),
+    "bf16": ("columns.write+read+keep", "reads.backward+hidden"),
+}
+"""The kernels that take most of what shared memory there is. All of them, minutes of compiling:
+`python -m titans_kernels.bench.aot --largest --target 90 --dtype fp32 --dtype bf16`."""
+
+
+@pytest.mark.parametrize("dtype", EDGES)
+def test_the_largest_that_is_served_fits_a_multiprocessor(dtype, tmp_path):
+    kernels = (f"--kernel={kernel}" for kernel in EDGES[dtype])
+    found = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
+    assert {row["kernel"] for row in found} >= set(EDGES[dtype])
+    assert [row for row in found if row["shared"] > SHARED_LIMIT[90]] == []
+
+
 def test_an_interpreted_process_says_that_it_cannot(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "titans_kernels.bench.aot", "--shape", "l1-d128"]
