@@ -53,7 +53,7 @@ CASES = [
     # wider and deeper: streamed
     Case((16, 128), 64, 128), Case((32, 128, 16), 66, 64), Case((16, 16, 16, 32), 34, 16, bound=None),
     Case((16, 32, 32, 16), 130), Case((16, 32, 32, 16), 1, 16, H=2), Case((32, 16, 16, 16, 16), 64, 32),
-    Case((16, 32, 32, 32, 16), 100, 128),
+    Case((16, 32, 32, 32, 16), 100, 128), Case((256, 16), 20, 16, bound=None),
     # packed documents, one of one token and two of none
     Case(SHORT, 50, 16, borders=(0, 1, 18, 18, 50, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 18, 50, 50)),
     Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50)),

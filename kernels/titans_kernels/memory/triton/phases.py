@@ -65,7 +65,7 @@ class Kept(NamedTuple):
 def path(shape: Shape) -> str:
     """Which kernels write a shape's memory."""
     widths = [layer.D for layer in shape.layers] + [shape.layers[-1].F]
-    if shape.depth == 1 and (not shape.bound or widths[1] <= 64):
+    if shape.depth == 1 and max(widths) <= 128 and (not shape.bound or widths[1] <= 64):
         return "columns"
     if shape.depth == 2 and max(widths) <= 64 and shape.b <= 64:
         return "resident"

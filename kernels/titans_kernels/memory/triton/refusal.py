@@ -10,7 +10,7 @@ from torch import Tensor
 from titans_kernels.memory.options import Layers
 from titans_kernels.memory.triton.pieces import INTERPRETED
 
-WIDTHS = (16, 32, 64, 128)
+WIDTHS = (16, 32, 64, 128, 256)
 HIDDEN = (16, 32, 64, 128, 256, 512)
 CHUNKS = (16, 32, 64, 128)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
