@@ -49,9 +49,9 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
         return Tables(chunk_count(batch * length, batch, b, False), length)
     most = chunk_count(length, document_count(1, cu_seqlens), b, True)
     if _unreadable():
-        return _make(cu_seqlens.to(device), b, most)
+        return Tables(most, 0, *_make(cu_seqlens.to(device), b, most))
     found = _on_host(document_borders(cu_seqlens, length), b, most)
-    return found._replace(documents=found.documents.to(device), chunks=found.chunks.to(device))
+    return Tables(most, 0, *(x.to(device) for x in found))
 
 
 def _unreadable() -> bool:
@@ -60,12 +60,12 @@ def _unreadable() -> bool:
 
 
 @lru_cache(maxsize=64)
-def _on_host(borders: tuple[int, ...], b: int, most: int) -> Tables:
+def _on_host(borders: tuple[int, ...], b: int, most: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # or no later training step could use it
         return _make(torch.tensor(borders), b, most)
 
 
-def _make(bounds: Tensor, b: int, most: int) -> Tables:
+def _make(bounds: Tensor, b: int, most: int) -> tuple[Tensor, Tensor]:
     first, end = bounds[:-1].long(), bounds[1:].long()
     stop = torch.cumsum((end - first + b - 1) // b, 0)
     chunk = torch.arange(most, device=bounds.device)
@@ -74,4 +74,4 @@ def _make(bounds: Tensor, b: int, most: int) -> Tables:
     token = first[document] + (chunk - before[document]) * b
     count = (end[document] - token).clamp_(0, b)
     documents = torch.stack([first, end, before], 1)
-    return Tables(most, 0, documents.int(), torch.stack([token, count], 1).int())
+    return documents.int(), torch.stack([token, count], 1).int()
