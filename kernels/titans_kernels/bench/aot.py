@@ -68,6 +68,8 @@ class Report(NamedTuple):
     """instructions"""
     carried: int
     """asynchronous products still in flight where a loop starts over"""
+    instructions: int
+    """of PTX"""
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
@@ -118,7 +120,7 @@ def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
     tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
     return Report(
         name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
-        tensor_core, _carried(made.asm["ptx"]),
+        tensor_core, _carried(made.asm["ptx"]), len(re.findall(r"^\s+[@a-z{].*;$", made.asm["ptx"], re.M)),
     )  # fmt: skip
 
 
