@@ -37,6 +37,14 @@ def test_list_and_show(tiny, capsys):
     assert shown["seeds"] == [0, 1]
 
 
+def test_show_says_what_is_expected_and_what_a_row_is_trained_on(capsys):
+    assert call("show", "parts", "--scale", "smoke") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "counting: words at 1/2/4x" in shown
+    assert "w/o Weight Decay model.memory.decay=False episodes should be worse. Every episode" in shown
+    assert "each trained once for every task: recall capacity model.attention.window=128" in shown
+
+
 def test_a_dry_run_shows_all_and_writes_nothing(tiny, capsys):
     arguments = ("run", "tiny", "--scale", "small", "--dry-run", "--seeds", "0-2", "--concurrency", "1")
     assert call(*arguments, "--json") == 0

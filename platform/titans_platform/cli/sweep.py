@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_SEEDS = 1000
 """Seeds of one command; more are a slip of the keyboard, and would be counted for minutes."""
+LONG = ("data.sources.", "eval.")
+"""Fields too long for `sweep show`."""
 
 
 def split(values: tuple[str, ...]) -> list[str]:
@@ -128,21 +130,39 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         configs = {cell.row: cell.config.model_dump(mode="json") for cell in cells}
         echo_json({"study": found.name, "scale": scale, "seeds": found.scale(scale).seeds, "rows": configs})
         return
-    _show(Console(highlight=False), found, scale, cells[0].config)
+    _show(Console(highlight=False), found, scale, [cell.config for cell in cells])
 
 
-def _show(console: Console, study: Study, scale: str, config: RunConfig) -> None:
+def _show(console: Console, study: Study, scale: str, configs: Sequence[RunConfig]) -> None:
+    size = study.scale(scale)
+    console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}")
+    runs = dict.fromkeys(_run_text(config) for config in configs)
+    console.print(f"{', '.join(runs)}; seeds {', '.join(map(str, size.seeds))}")
+    columns = {key: tasks for config in configs for key, tasks in config.eval.columns.items()}
+    for key, tasks in columns.items():
+        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}")
+    for row in study.rows_of(scale):
+        console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
+        for key, expected in row.expected.items():
+            way = "better" if expected.better else "worse"
+            console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
+    for name, axis in study.axes_at(scale).items():
+        console.print(f"{'each trained once for every' if axis.across else 'each at every'} {name}:")
+        for value, sets in axis.steps():
+            console.print(f"  {value!s:30} {_changes(sets)}", markup=False)
+
+
+def _changes(sets: Mapping[str, Any]) -> str:
+    """Fields and values; what is trained on and asked is in the columns and the file."""
     from titans_platform.text import flatten
 
-    size, steps, batch = study.scale(scale), config.optim.steps, config.optim.global_batch_size
-    console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}")
-    rows = f"{batch} rows of {config.data.sequence_length} tokens"
-    console.print(f"{steps} steps of {rows}, seeds {', '.join(map(str, size.seeds))}")
-    for key, tasks in config.eval.columns.items():
-        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}")
-    for row in study.rows_at(study.scale_name(scale)):
-        changes = ", ".join(f"{field}={value}" for field, value in flatten(row.set).items()) or "the base"
-        console.print(f"  {row.name:22} {changes}", markup=False)
+    shown = {field: value for field, value in flatten(dict(sets)).items() if not field.startswith(LONG)}
+    return ", ".join(f"{field}={value}" for field, value in shown.items())
+
+
+def _run_text(config: RunConfig) -> str:
+    rows = f"{config.optim.global_batch_size} rows of {config.data.sequence_length} tokens"
+    return f"{config.optim.steps} steps of {rows}"
 
 
 def _task_text(task: TaskConfig) -> str:

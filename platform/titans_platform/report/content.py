@@ -129,7 +129,8 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
     for row in table.rows:
         for key, expected in row.row.expected.items():
             way = "better" if expected.better else "worse"
-            lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {expected.because}")
+            because = " ".join(expected.because.split())
+            lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
     if any(found.above_chance is not None for found in discriminate(table)):
         lines.append(
             "Standard errors: the larger of what seeds and what items give; of items, half of Wilson's "

@@ -255,11 +255,18 @@ class Study(Frozen):
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:
         """The rows of the table at a scale: those listed, at every point of the axes."""
-        scale = self.scales[scale_name]
-        axes = self.axes | scale.axes
-        rows = [_with(row, scale.rows.get(row.name, {})) for row in self.rows] or [Row(name="")]
+        axes, rows = self.axes_at(scale_name), self.rows_of(scale_name) or [Row(name="")]
         grid = list(product(*(axis.steps() for axis in axes.values())))
         return tuple(_at_point(row, axes, point) for row in rows for point in grid)
+
+    def rows_of(self, scale_name: str) -> list[Row]:
+        """The listed rows, with what they set at a scale."""
+        scale = self.scale(scale_name)
+        return [_with(row, scale.rows.get(row.name, {})) for row in self.rows]
+
+    def axes_at(self, scale_name: str) -> dict[str, Axis]:
+        """The axes of the grid at a scale."""
+        return self.axes | self.scale(scale_name).axes
 
     def search_at(self, scale_name: str) -> Search | None:
         """The search at a scale. Raises UsageError."""
