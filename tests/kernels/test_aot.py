@@ -19,9 +19,9 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 SPILLED = {
     "gates": 0,
-    "columns": {80: 1600, 90: 350, 100: 500},
+    "columns": {80: 1600, 90: 90, 100: 500},
     "reads": {80: 2400, 90: 200, 100: 100},
-    "resident.write": {80: 700, 90: 480, 100: 450},
+    "resident.write": {80: 700, 90: 240, 100: 450},
     "resident.backward": {80: 2100, 90: 1800, 100: 1000},
     "streamed.write": {80: 150, 90: 50, 100: 100},
     "streamed_backward.backward": {80: 500, 90: 400, 100: 400},
@@ -29,6 +29,16 @@ SPILLED = {
 }
 """Most bytes a thread may spill: what was measured with Triton 3.9, and a little more. A loop that comes to
 hold more than its registers shows here, on a machine that could not have timed it."""
+
+REACHED = {
+    "columns.write+keep": (170, 0, 1050),
+    "columns.write+read": (255, 90, 1500),
+    "columns.write+read+keep": (255, 90, 1650),
+    "columns.backward": (240, 0, 1600),
+    "resident.write+keep": (255, 240, 2700),
+}
+"""On Hopper the most registers and bytes spilled a thread, and instructions of PTX, of kernels that scale
+errors. With keys scaled columns.write+keep had 255, 0 and 1508, columns.backward 255, 32 and 1964."""
 
 COVERED = {
     "l1-d128-short": ("gates", "columns", "update"),
@@ -82,6 +92,14 @@ def test_little_is_spilled(reports):
         if row["spilled"] > (ceiling[row["target"]] if isinstance(ceiling, dict) else ceiling):
             over.append(row)
     assert not over
+
+
+def test_kernels_keep_to_what_was_reached_on_hopper(reports):
+    rows = [row for row in reports if row["target"] == 90 and row["kernel"] in REACHED]
+    assert {row["kernel"] for row in rows} == set(REACHED)
+    for row in rows:
+        found = row["registers"], row["spilled"], row["instructions"]
+        assert all(a <= most for a, most in zip(found, REACHED[row["kernel"]], strict=True)), row
 
 
 def test_products_are_on_tensor_cores(reports):
