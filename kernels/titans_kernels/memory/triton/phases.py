@@ -73,9 +73,9 @@ def path(shape: Shape) -> str:
 
 
 def reads_ride_along(shape: Shape, processors: int) -> bool:
-    """Whether the programs that write fill the card, and would not find the same scores many times over."""
-    if path(shape) == "streamed":
-        return False
+    """Whether the programs that write fill the card, hold both, and find no scores many times over."""
+    if path(shape) == "streamed" or (shape.b == 128 and shape.layers[0].D > 64):
+        return False  # or 233 KB of queries, keys and scores would stand in shared memory, of 227
     parts = 1
     if path(shape) == "columns":
         parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
