@@ -109,7 +109,7 @@ def test_other_lines_of_the_shell_are_known():
     assert sum(line.startswith("titans") for line in lines) > 10
     extras = set(re.findall(r"pip install -e '\.\[([\w-]+)\]'", README.read_text("utf-8")))
     project = (TOP / "pyproject.toml").read_text()
-    assert extras == {"peers", "lm-eval"}
+    assert extras == {"peers", "lm-eval", "hf"}
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 
@@ -169,52 +169,76 @@ def test_blocks_fit_a_terminal_with_margins():
         assert [line for block in blocks(language) for line in block.splitlines() if len(line) > 78] == []
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, dict[int, float]]]:
+Measured = dict[str, dict[str, dict[int, float]]]
+
+
+def measured_in(name: str) -> Measured:
     """By row and column, the ablation's number of each seed, as printed."""
-    found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    with (TOP / "docs" / "ablation-laptop.csv").open() as file:
+    found: Measured = defaultdict(lambda: defaultdict(dict))
+    with (TOP / "docs" / name).open() as file:
         for line in csv.DictReader(file):
             for column, head in COLUMNS.items():
                 found[line["row"]][column][int(line["seed"])] = float(line[head])
     return found
 
 
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return measured_in("ablation-laptop.csv")
+
+
 def digits(column: str) -> int:
     return 2 if column == "lm_ppl" else 1
+
+
+def check_scores(shown: dict[str, list[str]], measured: Measured) -> None:
+    for row, cells in shown.items():
+        for cell, (column, values) in zip(cells[::2], measured[row].items(), strict=False):
+            mean, spread = statistics.mean(values.values()), statistics.stdev(values.values())
+            assert cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
 
 
 def test_the_table_is_that_of_the_data(measured):
     shown, rows = scores(), load_study("ablation").rows
     assert list(measured) == [row.name for row in rows]
-    for row, columns in measured.items():
-        for cell, (column, values) in zip(shown[row][::2], columns.items(), strict=False):
-            mean, spread = statistics.mean(values.values()), statistics.stdev(values.values())
-            assert cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
+    check_scores({row: shown[row] for row in measured}, measured)
 
 
-def test_the_verdict_is_that_of_the_data(measured):
-    shown, study, found = (
-        table(section("The ablation's table").partition("minus LMM")[2]),
-        load_study("ablation"),
-        [],
-    )
+def compared(measured: Measured) -> list[Verdict]:
+    """Every comparison with the LMM of which the paper has a direction."""
+    study, found = load_study("ablation"), []
     papers = {row.name: row.paper for row in study.rows}
     for row in (row.name for row in study.rows if not row.reference and row.name != "LMM"):
-        for cell, column in zip(shown[row], COLUMNS, strict=True):
+        for column in COLUMNS:
             sign = 1 if study.columns[column].higher_is_better else -1
             ours = difference(measured[row][column], measured["LMM"][column], sign)
             theirs, base = papers[row][column], papers["LMM"][column]
             assert ours is not None
             assert theirs is not None
             assert base is not None
-            verdict = Verdict(row, column, "LMM", sign * (theirs - base), ours)
-            signed = f"+.{digits(column)}f"
-            low, high = ours.interval
-            expected = f"{ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
-            assert cell == expected, f"{row} {column}"
-            found.append(verdict)
+            found.append(Verdict(row, column, "LMM", sign * (theirs - base), ours))
+    return found
+
+
+def test_the_verdict_is_that_of_the_data(measured):
+    text = section("The ablation's table").partition("minus LMM")[2].partition("**Rates.**")[0]
+    shown, found = table(text), compared(measured)
+    for verdict in found:
+        signed, (low, high) = f"+.{digits(verdict.column)}f", verdict.ours.interval
+        expected = f"{verdict.ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
+        cell = shown[verdict.row][list(COLUMNS).index(verdict.column)]
+        assert cell == expected, f"{verdict.row} {verdict.column}"
     assert tally(found) in " ".join(section("The ablation's table").split())
+
+
+def test_the_rows_at_one_rate_are_those_of_the_data(measured):
+    text, common = section("The ablation's table").partition("**Rates.**")[2], "ablation-laptop-common.csv"
+    shown, found = table(text), measured_in(common)
+    shown = {row: cells for row, cells in shown.items() if row in found}
+    others = {row for row in found if found[row] != measured[row]}
+    assert set(shown) == others
+    check_scores(shown, found)
+    assert tally(compared(found)) in " ".join(text.split())
 
 
 def test_sizes_are_those_of_today():

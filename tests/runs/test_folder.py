@@ -222,6 +222,16 @@ def test_clock(seconds, text):
     assert clock(seconds) == text
 
 
+@pytest.mark.parametrize("root", ["file", "/proc/titans"])
+def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
+    (tmp_path / "file").write_text("")
+    run, line = study_of(tmp_path / root), r"^--root: .* cannot be written \(.*\); give another$"
+    with pytest.raises(UsageError, match=line), only_driver(run):
+        pass
+    with pytest.raises(UsageError, match=line), RunFolder(run.root, "abc").hold():
+        pass
+
+
 def test_a_dead_writer_leaves_no_half_file(folder):
     write_json(folder.path / "progress.json", {"step": 1})
     assert os.listdir(folder.path) == ["progress.json"]

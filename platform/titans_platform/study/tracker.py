@@ -82,10 +82,10 @@ def _settle(store: Store, parent: str, root: Path) -> None:
         folder = RunFolder(root, name)
         state = folder.state()
         if state == "done":
-            log_result(store.run(run_id), folder.result() or {})
+            log_result(store.run(run_id), folder.result() or {}, folder.ended())
         elif state != "running":
             ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
-            store.end(run_id, ends.get(state, "KILLED"))
+            store.end(run_id, ends.get(state, "KILLED"), folder.ended())
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
