@@ -5,6 +5,7 @@ from titans_core.backbone import Backbone, Model, ModelState
 from titans_core.blocks import BLOCKS, Block, count_parameters
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
+from titans_core.inspection import MemoryTrace, Nearest, watch
 from titans_core.memory import MemoryCache, NeuralMemory
 from titans_core.model import LanguageModel, ModelOutput
 from titans_core.series import SeriesModel, SeriesOutput
@@ -19,14 +20,17 @@ __all__ = [
     "LanguageModel",
     "MemoryCache",
     "MemoryConfig",
+    "MemoryTrace",
     "Model",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
+    "Nearest",
     "NeuralMemory",
     "SeriesModel",
     "SeriesOutput",
     "count_parameters",
     "presets",
     "record",
+    "watch",
 ]
