@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from titans_core.memory import NeuralMemory, Writes
 from titans_kernels import DecodeState, MemoryState, OpenChunk, Rule, read_memory
@@ -52,8 +53,8 @@ class MemoryTrace(NamedTuple):
     eta: Tensor
     theta: Tensor
     weight_norm: Tensor
-    """Frobenius norm of the weights of all layers after the token; known where a chunk ends and after the last
-    token, else NaN."""
+    """Frobenius norm of the weights of all layers after the token; known where a chunk ends and after the
+    last token, else NaN."""
     momentum_norm: Tensor
     coefficient: Tensor
     """c_t, by which the token's gradient g_t stands in the weights after the last token (eqs. 13, 14):
@@ -161,10 +162,11 @@ class _Watch:
         mixed = _Mixed(seen, nearest, type(self.memory.rule).update is Rule.update)
         mixed.run(self.reads)
         found = MemoryTrace(
-            name, seen.surprise, seen.written, _error(prediction[0], seen.v), seen.alpha, seen.eta, seen.theta,
-            seen.weight_norm, seen.momentum_norm, mixed.coefficient, mixed.own, mixed.context,
+            name, seen.surprise, seen.written, _error(prediction[0], seen.v),
+            seen.alpha, seen.eta, seen.theta, seen.weight_norm, seen.momentum_norm,
+            mixed.coefficient, mixed.own, mixed.context,
         )  # fmt: skip
-        return _on_cpu(found)
+        return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, found)
 
 
 class _Mixed:
@@ -230,8 +232,3 @@ def _at_end(layers: Sequence[Tensor], tokens: int) -> Tensor:
 
 def _joined(parts: Sequence[Nearest]) -> Nearest:
     return Nearest(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
-
-
-def _on_cpu(trace: MemoryTrace) -> MemoryTrace:
-    move = lambda x: x.cpu() if isinstance(x, Tensor) else x  # noqa: E731
-    return MemoryTrace(*(Nearest(*map(move, x)) if isinstance(x, Nearest) else move(x) for x in trace))

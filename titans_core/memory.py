@@ -229,7 +229,7 @@ class NeuralMemory(Projections):
     def extend(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
     ) -> tuple[Tensor, DecodeState | OpenChunk]:
-        """Write tokens from ``state`` on; what q [B, T, H, E] reads after each of them, and the state then."""
+        """Write tokens from ``state`` on; what q [B, T, H, E] reads after each, and the state."""
         c = self.config
         return extend_memory(
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,

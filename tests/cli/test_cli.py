@@ -38,6 +38,7 @@ FROZEN = {
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
     "init": "PATH --data --preset --force --reference",
+    "inspect": "RUN --text --out --arrow --tokens --position --root",
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from titans_kernels import read_memory
 def traces(net: LanguageModel, row: Tensor, *cuts: int, nearest: int = 3) -> list[MemoryTrace]:
     state, at = None, (0, *cuts, row.shape[1])
     with watch(net) as seen, torch.no_grad():
-        for start, end in zip(at, at[1:], strict=False):
+        for start, end in pairwise(at):
             state = net(row[:, start:end], state).state
     return seen.traces(nearest)
 

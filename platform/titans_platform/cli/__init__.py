@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "data": ("data", "data", "Turn sources into token shards, and look at them."),
     "eval": ("train", "evaluate", "Measure a run or one of its checkpoints."),
     "init": ("init", "init", "Write a run file to begin with, every field explained."),
+    "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "train": ("train", "train", "Train and measure one model."),
     "ui": ("ui", "ui", "Open MLflow on the store of the runs."),
