@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from titans_core import LanguageModel, MemoryTrace, Nearest, watch
 from titans_platform.data import Tokenizer
+from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes
 
@@ -22,8 +23,6 @@ FORMAT = "1"
 """Version of the Arrow file's schema, in its metadata."""
 NEAREST = 5
 """Written keys kept of each read."""
-HELD = 8
-"""Tokens that the rest of a letter is waited for."""
 
 _READ = pa.list_(pa.struct([("position", pa.int32()), ("similarity", pa.float32()), ("share", pa.float32())]))
 SCHEMA = pa.schema(
@@ -88,16 +87,9 @@ def inspect_text(
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """What each token adds to the text; the last token of a letter shows it, those before it nothing."""
-    texts, shown = [], 0
-    for i in range(len(tokens)):
-        before = list(tokens[max(0, shown - HELD) : shown])
-        text = tokenizer.decode([*before, *tokens[shown : i + 1]])
-        if text.endswith("\ufffd") and i - shown < HELD and i + 1 < len(tokens):
-            texts.append("")
-            continue
-        texts.append(text[len(tokenizer.decode(before)) :])
-        shown = i + 1
-    return texts
+    stream = TextStream(tokenizer)
+    texts = [stream.add(token) for token in tokens]
+    return [*texts[:-1], texts[-1] + stream.end()]
 
 
 def arrow_table(found: Inspected) -> pa.Table:
