@@ -6,6 +6,7 @@ from titans_core.blocks import BLOCKS, Block, count_parameters
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import Reading, Sampling, Writing
+from titans_core.inspection import MemoryTrace, Nearest, watch
 from titans_core.memory import MemoryCache, NeuralMemory
 from titans_core.model import LanguageModel, ModelOutput
 from titans_core.series import SeriesModel, SeriesOutput
@@ -20,10 +21,12 @@ __all__ = [
     "LanguageModel",
     "MemoryCache",
     "MemoryConfig",
+    "MemoryTrace",
     "Model",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
+    "Nearest",
     "NeuralMemory",
     "Reading",
     "Sampling",
@@ -33,4 +36,5 @@ __all__ = [
     "count_parameters",
     "presets",
     "record",
+    "watch",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,16 @@ class MemoryCache(NamedTuple):
         return MemoryState(self.memory.weights, self.memory.momentum)
 
 
+class Watcher(Protocol):
+    """Sees what a memory is asked to do while it does it: see `titans_core.inspection`."""
+
+    def wrote(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
+        """Tokens are written, and read with q [B, T, H, E], from ``state`` on."""
+
+    def read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
+        """The memory of an earlier token is read with q [B, T, H, E]."""
+
+
 class NeuralMemory(Projections):
     """Memory whose weights learn while it reads; every component is a switch of `MemoryConfig`.
 
@@ -90,6 +100,7 @@ class NeuralMemory(Projections):
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
         self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: list[Record] | None = None
+        self.watcher: Watcher | None = None
         if initialized:
             initialize(self, n_layers=1)
 
@@ -131,6 +142,8 @@ class NeuralMemory(Projections):
     ) -> tuple[Tensor, ConvState]:
         """M(q) at given weights, without a write (eq. 21); the convolution state is that of q alone."""
         (q,), conv_state = self.project(x_BTD, "q", conv_state)
+        if self.watcher is not None:
+            self.watcher.read(q, weights)
         y = read_memory(q, weights, activation=self.config.activation)
         return self._output(y, x_BTD), conv_state
 
@@ -212,17 +225,24 @@ class NeuralMemory(Projections):
         )
         return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
 
-    def _extend(
-        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk, record: bool
+    def extend(
+        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
     ) -> tuple[Tensor, DecodeState | OpenChunk]:
+        """Write tokens from ``state`` on; what q [B, T, H, E] reads after each, and the state."""
         c = self.config
-        call = lambda q: extend_memory(  # noqa: E731
+        return extend_memory(
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule,
         )  # fmt: skip
-        y, after = call(q)
+
+    def _extend(
+        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk, record: bool
+    ) -> tuple[Tensor, DecodeState | OpenChunk]:
+        if self.watcher is not None:
+            self.watcher.wrote(q, writes, state)
+        y, after = self.extend(q, writes, state)
         if self.recorder is not None and record:
-            self._record(call, writes, after.memory(), None)
+            self._record(lambda q: self.extend(q, writes, state), writes, after.memory(), None)
         return y, after
 
     def _operate(

@@ -41,6 +41,7 @@ FROZEN = {
     "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "
     "--memory-in --memory-out --root",
     "init": "PATH --data --preset --force --reference",
+    "inspect": "RUN --text --out --arrow --tokens --position --root",
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "

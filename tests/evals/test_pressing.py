@@ -41,6 +41,7 @@ OTHERS = [
     ("functions", {"hidden": 0, "classes": 2}, 64),
     ("functions", {"inputs": 1, "levels": 26, "examples": 12, "queries": None, "classes": 3}, 128),
     ("words", {}, 64),
+    ("words", {"degree": 2, "queries": 3}, 256),
     ("words", {"degree": 10, "queries": 7}, 64),
     ("words", {"group": "symmetric"}, 64),
     ("words", {"group": "symmetric", "degree": 5, "queries": 2}, 128),

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "export": ("export", "export", "Write a run's model and tokenizer for Hugging Face's transformers."),
     "generate": ("generate", "generate", "Write text with a run; keep what it read as a memory file."),
     "init": ("init", "init", "Write a run file to begin with, every field explained."),
+    "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "train": ("train", "train", "Train and measure one model."),
     "ui": ("ui", "ui", "Open MLflow on the store of the runs."),

@@ -7,6 +7,7 @@ package is named by its import path, `task: my_lab.tasks:MyTask`, and needs neit
 from __future__ import annotations
 
 from titans_platform.evals import (
+    babilong,
     functions,
     lm_harness,
     needle,
@@ -31,7 +32,18 @@ from titans_platform.evals.registry import (
 from titans_platform.evals.runner import evaluate, row_length
 from titans_platform.evals.scoring import Request, Score, Scorer
 
-TASK_MODULES = (functions, lm_harness, needle, perplexity, reasoning, recall, texts, throughput, words)
+TASK_MODULES = (
+    babilong,
+    functions,
+    lm_harness,
+    needle,
+    perplexity,
+    reasoning,
+    recall,
+    texts,
+    throughput,
+    words,
+)
 
 __all__ = [
     "TASKS",

@@ -14,13 +14,11 @@ import re
 import string
 import uuid
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
-from titans_platform.errors import UsageError
 from titans_platform.evals.items import (
     ADJECTIVES,
     NOUNS,
@@ -33,7 +31,7 @@ from titans_platform.evals.items import (
     scatter,
 )
 from titans_platform.evals.registry import GeneratedTask, register
-from titans_platform.evals.texts import read_jsonl, read_text
+from titans_platform.evals.texts import cycle, prose_of
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 COMPACT_NOISE = "grass is green sky is blue sun is yellow "
@@ -141,36 +139,18 @@ class Needle(GeneratedTask):
         passkey = self.options.kind == "passkey"
         if self.options.style == "compact":
             if passkey:
-                haystack = _cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters)
+                haystack = cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters)
             else:
                 haystack = murmur(rng, characters)
             return haystack, range(characters + 1)
         if passkey:
             # ends with a whole line, so the cut falls at the beginning
-            haystack = _cycle(NOISE, -characters % len(NOISE), characters)
+            haystack = cycle(NOISE, -characters % len(NOISE), characters)
         elif self.options.path is None:
             # the space after the last sentence belongs to the haystack: needles may stand there
             haystack = prose(rng, characters - 1) + " " if characters else ""
         else:
-            text = _prose_of(self.options.path)
-            haystack = _cycle(text, rng.randrange(len(text)), characters)
+            text = prose_of(self.options.path)
+            haystack = cycle(text, rng.randrange(len(text)), characters)
         ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
         return haystack, [0, *(match.end() for match in ends)]
-
-
-def _cycle(text: str, start: int, characters: int) -> str:
-    """`characters` characters of `text` from `start` on, round and round."""
-    return (text * ((start + characters) // len(text) + 1))[start : start + characters]
-
-
-@lru_cache(maxsize=4)
-def _prose_of(path: str) -> str:
-    """The file's text with runs of white space made one space, as RULER does with its essays."""
-    if ".jsonl" in path:
-        text = " ".join(str(record.get("text", "")) for record in read_jsonl(path))
-    else:
-        text = read_text(path)
-    text = re.sub(r"\s+", " ", text).strip() + " "
-    if text == " ":
-        raise UsageError(f"options.path: {path} holds no text")
-    return text

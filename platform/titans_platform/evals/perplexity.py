@@ -9,8 +9,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
+from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
 from titans_platform.evals.registry import Context, Measurement, Task, register
 from titans_platform.evals.scoring import measure_shared
@@ -24,11 +26,35 @@ class _Row(NamedTuple):
     buckets: dict[int, tuple[float, int]]
 
 
+class PerplexityOptions(Frozen):
+    """Perplexity by position: which predictions count, by the tokens of their document that they saw."""
+
+    seen_from: PositiveInt = 1
+    """Predictions count that saw at least so many tokens of their document."""
+    seen_to: PositiveInt | None = None
+    """Predictions count that saw at most so many; None: however many."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PerplexityOptions:
+        if self.seen_to is not None and self.seen_to < self.seen_from:
+            raise ValueError(f"seen_to: {self.seen_to} is below seen_from {self.seen_from}")
+        return self
+
+
 @register
 class Perplexity(Task):
     """exp of the mean negative log-likelihood a token; lower is better. Rows are those of validation."""
 
     name = "perplexity"
+    Options = PerplexityOptions
+
+    @property
+    def label(self) -> str:
+        """Name, and which predictions count where not all do: `perplexity-1024-2047`, `perplexity-4096+`."""
+        first, last = self.options.seen_from, self.options.seen_to
+        if last is None:
+            return self.name if first == 1 else f"{self.name}-{first}+"
+        return f"{self.name}-{first}-{last}"
 
     @property
     def chance(self) -> float:
@@ -39,11 +65,15 @@ class Perplexity(Task):
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 
         Raises:
-            UsageError: there are no validation rows, or they are shorter than `context.length`.
+            UsageError: there are no validation rows, they are shorter than `context.length`, or no
+                prediction in them sees `seen_from` tokens.
         """
-        measured = measure_shared(_batches(context), partial(_rows, context))
+        measured = measure_shared(_batches(context), partial(_rows, context, self.options))
         rows = [row for batch in measured for row in batch]
         tokens = sum(row.tokens for row in rows)
+        if not tokens and rows and (wanted := self.options.seen_from) > 1:
+            here = f"no prediction in rows of {context.length} tokens sees {wanted}"
+            raise UsageError(f"seen_from: {here}; ask for longer rows")
         if not tokens:
             raise UsageError(
                 "perplexity: no validation rows; give a text source a validation_fraction above 0"
@@ -83,7 +113,7 @@ def _batches(context: Context) -> Iterator[Any]:
             return
 
 
-def _rows(context: Context, batch: Any) -> list[_Row]:
+def _rows(context: Context, options: PerplexityOptions, batch: Any) -> list[_Row]:
     length, have = context.length, batch.tokens.shape[1] - 1
     if have < length:
         raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
@@ -91,8 +121,9 @@ def _rows(context: Context, batch: Any) -> list[_Row]:
     positions = torch.arange(length).expand_as(starts)
     # tokens of its own document that each position has seen, itself included, from 1 on
     seen = positions - torch.where(starts, positions, 0).cummax(1).values + 1
+    counts = batch.loss[:, :length] & (seen >= options.seen_from) & (seen <= (options.seen_to or length))
     logits = context.scorer.logits(tokens[:, :-1], starts)
-    return [_row(row, tokens[b, 1:], seen[b], batch.loss[b, :length]) for b, row in enumerate(logits)]
+    return [_row(row, tokens[b, 1:], seen[b], counts[b]) for b, row in enumerate(logits)]
 
 
 def _row(logits_TV: Tensor, targets_T: Tensor, seen_T: Tensor, counts_T: Tensor) -> _Row:

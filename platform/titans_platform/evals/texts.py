@@ -58,6 +58,24 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
     return records
 
 
+def cycle(text: str, start: int, characters: int) -> str:
+    """`characters` characters of `text` from `start` on, round and round."""
+    return (text * ((start + characters) // len(text) + 1))[start : start + characters]
+
+
+@lru_cache(maxsize=4)
+def prose_of(path: str) -> str:
+    """The file's text with runs of white space made one space, as RULER does with its essays."""
+    if ".jsonl" in path:
+        text = " ".join(str(record.get("text", "")) for record in read_jsonl(path))
+    else:
+        text = read_text(path)
+    text = re.sub(r"\s+", " ", text).strip() + " "
+    if text == " ":
+        raise UsageError(f"options.path: {path} holds no text")
+    return text
+
+
 def sample(records: list[T], context: Context) -> list[T]:
     """`config.items` of `records`, the same for every model; all where there are no more."""
     count = min(context.config.items, len(records))

@@ -1,0 +1,74 @@
+"""`titans inspect`: a page of what a run's memory did while it read a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from titans_platform.cli import root_option
+from titans_platform.errors import UsageError
+
+
+@click.command()
+@click.argument("run")
+@click.option("--text", "file", required=True, type=click.Path(path_type=Path), help="The text to read.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("inspect.html"),
+    show_default=True,
+    help="The page.",
+)
+@click.option(
+    "--arrow", type=click.Path(dir_okay=False, path_type=Path), help="Write the numbers as an Arrow file too."
+)
+@click.option(
+    "--tokens", type=click.IntRange(2), default=2048, show_default=True, help="Tokens to read at most."
+)
+@click.option(
+    "--position", type=click.IntRange(0), help="The token whose reads the page opens with  [the last]"
+)
+@root_option
+def inspect(
+    run: str, file: Path, out: Path, arrow: Path | None, tokens: int, position: int | None, root: Path
+) -> None:
+    """Show what RUN's memory does while it reads a text: one HTML page that needs nothing beside it.
+
+    Surprise over the text, gates and the size of the state, what each token's read finds, what is erased and
+    what is kept. RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one
+    checkpoint.
+
+    \b
+    Example:
+      titans inspect 3f2a91c0 --text needle.txt --out needle.html --arrow needle.arrow
+    """
+    from titans_core import LanguageModel
+    from titans_platform.files import write_text
+    from titans_platform.report.inspect_page import page
+    from titans_platform.report.inspected import inspect_text, write_arrow
+    from titans_platform.runs.load import load_run
+    from titans_platform.training.loop import deterministic
+
+    text = _read(file)
+    model, tokenizer, cfg = load_run(run, root)
+    if tokenizer is None or not isinstance(model, LanguageModel):
+        raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token reads text")
+    with deterministic(cfg.seed, cfg.threads):
+        found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
+    if position is not None and position >= len(found.tokens):
+        raise UsageError(f"--position: {position} is beyond the {len(found.tokens)} tokens read, from 0 on")
+    write_text(out, page(found, file.name, position))
+    if arrow:
+        write_arrow(found, arrow)
+    for path in (out, *([arrow] if arrow else [])):
+        click.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--text {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {file}: not UTF-8 at byte {error.start}") from None

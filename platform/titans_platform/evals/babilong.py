@@ -1,0 +1,119 @@
+"""BABILong (Kuratov et al. 2024, arXiv 2406.10149): the facts of a bAbI question hidden in the text of books.
+
+A row is the book's sentences with the facts between them, in their order and at uniformly random places, then
+the question. A row as long as the story alone is the paper's 0K.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import lru_cache
+from statistics import fmean
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titans_platform.errors import UsageError
+from titans_platform.evals.items import Item, Tokenizer, count_tokens, fill, item_of, scatter
+from titans_platform.evals.registry import register
+from titans_platform.evals.texts import Babi, BabiOptions, cycle, prose_of
+
+Part = Literal["all", "first", "last"]
+HELD_OUT = 10
+"""The last of so many parts of the questions is `last`."""
+SEAM = 8
+"""Tokens more that a subword tokenizer may need where pieces meet."""
+ENDS = re.compile(r"[.!?] ")
+
+
+class BabilongOptions(BabiOptions):
+    """Which questions of which file, in which book."""
+
+    books: str
+    """A text or .jsonl file (`text` field), plain, .gz or .xz: what the facts are hidden in."""
+    part: Part = "all"
+    """`last`: the last tenth of the questions, `first`: the others. To train on one and measure the other."""
+    shots: Annotated[int, Field(ge=0, le=16)] = 0
+    """Other questions with their facts and answers that stand before the text."""
+
+
+@register
+class Babilong(Babi):
+    """Questions of bAbI whose facts stand far apart in a text that says nothing of them."""
+
+    name = "babilong"
+    Options = BabilongOptions
+
+    @property
+    def floor(self) -> float:
+        """What one of the answers that occur in the facts gives, each as often as another."""
+        return floor_of(self._questions())
+
+    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+        """A question drawn from those that fit, the rest of the row being the book."""
+        shown = "".join(_shot(rng.choice(self._questions())) for _ in range(self.options.shots))
+        apart = count_tokens(item_of([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
+        facts, question, answer = parts_of(super().item(rng, length - apart, tokenizer))
+        depths, start = sorted(rng.random() for _ in facts), rng.random()
+        text, hidden = self._book(), [[(f"{fact} ", False)] for fact in facts]
+
+        def build(characters: int) -> Item:
+            book = _from_a_sentence(text, start, characters)
+            borders = [0, *(match.end() for match in ENDS.finditer(book))]
+            spots = [borders[int(depth * len(borders))] for depth in depths]
+            pieces = [(shown, False), *scatter(book, hidden, spots), (_asked(question), False)]
+            return item_of([*pieces, (f" {answer}", True)])
+
+        return fill(build, length, tokenizer)
+
+    def _questions(self) -> tuple[Item, ...]:
+        found = super()._questions()
+        border = len(found) - len(found) // HELD_OUT
+        parts = {"all": found, "first": found[:border], "last": found[border:]}
+        if not parts[self.options.part]:
+            raise UsageError(f"options.part: {len(found)} questions are too few to hold some of them out")
+        return parts[self.options.part]
+
+    def _book(self) -> str:
+        try:
+            return prose_of(self.options.books)
+        except UsageError as error:
+            raise UsageError(str(error).replace("options.path", "options.books", 1)) from None
+
+
+def parts_of(item: Item) -> tuple[list[str], str, str]:
+    """The facts, the question and the answer of an item of `Babi`."""
+    (prompt, _), (answer, _) = item.pieces
+    *facts, question = prompt.split("\n")
+    return facts, question, answer.strip()
+
+
+def _asked(question: str) -> str:
+    return f"\nQuestion: {question}\nAnswer:"
+
+
+def _shot(item: Item) -> str:
+    facts, question, answer = parts_of(item)
+    return f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
+
+
+def _from_a_sentence(text: str, start: float, characters: int) -> str:
+    """`characters` characters from the sentence on that begins after a share of the text."""
+    begins = ENDS.search(text, int(start * len(text)))
+    return cycle(text, begins.end() % len(text) if begins else 0, characters)
+
+
+@lru_cache(maxsize=8)
+def floor_of(questions: tuple[Item, ...]) -> float:
+    """The mean over questions of one over the answers in the facts, 0 where the right one is not among them.
+
+    Answers are those of all of the questions.
+    """
+    answers = {parts_of(item)[2] for item in questions}
+    found = []
+    for item in questions:
+        facts, _, answer = parts_of(item)
+        said = answers & set(re.findall(r"\w+", " ".join(facts)))
+        found.append(1 / len(said) if answer in said else 0.0)
+    return fmean(found)

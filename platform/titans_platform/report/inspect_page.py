@@ -1,0 +1,198 @@
+"""The page of `titans inspect`: a text coloured by what the memories made of it, and what reads find in them.
+
+Shapes: T tokens, H heads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titans_core import MemoryTrace, Nearest
+from titans_platform.report import plot
+from titans_platform.report.inspected import Inspected
+from titans_platform.report.picture import DARK, KINDS, LIGHT, NARROW, Line, Panel, panel, svg
+from titans_platform.text import number
+
+PAGE = "inspect.html"
+POINTS = 60
+"""Points of a line; each is the mean of the tokens between it and the one before."""
+AROUND = 8
+"""Tokens shown before and after one that a read finds."""
+CHARTS = {
+    "surprise": "Surprise",
+    "alpha": "Forgetting alpha",
+    "eta": "Momentum eta",
+    "theta": "Step theta",
+    "weight_norm": "Norm of the weights",
+    "momentum_norm": "Norm of the momentum",
+}
+
+
+@dataclass(frozen=True)
+class Shade:
+    """What tokens can be coloured by."""
+
+    key: str
+    title: str
+    about: str
+    strength: list[float]
+    """Of each token, 0 to 1."""
+    ends: tuple[str, str]
+    """What the palest and the strongest colour stand for."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Where one head's reads go: for each token, of each near key its position, cosine and share."""
+
+    label: str
+    near: list[list[tuple[int, float, float | None]]]
+
+
+def page(found: Inspected, source: str, position: int | None = None) -> str:
+    """The page, which needs nothing beside it; ``position`` is the token whose reads it opens with."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
+                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
+    kept = kept_shares(found.traces).tolist()
+    data = {
+        "texts": found.texts,
+        "kept": [round(x, 2) for x in kept],
+        "reads": [vars(read) for read in reads],
+    }
+    return environment.get_template(PAGE).render(
+        found=found,
+        source=source,
+        light=LIGHT,
+        dark=DARK,
+        written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
+        shades=shades(found),
+        chosen=chosen,
+        around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),
+        reads=reads,
+        kept=kept,
+        summary=[summary(trace) for trace in found.traces],
+        memories=[charts(i, trace) for i, trace in enumerate(found.traces)],
+        heads=[
+            (head, KINDS[head % len(KINDS)]) for head in range(max(t.alpha.shape[1] for t in found.traces))
+        ],
+        data=data,
+        spread=AROUND,
+    )
+
+
+def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
+    """Of each token the share of its surprise that the last memory is without, [T]; mean over heads."""
+    shares = [1 - trace.final / trace.surprise.clamp(min=1e-12) for trace in traces]
+    return torch.cat([share.clamp(0, 1) for share in shares], 1).mean(1)
+
+
+def shades(found: Inspected) -> list[Shade]:
+    """The ways to colour the text, the first one as the page opens."""
+    surprise = torch.cat([trace.surprise for trace in found.traces], 1).mean(1)
+    kept = kept_shares(found.traces)
+    return [
+        _shade(
+            "surprise",
+            "surprise",
+            "squared error of the memory's guess before the token is written, mean over heads",
+            surprise,
+        ),
+        _shade(
+            "kept", "kept", "share of that surprise which the memory at the end of the text is without", kept
+        ),
+        _shade("loss", "loss", "nats of the token given those before it, by the whole model", found.loss),
+    ]
+
+
+def _shade(key: str, title: str, about: str, values: Tensor) -> Shade:
+    """From the 2nd to the 98th percentile, so that a few tokens do not leave the others pale."""
+    known = values[~values.isnan()].double()
+    low, high = (float(known.quantile(q)) for q in (0.02, 0.98)) if len(known) else (0.0, 0.0)
+    strength = ((values - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num()
+    return Shade(
+        key, title, about, [round(x, 2) for x in strength.tolist()], (number(low, 3), number(high, 3))
+    )
+
+
+def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
+    """Of each memory and head; those of MAC's segments before the reads of its own tokens."""
+    for memory, trace in enumerate(traces):
+        for near, kind in ((trace.context, ", segments before"), (trace.own, ", own read")):
+            for head in range(trace.alpha.shape[1] if near is not None else 0):
+                label = f"memory {memory}, head {head}{kind if trace.context is not None else ''}"
+                yield Read(label, _near(near, head))
+
+
+def _near(near: Nearest | None, head: int) -> list[list[tuple[int, float, float | None]]]:
+    assert near is not None
+    return [
+        [
+            (at, round(cosine, 2), None if share != share else round(share, 3))
+            for at, cosine, share in zip(*line, strict=True)
+            if at >= 0
+        ]
+        for line in zip(*(x[:, head].tolist() for x in near), strict=True)
+    ]
+
+
+def summary(trace: MemoryTrace) -> list[str]:
+    """One memory's line: errors before, right after and at the end, what is kept, gates, last norms."""
+    means = [getattr(trace, name).mean().item() for name in ("surprise", "written", "final")]
+    gates = [getattr(trace, name).mean().item() for name in ("alpha", "eta", "theta")]
+    norms = [getattr(trace, name)[-1].mean().item() for name in ("weight_norm", "momentum_norm")]
+    kept = 100 * kept_shares([trace]).mean().item()
+    return [
+        trace.name,
+        *(number(x, 3) for x in means),
+        f"{kept:.0f}%",
+        *(f"{x:.3g}" for x in (*gates, *norms)),
+    ]
+
+
+def charts(memory: int, trace: MemoryTrace) -> dict[str, Any]:
+    """A memory's panels as SVG: each quantity by head, then errors before, right after and at the end."""
+    drawn = [_by_head(title, getattr(trace, key)) for key, title in CHARTS.items()]
+    drawn.append(_fates(trace))
+    panels = [Markup(svg(each, NARROW, f"m{memory}-{i}")) for i, each in enumerate(drawn)]
+    return {"name": trace.name, "panels": panels[:-1], "fates": panels[-1]}
+
+
+def _by_head(title: str, values_TH: Tensor) -> Panel:
+    lines = [
+        Line(f"head {head}", binned(values.numpy()), KINDS[head % len(KINDS)], spread=False)
+        for head, values in enumerate(values_TH.unbind(1))
+    ]
+    means = values_TH.nanmean(0).tolist()
+    alt = f"{title} by token: " + ", ".join(f"head {i} {mean:.3g} on average" for i, mean in enumerate(means))
+    return panel(title, alt, plot.lines, "token", shown=lines)
+
+
+def _fates(trace: MemoryTrace) -> Panel:
+    named = {"before": ("surprise", "a"), "right after": ("written", "c"), "at the end": ("final", "b")}
+    lines = [
+        Line(name, binned(getattr(trace, key).mean(1).numpy()), colour, spread=False)
+        for name, (key, colour) in named.items()
+    ]
+    ends = ", ".join(f"{name} {getattr(trace, key).mean().item():.3g}" for name, (key, _) in named.items())
+    return panel(
+        "Error of a token's pair", f"Error by token, on average {ends}", plot.lines, "token", shown=lines
+    )
+
+
+def binned(values: NDArray[np.floating], points: int = POINTS) -> dict[float, tuple[float, ...]]:
+    """At the last token of each of at most ``points`` equal stretches the mean of what is known in it."""
+    at = np.flatnonzero(~np.isnan(values))
+    parts = np.array_split(at, min(points, len(at))) if len(at) else []
+    return {float(part[-1]): (float(values[part].mean()),) for part in parts}

@@ -1,0 +1,140 @@
+"""BABILong: facts of bAbI in the text of a book; who reads the facts answers all, who guesses gets chance."""
+
+from __future__ import annotations
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.evals.small import questions
+from titans_platform.config import EvalConfig, TaskConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.evals import build_generated, encode_item, evaluate
+from titans_platform.evals.babilong import floor_of, parts_of
+
+BYTE = load_tokenizer("byte")
+PEOPLE, PLACES = ("Mary", "John", "Daniel"), ("garden", "office", "kitchen", "hallway")
+FACT = re.compile(r"(Mary|John|Daniel) went to the (\w+)\.")
+BOOK = "It was a wet day. Nobody had been seen on the moor! Was the old man asleep? He was not. " * 30
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """40 stories of two questions each, and a book."""
+    folder, rng, lines = tmp_path_factory.mktemp("babi"), random.Random(0), []
+    for _ in range(40):
+        told: dict[str, str] = {}
+        for number in range(1, 7):
+            if number % 3:
+                person, place = rng.choice(PEOPLE), rng.choice(PLACES)
+                told[person] = place
+                lines.append(f"{number} {person} went to the {place}.")
+            else:
+                person = rng.choice(sorted(told))
+                lines.append(f"{number} Where is {person}? \t{told[person]}\t1")
+    (folder / "qa1_train.txt").write_text("\n".join(lines))
+    (folder / "book.txt").write_text(BOOK)
+    return {"path": str(folder / "qa1_train.txt"), "books": str(folder / "book.txt")}
+
+
+def made(files, **options):
+    return build_generated(TaskConfig(task="babilong", options=files | options))
+
+
+def solved(before: str) -> str | None:
+    """The last place of whom the text asks about, of the facts after the shots."""
+    asked = re.search(r"Question: Where is (\w+)\?\nAnswer:$", before)
+    facts = FACT.findall(before.split("\n\n")[-1])
+    return dict(facts)[asked[1]] if asked else None
+
+
+@pytest.mark.parametrize("shots", [0, 3])
+def test_the_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
+    task, told = made(files, shots=shots), {parts_of(item)[1:] for item in made(files)._questions()}
+    stories = {tuple(parts_of(item)[0]) for item in made(files)._questions()}
+    for seed in range(30):
+        item = task.item(random.Random(seed), 900, BYTE)
+        tokens, is_answer = encode_item(item, BYTE, 900)
+        assert len(tokens) == 900
+        assert BYTE.pad not in tokens
+        assert sum(is_answer) == len(item.pieces[-1][0])
+        ((before, answer),) = questions(item)
+        assert answer == f" {solved(before)}"
+        text = before.split("\n\n")[-1]
+        assert tuple(match[0] for match in FACT.finditer(text)) in stories
+        assert before.count("Question:") == shots + 1
+        # what is left without the facts is the book
+        assert FACT.sub("", text).partition("\nQuestion")[0].replace("  ", " ").strip()[:30] in BOOK * 2
+        assert (re.search(r"Question: (.*)\nAnswer:$", before)[1], answer.strip()) in told
+
+
+def test_facts_stand_at_uniform_depths(files):
+    task, depths = made(files), []
+    for seed in range(300):
+        text = task.item(random.Random(seed), 1500, BYTE).text
+        end = text.index("\nQuestion")
+        depths += [match.start() / end for match in FACT.finditer(text)]
+    thirds = [sum(i / 3 <= depth < (i + 1) / 3 for depth in depths) / len(depths) for i in range(3)]
+    assert all(abs(third - 1 / 3) < 0.06 for third in thirds), thirds
+
+
+class Says(nn.Module):
+    """Goes on with what `answer` makes of the text up to `Answer:`."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, tokens, document_starts=None):
+        logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
+        for b, row in enumerate(tokens.tolist()):
+            before = BYTE.decode(row)
+            end = before.rindex("Answer:") + len("Answer:")
+            said = f" {self.answer(before[:end])}"
+            for i, byte in enumerate(said.encode(), start=len(row) - len(before[end:]) - 1):
+                logits[b, min(i, len(row) - 1), byte] = 9.0
+        return SimpleNamespace(logits=logits)
+
+
+def measured(files, answer, items, **options):
+    config = EvalConfig(columns={"col": (TaskConfig(task="babilong", options=files | options),)}, items=items)
+    prepared = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=lambda rows: iter(()))
+    (found,) = evaluate(Says(answer), prepared, config, 400)["tasks"].values()
+    return found
+
+
+def test_an_oracle_is_right_every_time_a_guesser_at_chance_one_of_the_told_at_the_floor(files):
+    assert measured(files, solved, 40)["value"] == 1.0
+    rng = random.Random(0)
+    guess = measured(files, lambda before: rng.choice(PLACES), 300)
+    assert guess["chance"] == 1 / 4
+    assert abs(guess["value"] - 1 / 4) < 4 * (3 / 16 / 300) ** 0.5
+    told = measured(files, lambda before: rng.choice(sorted({p for _, p in FACT.findall(before)})), 300)
+    assert 0.25 < told["floor"] < 0.75
+    assert abs(told["value"] - told["floor"]) < 4 * (1 / 4 / 300) ** 0.5
+
+
+def test_what_is_held_out_is_not_in_the_rest(files):
+    first, last = (made(files, part=part)._questions() for part in ("first", "last"))
+    assert (len(first), len(last)) == (72, 8)
+    assert first + last == made(files)._questions()
+    assert made(files, part="last").floor == floor_of(last)
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "message"),
+    [
+        ({"books": "absent.txt"}, 400, r"options\.books: cannot read absent\.txt"),
+        ({"part": "middle"}, 400, r"options\.part: should be"),
+        ({"kind": "qa3"}, 400, r"options\.kind: no qa3_"),
+        ({}, 60, r"lengths: no story of qa1"),
+    ],
+)
+def test_mistakes_name_the_field(files, options, length, message):
+    with pytest.raises(UsageError, match=message):
+        made(files, **options).item(random.Random(0), length, BYTE)

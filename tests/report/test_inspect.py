@@ -1,0 +1,199 @@
+"""`titans inspect`: the numbers of a text as Arrow, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pyarrow.feather as feather
+import pytest
+import torch
+
+from tests.small import RUN
+from titans_core import LanguageModel, MemoryTrace, ModelConfig
+from titans_platform.cli import run
+from titans_platform.config import RunConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.objectives import build_objective
+from titans_platform.report.inspect_page import binned, kept_shares, page
+from titans_platform.report.inspected import SCHEMA, Inspected, arrow_table, inspect_text, token_texts
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+
+TEXT = 'The pass is 74 — don\'t <b>forget</b> & "tell" no-one.\n</script><script>x</script>\nThe pass is'
+
+
+def small(variant: str = "lmm") -> LanguageModel:
+    torch.manual_seed(0)
+    model = RUN["model"] | {"variant": variant, "n_layers": 2, "attention": {"heads": 2, "segment_size": 16}}
+    return LanguageModel(ModelConfig.model_validate_json(json.dumps(model))).eval()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Inspected]:
+    tokenizer = load_tokenizer("byte")
+    return {v: inspect_text(small(v), tokenizer, TEXT, f"a <{v}>", 2048) for v in ("lmm", "mac")}
+
+
+def train(root: Path, **model) -> Path:
+    """The folder of a finished run."""
+    fields = RUN | {"optim": RUN["optim"] | {"steps": 1}, "model": RUN["model"] | model}
+    cfg = RunConfig.model_validate_json(json.dumps(fields))
+    build_objective(cfg).prepare(root)
+    spec = spec_for(cfg, root)
+    execute(spec)
+    return spec.folder.path
+
+
+class Page(HTMLParser):
+    """The tags of a page, their ends checked, and its text."""
+
+    VOID = ("meta", "input", "br", "link")
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append((self.open[-1] if self.open else "", data))
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac"])
+def test_the_page_parses_links_nowhere_and_escapes_the_text(found, variant):
+    html = page(found[variant], "a & b.txt", position=70)
+    parsed = Page(html)
+    assert [tag for tag, _ in parsed.tags if tag in ("a", "link", "img", "iframe")] == []
+    assert not re.search(r"https?://(?!www\.w3\.org)", html)
+    assert sum(tag == "script" for tag, _ in parsed.tags) == 2
+    spans = [attrs for tag, attrs in parsed.tags if tag == "span" and "data-i" in attrs]
+    assert "".join(t for tag, t in parsed.text if tag == "span").find("don't <b>forget</b>") >= 0
+    assert [s["data-i"] for s in spans if "chosen" in (s.get("class") or "")] == ["70"]
+    assert "a <" + variant in "".join(t for tag, t in parsed.text if tag == "title")
+    charts = 2 * 7
+    assert sum(tag == "svg" and "role" in attrs for tag, attrs in parsed.tags) == charts
+
+
+def test_the_page_holds_the_reads_of_every_token(found):
+    (data,) = [t for tag, t in Page(page(found["mac"], "f")).text if tag == "script" and t.startswith("{")]
+    data, trace = json.loads(data), found["mac"].traces[1]
+    assert data["texts"] == found["mac"].texts
+    labels = [read["label"] for read in data["reads"]]
+    assert labels[-1] == "memory 1, head 1, own read"
+    assert "memory 1, head 0, segments before" in labels
+    near = data["reads"][-1]["near"]
+    assert [len(line) for line in near[:6]] == [1, 2, 3, 4, 5, 5]
+    assert [at for at, *_ in near[40]] == trace.own.position[40, 1].tolist()
+    assert near[40][0][1:] == [
+        round(x[40, 1, 0].item(), p) for x, p in zip(trace.own[1:], (2, 3), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac"])
+def test_the_table_has_a_row_for_each_memory_token_and_head(found, variant):
+    seen = found[variant]
+    table, T = arrow_table(seen), len(seen.tokens)
+    assert table.schema.equals(SCHEMA)
+    assert table.schema.metadata[b"titans.memories"] == b"blocks.0.memory,blocks.1.memory"
+    rows = table.to_pylist()
+    assert len(rows) == 2 * T * 2
+    row, trace = rows[(T + 33) * 2 + 1], seen.traces[1]
+    assert [row[key] for key in ("memory", "position", "head", "text")] == [1, 33, 1, seen.texts[33]]
+    for name in ("surprise", "final", "alpha", "coefficient"):
+        assert row[name] == pytest.approx(getattr(trace, name)[33, 1].item())
+    assert row["weight_norm"] is None
+    assert rows[(T + 31) * 2]["weight_norm"] == pytest.approx(trace.weight_norm[31, 0].item())
+    assert [key["position"] for key in row["read"]] == trace.own.position[33, 1].tolist()
+    assert row["loss"] == pytest.approx(seen.loss[33].item())
+    assert rows[0]["loss"] is None
+    assert [len(rows[i]["read"]) for i in (0, 2, 20)] == [1, 2, 5]
+    first = rows[0]["context"]
+    assert first == ([] if variant == "mac" else None)
+
+
+def test_losses_are_the_model_s_own(found):
+    tokens = torch.tensor([found["lmm"].tokens])
+    with torch.no_grad():
+        logprobs = small()(tokens).logits.log_softmax(-1)
+    assert found["lmm"].loss[9].item() == pytest.approx(-logprobs[0, 8, tokens[0, 9]].item(), rel=1e-5)
+    assert math.isnan(found["lmm"].loss[0].item())
+
+
+def test_a_letter_of_several_tokens_is_shown_once():
+    tokenizer = load_tokenizer("byte")
+    tokens = [tokenizer.bos, *tokenizer.encode("aé—b")]
+    assert token_texts(tokenizer, tokens) == ["", "a", "", "é", "", "", "—", "b"]
+    cut = token_texts(tokenizer, tokens[:-2])
+    assert cut[:-1] == ["", "a", "", "é", ""]
+    assert cut[-1] == "\ufffd"
+
+
+def test_kept_is_all_where_the_last_memory_knows_the_pair_and_none_where_it_does_not(found):
+    trace: MemoryTrace = found["lmm"].traces[0]
+    known = trace._replace(final=torch.zeros_like(trace.final))
+    lost = trace._replace(final=2 * trace.surprise)
+    assert kept_shares([known]).tolist() == [1.0] * len(trace.final)
+    assert kept_shares([known, lost])[3].item() == 0.5
+
+
+def test_lines_are_means_of_what_is_known():
+    values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, 7.0]).numpy()
+    assert binned(values, 2) == {2.0: (2.0,), 5.0: (6.0,)}
+    assert binned(values[:0]) == {}
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("root"))
+
+
+def test_the_command_writes_both_files_the_same_each_time(cell, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    out, arrow = tmp_path / "sub" / "page.html", tmp_path / "numbers.arrow"
+    line = ["inspect", str(cell), "--text", str(text), "--out", str(out), "--arrow", str(arrow)]
+    assert run([*line, "--tokens", "30", "--position", "12"]) == 0
+    assert [entry.split()[0] for entry in capsys.readouterr().out.splitlines()] == [str(out), str(arrow)]
+    assert feather.read_table(arrow).num_rows == 30 * 2
+    assert "more not read" in out.read_text()
+    before = arrow.read_bytes()
+    assert run([*line, "--tokens", "30"]) == 0
+    assert arrow.read_bytes() == before
+
+
+def test_mistakes_are_one_line_and_exit_code_2(cell, tmp_path, capsys):
+    text, empty, binary = (tmp_path / name for name in ("text", "empty", "binary"))
+    text.write_text("some text")
+    empty.write_text("")
+    binary.write_bytes(b"\xff\xfe")
+    bare = train(tmp_path, variant="transformer")
+    for words, message in (
+        ([cell, "--text", tmp_path / "none"], "No such file"),
+        ([cell, "--text", empty], "the file is empty"),
+        ([cell, "--text", binary], "not UTF-8 at byte 0"),
+        ([cell, "--text", text, "--position", 10], "--position: 10 is beyond the 10 tokens"),
+        ([bare, "--text", text], "variant transformer has no neural memory"),
+        ([tmp_path / "nowhere", "--text", text], "no such run"),
+    ):
+        assert run(["inspect", *map(str, words), "--out", str(tmp_path / "page.html")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    assert not (tmp_path / "page.html").exists()
