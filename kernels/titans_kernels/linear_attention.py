@@ -2,8 +2,8 @@
 
 Each as a recurrence, token by token, and in a parallel form with the same signature and the same numbers.
 
-Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E for
-a decay of each key channel and 1 for one number a head.
+Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E
+for a decay of each key channel and 1 for one number a head.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def linear_attention(
 
         y_t = exp(log decays up to t) q_t S + sum_{s <= t} (q_t D[t, s] k_s^T) v_s
 
-    where S is the state the chunk starts from. D is at most 1 and made of sums of logarithms, so that no decay
-    overflows. The sequence may be cut anywhere: the state does not know of chunks. ``chunk_size`` None takes
-    64 tokens for one decay a head and 16 for one a channel, whose D is E times as large.
+    where S is the state the chunk starts from. D is at most 1 and made of sums of logarithms, so that no
+    decay overflows. The sequence may be cut anywhere: the state does not know of chunks. ``chunk_size`` None
+    takes 64 tokens for one decay a head and 16 for one a channel, whose D is E times as large.
     """
     T, dtype = q.shape[1], state_dtype(q)
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
@@ -86,7 +86,7 @@ def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
 def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int = 16) -> Tensor:
     """`recurrent_scan` for all chunks side by side: T / c + c steps in place of T.
 
-    Within chunks from a state of zero, then the states from chunk to chunk, then what each adds to its tokens.
+    Within chunks from a state of zero, then states from chunk to chunk, then what each adds to its tokens.
     """
     T, size = a.shape[1], min(a.shape[1], chunk_size)
     short = -T % size
@@ -104,7 +104,7 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 
 def _segment_sums(x: Tensor) -> Tensor:
-    """Entry [t, s] is the sum of x [..., c, G] after s up to t, added up without a difference of large sums."""
+    """Entry [t, s] is the sum of x [..., c, G] after s up to t, not as a difference of large sums."""
     size = x.shape[-2]
     after = torch.ones(size, size, dtype=torch.bool, device=x.device).tril(-1)
     return torch.where(after[..., None], x[..., :, None, :], 0).cumsum(-3)
@@ -120,7 +120,7 @@ def _scores(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
 def _borders(
     index_BT: Tensor | None, T: int, size: int, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-    """Which tokens t see s, read the state at the chunk's start, write to its end; whether that state is kept.
+    """Which tokens t see s, read the chunk's first state, write to its last; whether the first is kept.
 
     Booleans [.., t, s], then factors that multiply [B, N, H, c, E] twice and [B, N, H, E, F].
     """

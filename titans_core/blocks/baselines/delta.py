@@ -9,11 +9,11 @@ from titans_core.config import ModelConfig
 
 
 class _MemorySetting(LMM):
-    """The LMM with part of its `MemoryConfig` given by ``settings``, whatever the config says of those fields.
+    """The LMM with part of its `MemoryConfig` given by ``settings``, whatever the config says there.
 
     All three have a linear memory without momentum, a bound, persistent tokens or normalised values. What is
-    not set holds: heads, their width, convolution, gate and norm of the output. M_0 is learned, as in the LMM;
-    the papers start from zeros.
+    not set is the config's: heads, their width, convolution, gate and norm of the output. M_0 is learned, as
+    in the LMM; the papers start from zeros.
     """
 
     settings: ClassVar[dict[str, Any]]

@@ -24,9 +24,9 @@ class HGRN2Options(HeadOptions):
 class HGRN2(LinearAttention):
     """The forget gate is the decay, and what it leaves the key: ``k_t = 1 - a_t``.
 
-    ``a_t = l + (1 - l) sigmoid(x W_f)``. The paper ties the lower bounds l of a model's layers to rise with
-    depth; here each layer learns its own, ``l = sigmoid(b)``, from a half. Queries are ``silu(x W_q)``, values
-    the input ``x W_v``, and the heads are normalised together.
+    ``a_t = l + (1 - l) sigmoid(x W_f)``. In the paper the lower bounds l of a model's layers rise with depth;
+    here each layer learns its own, ``l = sigmoid(b)``, from a half. Queries are ``silu(x W_q)``, values
+    ``x W_v``, and the heads are normalised together.
     """
 
     Options = HGRN2Options

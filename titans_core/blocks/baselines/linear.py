@@ -24,7 +24,7 @@ class HeadOptions(Frozen):
 
 
 class LinearAttention(Block):
-    """``S_t = diag(a_t) S_{t-1} + k_t^T v_t`` and ``y_t = q_t S_t``: a subclass says what q, k, v and a are."""
+    """``S_t = diag(a_t) S_{t-1} + k_t^T v_t`` and ``y_t = q_t S_t``; a subclass gives q, k, v and a."""
 
     Options: ClassVar[type[Frozen]] = HeadOptions
     uses_persistent = False

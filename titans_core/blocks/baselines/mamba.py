@@ -28,10 +28,11 @@ class MambaOptions(Frozen):
 
 
 class Mamba(Block):
-    """``h_t = exp(-dt_t exp(A)) h_{t-1} + dt_t x_t B_t`` a channel, ``y_t = C_t h_t + D x_t``, times ``silu(z)``.
+    """For each channel ``h_t = exp(-dt_t exp(A)) h_{t-1} + dt_t x_t B_t`` and ``y_t = C_t h_t + D x_t``.
 
-    x goes through a convolution and SiLU; from it come B and C, one for all channels, and the steps
-    ``dt = softplus(x W_1 W_2 + b)``, W_1 of width d_model / 16. Published stacks have no feed-forward layers.
+    The output is ``y silu(z)``. x goes through a convolution and SiLU; from it come B and C, one for all
+    channels, and the steps ``dt = softplus(x W_1 W_2 + b)``, W_1 of width d_model / 16. Published stacks have
+    no feed-forward layers.
     """
 
     Options = MambaOptions

@@ -40,10 +40,10 @@ class SSMState(NamedTuple):
 
 
 class Mamba2(Block):
-    """Linear attention with one decay a head, ``a_t = exp(-dt_t exp(A))``, queries C, keys B, values ``dt x``.
+    """Linear attention with one decay a head: queries C, keys B, values ``dt x``, ``a = exp(-dt exp(A))``.
 
-    ``z, x, B, C, dt`` are one projection; x, B and C go through a convolution and SiLU; B and C are one for all
-    heads. ``y = norm((SSD(x) + D x) * silu(z))``. Published stacks have no feed-forward layers.
+    ``z, x, B, C, dt`` are one projection; x, B and C go through a convolution and SiLU; B and C are one for
+    all heads. ``y = norm((SSD(x) + D x) * silu(z))``. Published stacks have no feed-forward layers.
     """
 
     Options = Mamba2Options
