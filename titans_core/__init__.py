@@ -5,6 +5,7 @@ from titans_core.backbone import Backbone, Model, ModelState
 from titans_core.blocks import BLOCKS, Block, count_parameters
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
+from titans_core.generation import Reading, Sampling, Writing
 from titans_core.memory import MemoryCache, NeuralMemory
 from titans_core.model import LanguageModel, ModelOutput
 from titans_core.series import SeriesModel, SeriesOutput
@@ -24,8 +25,11 @@ __all__ = [
     "ModelOutput",
     "ModelState",
     "NeuralMemory",
+    "Reading",
+    "Sampling",
     "SeriesModel",
     "SeriesOutput",
+    "Writing",
     "count_parameters",
     "presets",
     "record",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +26,12 @@ class ModelState(NamedTuple):
         """This state without the graph that made it."""
         cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
         return ModelState(self.position, tree_map(cut, self.blocks))
+
+    def take(self, rows: Sequence[int]) -> ModelState:
+        """A copy of the state of these rows of the batch, in this order; a row may come several times."""
+        copies: dict[int, Tensor] = {}  # what two parts of a state share they go on sharing
+        taken = lambda x: copies.setdefault(id(x), x[list(rows)]) if isinstance(x, Tensor) else x  # noqa: E731
+        return ModelState(self.position, tree_map(taken, self.blocks))
 
 
 class Model(nn.Module):

@@ -206,8 +206,7 @@ class NeuralMemory(Projections):
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
         q, writes, _ = self._tokens(x_BTD, conv_state, documents)
         flat = Writes(*(w.flatten(0, 1)[None] for w in writes))
-        N = documents.cu_seqlens.numel() - 1
-        state = MemoryState(*(tuple(s[:1].expand(N, *s.shape[1:]) for s in part) for part in cache.start))
+        state = MemoryState(*(tuple(s[0] for s in part) for part in cache.start))
         y, _ = self._operate(
             q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
         )
@@ -239,7 +238,7 @@ class NeuralMemory(Projections):
         call = lambda q: neural_memory(  # noqa: E731
             q, *writes, state.weights, state.momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
-            rule=self.rule,
+            rule=self.rule, output_final_state=cu_seqlens is None or self.recorder is not None,
         )  # fmt: skip
         y, after = call(q)
         if self.recorder is not None and record:

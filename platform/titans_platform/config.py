@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -11,6 +12,7 @@ from pydantic import Field, JsonValue, model_validator
 from titans_core.config import Frozen, ModelConfig, PositiveInt
 from titans_kernels.registry import source_file
 from titans_platform.errors import UsageError
+from titans_platform.files import read_json
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -20,6 +22,12 @@ DEFAULTS_VERSION = 2
 """Raise it when the default of a field changes: names leave out what is at its default, and a run that left
 the field out gives other numbers from then on. `tests/runs/test_names.py` pins the defaults."""
 
+
+NOT_IN_NAMES: dict[str, Any] = {
+    **dict.fromkeys(("data", "checkpoint", "log", "start_from"), True),
+    "eval": {"every"},
+}
+"""Fields that change no number, and those that enter a name by their content."""
 
 BYTE_VOCABULARY = 260
 """Ids of the byte tokenizer: 256 bytes, document start, pad, rounded up to a multiple of 4."""
@@ -94,6 +102,9 @@ class OptimConfig(Frozen):
     """The rate after the warm-up: falling to min_lr_ratio, constant, or constant with a decay at the end."""
     min_lr_ratio: Fraction = 0.1
     warmup_fraction: Fraction = 0.05
+    """Share of the steps over which the rate rises to lr."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """In place of warmup_fraction, so that a run with more steps has the same warm-up."""
     weight_decay: NonNegative = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
@@ -116,6 +127,9 @@ class EvalConfig(Frozen):
     batch_tokens: PositiveInt = 16_384
     """Tokens of one evaluation batch."""
     seed: int = 0
+    every: PositiveInt | None = None
+    """Optimiser steps between measurements of the validation loss while training, on perplexity_tokens; None:
+    none. It changes no number, and so no name."""
 
 
 class CheckpointConfig(Frozen):
@@ -125,6 +139,13 @@ class CheckpointConfig(Frozen):
     """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
     keep: PositiveInt = 2
     """The newest checkpoints that are kept."""
+
+
+class LogConfig(Frozen):
+    """What MLflow is told beside the numbers. It changes none of them, and so no name."""
+
+    system_metrics: bool = False
+    """Use of CPU, memory, disk, network and GPUs, every ten seconds; needs psutil."""
 
 
 class ObjectiveConfig(Frozen):
@@ -144,7 +165,11 @@ class RunConfig(Frozen):
     seed: int = 0
     threads: PositiveInt = 1
     """CPU threads of a worker: sums are taken in another order with another number of them."""
+    start_from: str | None = None
+    """Begin with the weights of another run, at its newest checkpoint: its name, folder or MLflow run id, or
+    the folder of one checkpoint. The checkpoint's content is part of the name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
 
     @property
@@ -163,11 +188,13 @@ class RunConfig(Frozen):
         Only fields that differ from their defaults enter, so that a new field renames nothing. The data
         enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the paths it was
         read from; a variant named by import path also by its source; ``workers`` where there are several,
-        since they take sums in another order. Raises UsageError for a variant that cannot be imported.
+        since they take sums in another order; the checkpoint that the run starts from by its files, so that
+        ``start_from`` has to be its folder (`runs.load.located`). Raises UsageError for a variant that cannot
+        be imported, or where there is no such checkpoint.
         """
         parts: dict[str, Any] = {
             "defaults": DEFAULTS_VERSION,
-            "run": self.model_dump(mode="json", exclude={"data", "checkpoint"}, exclude_defaults=True),
+            "run": self.model_dump(mode="json", exclude=NOT_IN_NAMES, exclude_defaults=True),
             "data": data_fingerprint,
             "eval": eval_version,
         }
@@ -175,7 +202,17 @@ class RunConfig(Frozen):
             parts["sources"] = sources
         if workers > 1:
             parts["workers"] = workers
+        if self.start_from:
+            parts["start_from"] = _content_of(self.start_from)
         return digest(parts)
+
+
+def _content_of(checkpoint: str) -> str:
+    """The hashes in a checkpoint's manifest, as one."""
+    manifest = read_json(Path(checkpoint) / "manifest.json") or {}
+    if not isinstance(files := manifest.get("files"), dict):
+        raise UsageError(f"start_from: {checkpoint} is no checkpoint; give a run, or a folder step-XXXXXXXX")
+    return digest(files)
 
 
 def _sources(value: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titans_platform.errors import TitansError
+from titans_platform.errors import TitansError, UsageError
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -42,9 +42,14 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise TitansError(
-            f"{path}: cannot be written: {error.strerror}; make room there, or give another --root"
-        ) from error
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError) -> TitansError:
+    """What to raise for a file that could not be written: a full disk, a folder that is read-only."""
+    # some libraries put their own words in the place of the system's
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return TitansError(f"{path}: cannot be written: {reason}; make room there, or give another --root")
 
 
 def _try_lock(descriptor: int, shared: bool = False) -> bool:
@@ -66,9 +71,17 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path, timeout: float = 0.0) -> Iterator[bool]:
-    """Try to hold a file lock for up to ``timeout`` seconds; yields whether it is held."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as handle:
+    """Try to hold a file lock for up to ``timeout`` seconds; yields whether it is held.
+
+    Raises UsageError where there can be no such file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a")
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UsageError(f"--root: {path.parent} cannot be written ({reason}); give another") from error
+    with opened as handle:
         deadline = time.monotonic() + timeout
         while not (got := _try_lock(handle.fileno())) and time.monotonic() < deadline:
             time.sleep(0.2)

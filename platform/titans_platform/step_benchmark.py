@@ -15,7 +15,7 @@ from titans_kernels.bench.timing import Failed
 from titans_platform import step_worker
 from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.study.spec import expand, load_study
+from titans_platform.study.grid import expand, load_study
 
 PACKAGES = ("kernels", "", "platform")
 """Folders of a checkout that hold packages."""

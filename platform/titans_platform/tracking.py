@@ -26,9 +26,14 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
+from mlflow.utils.mlflow_tags import (
+    MLFLOW_DATASET_CONTEXT,
+    MLFLOW_PARENT_RUN_ID,
+    MLFLOW_SOURCE_NAME,
+    MLFLOW_SOURCE_TYPE,
+)
 
 from titans_platform.errors import UsageError
 from titans_platform.text import flatten
@@ -181,13 +186,13 @@ class Store:
         if run_id := self.find(CELL_TAG, cell):
             self.client.delete_run(run_id)
 
-    def run(self, run_id: str) -> RunLog:
+    def run(self, run_id: str, system_metrics: bool = False) -> RunLog:
         """The run's log, continued where it stopped; the run counts as running from now on."""
-        return RunLog(self, run_id)
+        return RunLog(self, run_id, system_metrics=system_metrics)
 
-    def end(self, run_id: str, status: str) -> None:
-        """End a run without logging to it: FINISHED, FAILED or KILLED."""
-        self.client.set_terminated(run_id, status)
+    def end(self, run_id: str, status: str, ended: float | None = None) -> None:
+        """End a run without logging to it: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
+        self.client.set_terminated(run_id, status, None if ended is None else round(1000 * ended))
 
     def running(self, parent: str) -> dict[str, str]:
         """Run ids by cell of a study's runs that have not been ended, by a process that may be dead."""
@@ -202,14 +207,14 @@ class Store:
         except (MlflowException, KeyError):
             raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
 
-    def amend(self, run_id: str, values: Mapping[str, float]) -> None:
-        """Set final numbers of a run that has ended; those that it has already are not written again."""
+    def amend(self, run_id: str, values: Mapping[str, float], step: int) -> None:
+        """Set final numbers, of its last step, of a run that has ended; what it has is not written again."""
         try:
             have = self.client.get_run(run_id).data.metrics
         except MlflowException:
             # of a store that is no longer there
             return
-        self._log(run_id, metrics=[new for new in _metrics(values) if new.value != have.get(new.key)])
+        self._log(run_id, metrics=[new for new in _metrics(values, step) if new.value != have.get(new.key)])
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; a run that is not there has none."""
@@ -217,8 +222,20 @@ class Store:
         for run_id in run_ids:
             with suppress(MlflowException):
                 history = self.client.get_metric_history(run_id, metric)
+                # a column of that name comes after the last step's value
+                history.sort(key=lambda point: point.timestamp, reverse=True)
                 found[run_id] = sorted({point.step: point.value for point in history}.items())
         return {run_id: curve for run_id, curve in found.items() if curve}
+
+    def copy_curves(self, source: str, target: str, last: int) -> None:
+        """Log what a run of this store logged, up to step ``last``, on another that goes on from there."""
+        with suppress(MlflowException):
+            for key in self.client.get_run(source).data.metrics:
+                history = self.client.get_metric_history(source, key)
+                # one step alone: a number of the end
+                if len({point.step for point in history}) > 1 and not key.startswith("system/"):
+                    points = [point for point in history if 0 < point.step <= last]
+                    self._log(target, metrics=[Metric(key, p.value, p.timestamp, p.step) for p in points])
 
     def url(self, run_id: str) -> str:
         """Where `titans ui` shows the run, below the address of the server."""
@@ -281,13 +298,14 @@ class Store:
 class RunLog:
     """One run: metrics by step, gathered and written in batches; tables, texts and figures at once."""
 
-    def __init__(self, store: Store, run_id: str, flush_every: float = 5.0):
+    def __init__(self, store: Store, run_id: str, flush_every: float = 5.0, system_metrics: bool = False):
         self.run_id, self._store, self._client = run_id, store, store.client
         self._flush_every, self._flushed = flush_every, time.monotonic()
         self._pending: list[Metric] = []
         logged = self._client.get_metric_history(run_id, "loss")
         self._last_step = max((metric.step for metric in logged), default=-1)
         self._client.update_run(run_id, status="RUNNING")
+        self._monitor = _monitor(run_id, store.uri) if system_metrics else None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log values at a step. A step logged before the run was interrupted is not logged again."""
@@ -314,9 +332,16 @@ class RunLog:
                 return
             del self._pending[:cut]
 
-    def summary(self, values: Mapping[str, float]) -> None:
-        """Log the run's final numbers, which have no step; the latest value is the one shown."""
-        self._store._log(self.run_id, metrics=_metrics(values))
+    def summary(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Log the run's final numbers, at its last step; the latest value is the one shown."""
+        self._store._log(self.run_id, metrics=_metrics(values, step))
+
+    def dataset(self, name: str, digest: str, where: str, about: Mapping[str, Any], context: str) -> None:
+        """Name one of the run's inputs; ``context`` is "training" or "validation". A second time is none."""
+        source, profile = json.dumps({"uri": where}), json.dumps(dict(about))
+        entry = Dataset(name, digest, "local", source, profile=profile)
+        used = DatasetInput(entry, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
+        self._client.log_inputs(self.run_id, [used])
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
@@ -340,10 +365,24 @@ class RunLog:
         """Put a file on the run."""
         self._client.log_artifact(self.run_id, str(path), folder)
 
-    def close(self, status: str = "FINISHED") -> None:
-        """Write what is left and end the run: FINISHED, FAILED or KILLED."""
+    def close(self, status: str = "FINISHED", ended: float | None = None) -> None:
+        """Write what is left and end the run: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
+        if self._monitor:
+            self._monitor.finish()
         self.flush()
-        self._client.set_terminated(self.run_id, status)
+        self._store.end(self.run_id, status, ended)
+
+
+def _monitor(run_id: str, uri: str) -> Any:
+    """MLflow's own thread that logs the use of CPU, memory and GPUs, started. Raises UsageError."""
+    try:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    except ModuleNotFoundError as error:
+        fix = f"{error.name} is not installed; pip install {error.name}, or leave it out"
+        raise UsageError(f"log.system_metrics: {fix}") from None
+    monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
+    monitor.start()
+    return monitor
 
 
 def _metrics(values: Mapping[str, float], step: int = 0) -> list[Metric]:

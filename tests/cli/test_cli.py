@@ -37,6 +37,9 @@ FROZEN = {
     "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --json",
     "eval": "RUN --set --root --json",
+    "export": "RUN FOLDER --root",
+    "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "
+    "--memory-in --memory-out --root",
     "init": "PATH --data --preset --force --reference",
     "sweep list": "--json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
@@ -217,6 +220,25 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys):
     assert (measured["step"], measured["tasks"]["reasoning/recall@32"]["items"]) == (18, 4)
     assert run(["eval", point, *root, "--set", "seed=4"]) == 2
     assert "only eval.* may be set" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_more_steps_go_on_and_a_start_gives_another_run(tiny_yaml, tmp_path, capsys):
+    line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", "optim.schedule=constant"]
+    line += ["--set", "optim.warmup_steps=2", "--set"]
+
+    def cell(*more: str) -> tuple[str, str]:
+        assert run([*line, *more]) == 0
+        shown = capsys.readouterr().out
+        return shown, next(
+            words[1][:12] for row in shown.splitlines() if (words := row.split())[:1] == ["run"]
+        )
+
+    _, first = cell("optim.steps=4")
+    shown, longer = cell("optim.steps=60")
+    assert f"going on from step 4 of run {first}, which trained the same steps" in shown
+    _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
+    assert len({first, longer, begun}) == 3
 
 
 @pytest.mark.slow

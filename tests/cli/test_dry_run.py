@@ -26,6 +26,7 @@ from titans_platform import cli
         (["--set", "model.n_layers=1000000000"], "model.n_layers"),
         (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),
         (["--set", "optim.lr=.nan"], "optim.lr"),
+        (["--set", "start_from=nobody"], "start_from: nobody: no such run under"),
         (["--set", "model.variant=lm"], "model.variant: 'lm' is not one of"),
     ],
 )

@@ -133,6 +133,9 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys):
     assert '"TITANS_MLFLOW": "http://head.invalid:5000"' in out
     assert run([*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run"]) == 2
     assert "no file none.model here to take along" in capsys.readouterr().err
+    # the Hub's is downloaded there
+    assert run([*line, "--set", "data.tokenizer=some-lab/model", "--cluster", path, "--dry-run"]) == 0
+    assert "data.tokenizer=some-lab/model" in capsys.readouterr().out
 
 
 def pods(manifest: dict) -> list[dict]:

@@ -22,7 +22,7 @@ from titans_platform.files import read_json
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.spec import expand, load_study
+from titans_platform.study.grid import expand, load_study
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

@@ -43,6 +43,7 @@ def config(
     window: int | None = 12,
     options: dict | None = None,
     attention: dict | None = None,
+    segment: int = 16,
     **memory,
 ) -> ModelConfig:
     return ModelConfig(
@@ -56,7 +57,7 @@ def config(
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory}),
         # MAC attends to whole segments
         attention=AttentionConfig(
-            heads=2, window=None if variant == "mac" else window, segment_size=16, **(attention or {})
+            heads=2, window=None if variant == "mac" else window, segment_size=segment, **(attention or {})
         ),
     )
 

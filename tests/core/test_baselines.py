@@ -92,7 +92,7 @@ def test_heads_that_do_not_fit_are_named(variant, heads):
 
 oracle = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
-    reason="transformers is not installed: pip install -e '.[oracles]'",
+    reason="transformers is not installed: pip install -e '.[dev]'",
 )
 
 

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from titans_platform.config import DataConfig
 from titans_platform.data import open_prepared, prepare
-from titans_platform.errors import UsageError
+from titans_platform.data.shards import write_table
+from titans_platform.errors import TitansError, UsageError
 from titans_platform.evals import TASKS, GeneratedTask, Item
 
 
@@ -209,6 +211,12 @@ def test_root_that_cannot_be_written(texts, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--root: .*file"):
         prepare(config(texts), tmp_path / "file")
+
+
+def test_a_full_disk_is_one_line_with_the_file():
+    """`/dev/full` is a disk without room."""
+    with pytest.raises(TitansError, match=r"^/dev/full: cannot be written: No space left on device; make"):
+        write_table(Path("/dev/full"), {"token": np.arange(100_000)})
 
 
 def test_too_little_text_for_one_row(tmp_path):

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titans_platform.config import BYTE_VOCABULARY
 from titans_platform.data import load_tokenizer
+from titans_platform.data.handover import write_tokenizer
+from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 
 TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
@@ -47,6 +49,48 @@ def test_bytes_round_trip_and_ids():
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
     assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, BYTE_VOCABULARY)
     assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
+
+
+def streamed(tokenizer, text: str, first: int) -> list[str]:
+    """What each token from ``first`` on adds to those before it, and the rest."""
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer, ids[:first])
+    return [*map(stream.add, ids[first:]), stream.end()]
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
+    text = "a memory 記憶 learns"
+    assert "".join(streamed(load_tokenizer("byte"), text, first)) == text.encode()[first:].decode()
+    tokenizer = load_tokenizer(str(sentencepiece_model))
+    before = tokenizer.decode(tokenizer.encode("memory after chunk")[:first])
+    assert before + "".join(streamed(tokenizer, "memory after chunk", first)) == "memory after chunk"
+
+
+def test_a_letter_of_several_tokens_is_waited_for_but_not_for_ever():
+    assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
+    stream = TextStream(load_tokenizer("byte"))
+    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
+    assert stream.end() == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["byte", "plain", "special"])
+def test_a_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
+    special = ("<s>", "<pad>") if kind == "special" else ()
+    spec = "byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special))
+    own = load_tokenizer(spec)
+    (tmp_path / "out").mkdir()
+    there = load_tokenizer(str(write_tokenizer(own, tmp_path / "out")))
+    text = "hello world 記 \n\x00 é hello"
+    assert there.encode(text) == own.encode(text)
+    assert there.decode(own.encode(text)) == own.decode(own.encode(text))
+    assert (there.bos, there.pad) == (own.bos, own.pad)
+    # a program that knows no more than the files begins each text as in training
+    plain = Tokenizer.from_file(str(there.path))
+    assert plain.encode("hello").ids == [own.bos, *own.encode("hello")]
+    names = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    found = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
+    assert found == [own.bos, own.bos, own.pad]
 
 
 def test_sentencepiece_round_trip(sentencepiece_model):
@@ -101,6 +145,13 @@ def test_bad_tokenizer_is_one_line(tmp_path, name, content):
         load_tokenizer(str(path))
     assert "\n" not in str(error.value)
     assert "`byte`" in str(error.value)
+
+
+def test_the_tokenizer_of_the_paper_scales_is_named_with_where_to_get_it():
+    with pytest.raises(UsageError) as error:
+        load_tokenizer("tokenizers/llama2-32k.model")
+    assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
+    assert "--set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0" in str(error.value)
 
 
 def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 from titans_core import LanguageModel
 from titans_platform import cli
 from titans_platform.report.verdict import Verdict, difference, tally
-from titans_platform.study.spec import expand, load_study
+from titans_platform.study.grid import expand, load_study
 from titans_platform.text import count
 
 TOP = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_other_lines_of_the_shell_are_known():
     assert sum(line.startswith("titans") for line in lines) > 10
     extras = set(re.findall(r"pip install -e '\.\[([\w-]+)\]'", README.read_text("utf-8")))
     project = (TOP / "pyproject.toml").read_text()
-    assert extras == {"peers", "lm-eval"}
+    assert extras == {"peers", "lm-eval", "hf"}
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from titans_core import LanguageModel, ModelState
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
@@ -59,14 +60,17 @@ class Parrot(nn.Module):
         super().__init__()
         self.text = text
 
-    def forward(self, tokens, document_starts=None):
+    def forward(self, tokens, state=None, *, document_starts=None, last=False):
+        seen = tokens if state is None else torch.cat([state.blocks[0], tokens], 1)
+        before = seen.shape[1] - tokens.shape[1]
         logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
-        for b, row in enumerate(tokens.tolist()):
-            for t in range(len(row)):
-                said = BYTE.decode(row[: t + 1])
+        for b, row in enumerate(seen.tolist()):
+            for t in range(tokens.shape[1]):
+                said = BYTE.decode(row[: before + t + 1])
                 if self.text.startswith(said) and len(said) < len(self.text):
                     logits[b, t, ord(self.text[len(said)])] = 20.0
-        return SimpleNamespace(logits=logits)
+        after = ModelState(seen.shape[1], (seen,))
+        return SimpleNamespace(logits=logits[:, -1:] if last else logits, state=after)
 
 
 def one(task, options, **more):
@@ -282,6 +286,23 @@ def test_harness_generates_up_to_the_first_stop():
     assert model.generate_until(instances(("say:", {"until": [], "max_gen_toks": 3}))) == [" he"]
     with pytest.raises(UsageError, match="greedily"):
         model.generate_until(instances(("say:", {"do_sample": True})))
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer"])
+def test_harness_generates_from_the_state_what_reading_everything_again_gives(variant, tiny_run):
+    torch.manual_seed(0)
+    options = {"variant": variant, "attention": {"heads": 2, "segment_size": 16}}
+    model = LanguageModel(type(tiny_run.model).model_validate(tiny_run.model.model_dump() | options)).double()
+    asked = [("a", 5), ("a longer context", 9), ("something else that is asked", 3), ("x" * 90, 4)]
+    found = harness(model).generate_until(instances(*((c, {"max_gen_toks": n}) for c, n in asked)))
+    for (context, most), text in zip(asked, found, strict=True):
+        row = [BYTE.bos, *BYTE.encode(context)[-49:]]
+        for _ in range(most):
+            token = int(model(torch.tensor([row])).logits[0, -1].argmax())
+            if token in (BYTE.bos, BYTE.pad):
+                break
+            row.append(token)
+        assert text == BYTE.decode(row[1 + min(49, len(context)) :])
 
 
 LM_EVAL = one("lm_eval", {"names": ["piqa", "arc_easy"], "metric": "acc"}, items=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
@@ -197,6 +198,35 @@ def test_packed_documents_are_separate_calls(backend, own_state):
     assert_close([*joined, *expected], [*packed, *found], 1e-12)
 
 
+@pytest.mark.parametrize("backend", ["reference", "autograd", "chunked", "auto"])
+def test_an_empty_document_keeps_the_state_it_was_given(backend):
+    """As in borders that are padded to a fixed number of documents."""
+    case = Case(20, 2, documents=5)
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend}
+    borders, full = torch.tensor([0, 0, 5, 5, 20, 20]), [1, 3]
+    y, *state = flat(neural_memory(*case.inputs, case.weights, case.momentum, cu_seqlens=borders, **options))
+    for S, given in zip(state[2:], case.momentum, strict=True):
+        assert_close([S[[0, 2, 4]]], [given[[0, 2, 4]]], 0)
+    momentum = tuple(S[full] for S in case.momentum)
+    without = flat(
+        neural_memory(*case.inputs, case.weights, momentum, cu_seqlens=torch.tensor([0, 5, 20]), **options)
+    )
+    found = [y, *(x[full] for x in state)]
+    grads = [torch.autograd.grad(functional(outputs), case.leaves) for outputs in (found, without)]
+    assert_close([*found, *grads[0]], [*without, *grads[1]], 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "autograd", "chunked", "auto"])
+def test_a_final_state_that_is_not_wanted_has_no_layers(backend):
+    case = Case(20, 2)
+    call = partial(neural_memory, *case.inputs, case.weights, case.momentum, chunk_size=7, backend=backend)
+    y, state = call(output_final_state=False)
+    assert state == ((), ())
+    expected = call()[0]
+    grads = [torch.autograd.grad(x.square().sum(), case.leaves) for x in (y, expected)]
+    assert_close([y, *grads[0]], [expected, *grads[1]], 0)
+
+
 # (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES, CACHE_BYTES); a row of the case below has states of 384 bytes
 STORAGE = {
     "states and work, one block": (2**30, 2**30, 2**30, 2**30),
@@ -339,7 +369,7 @@ BAD = {
         lambda a: {"cu_seqlens": torch.tensor([0, 19])},
         "cu_seqlens: must rise from 0 to T = 20",
     ),
-    "empty document": (lambda a: {"cu_seqlens": torch.tensor([0, 5, 5, 20])}, "cu_seqlens: must rise"),
+    "falling borders": (lambda a: {"cu_seqlens": torch.tensor([0, 6, 5, 20])}, "cu_seqlens: must rise"),
     "packed batch": (
         lambda a: {n: torch.cat([a[n]] * 2) for n in TOKENS} | {"cu_seqlens": torch.tensor([0, 20])},
         "cu_seqlens: packed documents need B = 1, not 2",

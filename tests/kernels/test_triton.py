@@ -14,7 +14,7 @@ from titans_kernels import neural_memory
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory import native, op
 from titans_kernels.memory.triton import op as triton_op
-from titans_kernels.memory.triton import phases, pieces, tables
+from titans_kernels.memory.triton import phases, pieces, refusal, tables
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
 
@@ -53,10 +53,10 @@ CASES = [
     # wider and deeper: streamed
     Case((16, 128), 64, 128), Case((32, 128, 16), 66, 64), Case((16, 16, 16, 32), 34, 16, bound=None),
     Case((16, 32, 32, 16), 130), Case((16, 32, 32, 16), 1, 16, H=2), Case((32, 16, 16, 16, 16), 64, 32),
-    Case((16, 32, 32, 32, 16), 100, 128),
-    # packed documents, the shortest of one token
-    Case(SHORT, 50, 16, borders=(0, 1, 18, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 50)),
-    Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 50)),
+    Case((16, 32, 32, 32, 16), 100, 128), Case((256, 16), 20, 16, bound=None),
+    # packed documents, one of one token and two of none
+    Case(SHORT, 50, 16, borders=(0, 1, 18, 18, 50, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 18, 50, 50)),
+    Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50)),
 ]  # fmt: skip
 
 
@@ -159,6 +159,35 @@ def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.parametrize("widths", [SHORT, DEEP, pytest.param((16, 16, 16, 16), marks=pytest.mark.slow)])
+def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
+    """What training on packed documents wants: one start for all, and no state of each at the end."""
+    call, seen, forward = Call(Case(widths, 50, 16, borders=(0, 1, 18, 18, 50))), [], phases.forward
+
+    def spied(shape, x, start, **options):
+        y, after, kept = forward(shape, x, start, **options)
+        seen.append((start.shape[0], after.numel()))
+        return y, after, kept
+
+    def results(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype) for x in (*call.tokens, *(x[0] for x in (*call.weights, *call.momentum)))]
+        leaves = [x.requires_grad_() for x in leaves]
+        depth = len(call.weights)
+        y, state = neural_memory(
+            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth :]), chunk_size=16,
+            surprise_bound=0.5, cu_seqlens=torch.tensor(call.case.borders), backend=backend,
+            output_final_state=False,
+        )  # fmt: skip
+        assert state == ((), ())
+        return [y, *torch.autograd.grad(y, leaves, call.seeds[0].to(dtype))]
+
+    monkeypatch.setattr(phases, "forward", spied)
+    expected, found = results("reference", torch.float64), results("triton", torch.float32)
+    assert seen == [(1, 0)]
+    for x, wanted in zip(found, expected, strict=True):
+        assert (x - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12
+
+
 @pytest.mark.slow
 def test_states_found_again_are_those_kept(monkeypatch):
     case = Case((16, 32, 32, 16), 34, 16)
@@ -166,6 +195,23 @@ def test_states_found_again_are_those_kept(monkeypatch):
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 0)
     again = Call(case).results("triton", torch.float32)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize(("keep_bytes", "again"), [(0, 1), (2**30, 0), (None, 0)])
+def test_a_call_says_what_may_be_kept_of_it(keep_bytes, again, monkeypatch):
+    call, recalls, recall = Call(Case(SHORT, 20, 16)), [], phases.recall
+    monkeypatch.setattr(phases, "recall", lambda *args: recalls.append(args) or recall(*args))
+    tokens, weights = [x.float().requires_grad_() for x in call.tokens], (call.weights[0].float(),)
+    y, _ = neural_memory(*tokens, weights, chunk_size=16, backend="triton", keep_bytes=keep_bytes)
+    y.sum().backward()
+    assert len(recalls) == again
+
+
+def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
+    card = type("Card", (), {"total_memory": 64 * 2**31})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert triton_op.keep_bytes(torch.device("cuda:0")) == 2**31
+    assert triton_op.keep_bytes(torch.device("cpu")) == triton_op.KEEP_BYTES
 
 
 @pytest.mark.parametrize(
@@ -191,13 +237,13 @@ def test_every_path_is_among_the_cases():
     assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
 
 
-@pytest.mark.parametrize("dtype", triton_op.TYPES, ids=str)
+@pytest.mark.parametrize("dtype", refusal.TYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_that_is_measured_has_its_kernels(name, dtype):
     shape = SHAPES[name]
     q = torch.empty(1, 1, 1, shape.head_dim, dtype=dtype)
     weights = tuple(torch.empty(1, *pair) for pair in shape.pairs)
-    assert triton_op.refusal(q, q, q, weights, shape.chunk_size) is None
+    assert refusal.refusal(q, q, q, weights, shape.chunk_size) is None
 
 
 REFUSED = {
@@ -217,8 +263,46 @@ REFUSED = {
 def test_a_shape_without_a_kernel_says_why(name):
     make, reason = REFUSED[name]
     q, W, b = make(torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),))
-    assert reason in (triton_op.refusal(q, q, q, W, b) or "served")
-    assert triton_op.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
+    assert reason in (refusal.refusal(q, q, q, W, b) or "served")
+    assert refusal.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
+
+
+@pytest.fixture
+def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
+    """A Hopper and Triton 3.9's assembler, as far as `refusal` can tell."""
+    monkeypatch.setattr(refusal, "INTERPRETED", False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(refusal, "assembler", lambda: "13.4")
+    monkeypatch.delenv("TITANS_PTXAS", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_float32_chunks_of_128_are_too_large_for_a_card():
+    q, W = torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),)
+    assert "chunk_size 128 in float32" in (refusal.refusal(q, q, q, W, 128) or "served")
+    assert refusal.refusal(q, q, q, W, 64) is None
+    assert refusal.refusal(q, q, q, W, 128, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"), [("12.4", False), ("12.8", True), ("13.0", True), ("13.1", False), ("13.4", False)]
+)
+def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, wrong, on_a_card):
+    q, W = torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),)
+    on_a_card.setattr(refusal, "assembler", lambda: version)
+    assert (f"ptxas {version}" in (refusal.refusal(q, q, q, W, 64) or "served")) == wrong
+    on_a_card.setenv("TITANS_PTXAS", "any")
+    assert refusal.refusal(q, q, q, W, 64) is None
+    on_a_card.delenv("TITANS_PTXAS")
+    on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert refusal.refusal(q, q, q, W, 64) is None
+
+
+def test_the_assembler_that_triton_takes_has_a_version():
+    major, minor = refusal.assembler().split(".")
+    assert (int(major), int(minor)) >= (12, 0)
 
 
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():
@@ -296,10 +380,17 @@ def test_tables_of_packed_documents():
     assert all(count == 0 for _, count in found.chunks.tolist()[5:])
 
 
-def test_tables_are_made_once_for_the_same_borders():
+def test_equal_rows_need_no_table():
+    found = tables.tables(3, 50, None, 16, torch.device("cpu"))
+    assert found == (12, 50, None, None)
+
+
+def test_tables_are_worked_out_once_for_the_same_borders():
+    """On the host; what a call's stream has of them is sent along with the call."""
     borders = torch.tensor([0, 20, 50])
     first = tables.tables(1, 50, borders, 16, torch.device("cpu"))
-    assert tables.tables(1, 50, borders, 16, torch.device("cpu")) is first
+    assert tables.tables(1, 50, borders, 16, torch.device("cpu")).chunks is first.chunks
+    assert tables.tables(1, 50, borders, 16, torch.device("meta")).chunks.is_meta
     borders[1] = 10
     changed = tables.tables(1, 50, borders, 16, torch.device("cpu"))
     assert changed.documents.tolist()[1][0] == 10
@@ -310,7 +401,7 @@ def test_the_operators_pass_torch_s_own_checks():
     call = Call(Case(DEEP, 20, 16))
     tokens = [x.float().requires_grad_() for x in call.tokens]
     start = torch.cat([x.float().flatten(2) for x in (*call.weights, *call.momentum)], -1).requires_grad_()
-    arguments = (*tokens, start, None, [16, 32, 16], 16, "silu", 0.5, True)
+    arguments = (*tokens, start, None, [16, 32, 16], 16, "silu", 0.5, True, True)
     torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
 
 

@@ -13,8 +13,9 @@ from titans_platform.errors import UsageError
 from titans_platform.files import write_json
 from titans_platform.report.publish import log_views, make, write_views
 from titans_platform.report.table import Table, build_table
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.tracking import Store, open_store
 
 ACC = Column(title="Reasoning", unit="%", factor=100)
@@ -45,6 +46,7 @@ def table(root, store) -> Table:
         "columns": {"acc": 0.25},
         "tasks": {"acc/recall@64": {"value": 0.5, "stderr": 0.1}},
         "mlflow_run_id": run_id,
+        "config": {"optim": {"steps": 20}},
     }
     write_json(cell.folder(root).path / "result.json", result)
     study = Study(name="tiny", columns={"acc": ACC}, scales={"small": Scale()}, rows=(Row(name="LMM"),))
@@ -60,7 +62,7 @@ def test_a_cells_run_has_the_units_of_the_table(table, store, root):
     assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
     assert run.info.status == "FINISHED"
     # written once, however often the report is made
-    assert len(store.client.get_metric_history(run_id, "acc")) == 2
+    assert [point.step for point in store.client.get_metric_history(run_id, "acc")] == [0, 20]
     assert store.client.get_run(parent).data.metrics["acc/LMM"] == 25.0
     assert store.page.endswith("/runs?viewStateShareKey=titans-tiny-small")
 

@@ -21,8 +21,9 @@ from titans_platform.report.picture import DARK, LIGHT, svg
 from titans_platform.report.publish import html
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
+from titans_platform.study.grid import Cell, expand
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Axis, Cell, Column, Expectation, Row, Scale, Study, expand
+from titans_platform.study.spec import Axis, Column, Expectation, Row, Scale, Study
 from titans_platform.study.tracker import params, shown
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)

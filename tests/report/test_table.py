@@ -17,8 +17,9 @@ from titans_platform.report.export import terminal
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
 from titans_platform.runs.folder import RunFolder
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 
 MEASURES = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in ("lm_ppl", "reasoning_acc")})
 COLUMNS = {
@@ -170,13 +171,17 @@ def test_missing_failed_and_stale_cells_are_marked(root):
     for cell in done[:2]:
         finish(root, cell, commit="c0ffee" if cell.seed else "deadbeef" * 5)
     finish(root, done[2])
-    RunFolder(root, done[3].name).record_failure(ValueError("loss is\nnan"), "c0ffee")
+    RunFolder(root, done[3].name).record_failure(
+        ValueError("loss is\nnan" + 60 * " long" + " fix=lr"), "c0ffee"
+    )
     view = table(root)
     lines = "\n".join(printed(view))
     assert "LMM†" in lines
     assert "† some cells were made by commit deadbeefdead;" in lines
     assert "6.00 1/2" in lines
-    assert "w/o Persistent Memory: failed: ValueError: loss is nan" in lines
+    assert "w/o Persistent Memory: failed: ValueError: loss is nan long" in lines
+    # the end of a long note is its fix
+    assert "fix=lr" in lines
     assert view.missing == 3
     assert "— 0/2" in lines
 

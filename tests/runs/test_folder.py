@@ -12,10 +12,11 @@ from titans_platform.errors import ClusterError, UsageError
 from titans_platform.files import held, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Node, Resources, concurrency
+from titans_platform.study.grid import Cell
 from titans_platform.study.ledger import Marks
 from titans_platform.study.plan import StudyRun, make_plan
 from titans_platform.study.schedule import only_driver
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import View, cell_statuses
 from titans_platform.text import clock
 
@@ -220,6 +221,16 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
 )
 def test_clock(seconds, text):
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize("root", ["file", "/proc/titans"])
+def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
+    (tmp_path / "file").write_text("")
+    run, line = study_of(tmp_path / root), r"^--root: .* cannot be written \(.*\); give another$"
+    with pytest.raises(UsageError, match=line), only_driver(run):
+        pass
+    with pytest.raises(UsageError, match=line), RunFolder(run.root, "abc").hold():
+        pass
 
 
 def test_a_dead_writer_leaves_no_half_file(folder):

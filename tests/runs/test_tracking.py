@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import socket
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
+from titans_platform.files import write_json
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.tracker import _settle
 from titans_platform.text import flatten
 from titans_platform.tracking import Store, check_store, open_store
 
@@ -118,6 +123,72 @@ def test_what_is_no_number_is_left_out(store):
     log.close("FAILED")
     assert store.client.get_run(run_id).data.metrics == {"loss": 2.0, "column.reasoning": 0.5}
     assert store.client.get_run(run_id).info.status == "FAILED"
+
+
+def test_data_are_inputs_named_once(store):
+    log = store.run(store.cell_run("inputs", "inputs"))
+    for _ in range(2):
+        log.dataset("files:book", "c0ffee", "/data/book.txt", {"train tokens": 7}, "training")
+    (used,) = store.client.get_run(log.run_id).inputs.dataset_inputs
+    assert (used.dataset.name, used.dataset.digest) == ("files:book", "c0ffee")
+    assert json.loads(used.dataset.source) == {"uri": "/data/book.txt"}
+    assert {tag.key: tag.value for tag in used.tags} == {"mlflow.data.context": "training"}
+
+
+def test_measures_stand_at_the_last_step_and_are_amended_there(store):
+    log = store.run(store.cell_run("last", "last"))
+    log.metrics(8, {"loss": 2.0})
+    log.summary({"acc": 0.25}, 8)
+    log.close()
+    store.amend(log.run_id, {"acc": 25.0}, 8)
+    store.amend(log.run_id, {"acc": 25.0}, 8)
+    assert history(store, log.run_id, "acc") == [(8, 0.25), (8, 25.0)]
+    assert store.client.get_run(log.run_id).data.metrics["acc"] == 25.0
+
+
+def test_a_column_named_like_a_curve_is_no_point_of_it(store):
+    log = store.run(store.cell_run("named loss", "named loss"))
+    for step in (1, 2):
+        log.metrics(step, {"loss": 3.0 - step})
+    log.flush()
+    time.sleep(0.01)
+    log.summary({"loss": 9.0}, 2)
+    assert store.curves([log.run_id]) == {log.run_id: [(1, 2.0), (2, 1.0)]}
+    assert store.client.get_run(log.run_id).data.metrics["loss"] == 9.0
+
+
+def test_the_use_of_the_machine_is_logged_where_it_is_asked_for(store, monkeypatch):
+    import ray  # noqa: F401  brings psutil
+
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    log = store.run(store.cell_run("machine", "machine"), system_metrics=True)
+    key, deadline = "system/cpu_utilization_percentage", time.monotonic() + 60
+    while not history(store, log.run_id, key) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    log.close()
+    assert history(store, log.run_id, key)
+
+
+def test_without_psutil_the_setting_says_what_to_install(store, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("mlflow.system_metrics")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(UsageError, match=r"^log\.system_metrics: psutil is not installed; pip install"):
+        store.run(store.cell_run("bare", "bare"), system_metrics=True)
+
+
+def test_a_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
+    store = open_store(tmp_path)
+    parent = store.study_run("tiny-small")
+    run_id = store.cell_run("abc", "lmm", parent=parent)
+    store.run(run_id)
+    folder = RunFolder(tmp_path, "abc")
+    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    died = round(time.time()) - 1000
+    os.utime(folder.path / "progress.json", (died, died))
+    _settle(store, parent, tmp_path)
+    ended = store.client.get_run(run_id).info
+    assert (ended.status, ended.end_time) == ("KILLED", 1000 * died)
 
 
 def test_parent_takes_table_figure_and_links(store, tmp_path):

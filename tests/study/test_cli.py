@@ -124,7 +124,7 @@ def test_a_store_that_cannot_be_opened_is_found_before_the_data_are_made(tiny, c
 
 def test_a_truncated_shard_is_not_taken_for_missing_data(tiny, capsys):
     from titans_platform.data import prepare
-    from titans_platform.study.spec import expand, load_study
+    from titans_platform.study.grid import expand, load_study
 
     prepare(expand(load_study("tiny"), "small")[0].config.data, tiny / "runs")
     shard = next((tiny / "runs" / "data").glob("*/train-*.arrow"))

@@ -21,7 +21,7 @@ from titans_platform.report.content import DAGGERS
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.spec import expand, load_study
+from titans_platform.study.grid import expand, load_study
 from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
 

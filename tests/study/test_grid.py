@@ -10,9 +10,9 @@ import yaml
 
 from titans_platform.errors import UsageError
 from titans_platform.study.cells import check
+from titans_platform.study.grid import expand, load_study
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.search import check_space
-from titans_platform.study.spec import expand, load_study
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 STUDIES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))

@@ -7,8 +7,8 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
 from titans_platform.study import ledger
+from titans_platform.study.grid import Cell
 from titans_platform.study.ledger import Marks, account, ledger_line
-from titans_platform.study.spec import Cell
 
 NOW = 2_000_000_000.0
 # two slots, three cells of ten seconds each: seven of their own

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
+from titans_platform.study.grid import Cell
 from titans_platform.study.ledger import Marks
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale, Study
+from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import View
 
 

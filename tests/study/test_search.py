@@ -10,9 +10,10 @@ import pytest
 from tests.small import RUN
 from titans_platform import cli
 from titans_platform.errors import UsageError
+from titans_platform.study.grid import load_study
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.search import check_space, read_search, set_line
-from titans_platform.study.spec import Parameter, Search, load_study
+from titans_platform.study.spec import Parameter, Search
 
 STUDY = {
     "name": "hunt",

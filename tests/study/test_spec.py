@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from titans_core import LanguageModel
 from titans_platform.errors import UsageError
 from titans_platform.loading import overlay
-from titans_platform.study.spec import expand, find_study, load_study
+from titans_platform.study.grid import expand, find_study, load_study
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUDY = {
@@ -26,6 +28,7 @@ STUDY = {
     ],
 }
 
+FIRST, EQUAL = "LMM", "Linear Memory, equal state"
 EXPECTED = {"better": False, "because": "a derivation"}
 
 
@@ -200,7 +203,7 @@ def ablation():
 class TestAblation:
     """The study the project is about."""
 
-    SCALES = ("smoke", "laptop", "workstation", "170M", "340M", "400M", "760M")
+    SCALES = ("smoke", "laptop", "workstation", "overnight", "170M", "340M", "400M", "760M")
 
     @pytest.mark.parametrize("scale", SCALES)
     def test_every_scale_is_valid_and_its_rows_differ(self, ablation, scale):
@@ -250,6 +253,16 @@ class TestAblation:
             "Linear Memory, equal state": memory_change(depth=1, heads=1),
             "LMM, hybrids' feed-forward": change(mlp_expansion=4 / 3),
         }
+
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_the_linear_control_has_the_deep_memorys_state_and_parameters(self, ablation, scale):
+        configs = {cell.row: cell.config for cell in expand(ablation, scale)}
+        rows = [configs[name].model.model_copy(update={"n_layers": 1}) for name in (FIRST, EQUAL)]
+        with torch.device("meta"):
+            deep, linear = map(LanguageModel, rows)
+        length = configs[FIRST].data.sequence_length
+        assert linear.state_bytes(length) == pytest.approx(deep.state_bytes(length), rel=0.01)
+        assert linear.num_parameters() == pytest.approx(deep.num_parameters(), rel=0.01)
 
     def test_a_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):
         from titans_core.presets import preset

@@ -90,7 +90,8 @@ class Block(nn.Module, ABC):
             positions: of the tokens. With ``positions.documents`` no token may see another document.
 
         Returns:
-            The stream after the mixer, [B, T, D], and the state after the last token, None when packed.
+            The stream after the mixer, [B, T, D], and the state after the last token, None when packed. A
+            state is tensors with the batch first, in tuples, NamedTuples and dicts; no call changes one.
         """
 
     @abstractmethod

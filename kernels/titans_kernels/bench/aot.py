@@ -28,11 +28,26 @@ from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.memory.triton.launch import OPTIONS, Launch, written_down
 from titans_kernels.memory.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.triton.pieces import INTERPRETED
+from titans_kernels.memory.triton.refusal import too_large
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100; H100 and H200; B200."""
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+
+def largest(dtype: torch.dtype) -> tuple[Shape, ...]:
+    """For each way of writing a shape whose programs hold the most of all that the kernels serve.
+
+    No tile is wider than 64, but for keys of one layer, nor longer than a chunk.
+    """
+    b = 64 if too_large(dtype, 128) else 128
+    return (
+        Shape("largest-columns", 1, 128, 0, 32, 4096, b),
+        Shape("largest-columns-bound", 1, 64, 0, 32, 4096, b, bound=0.5),
+        Shape("largest-resident", 2, 64, 64, 32, 4096, 64, bound=0.5),
+        Shape("largest-streamed", 2, 256, 512, 1, 4096, b, bound=0.5),
+    )
 
 
 class Report(NamedTuple):
@@ -51,6 +66,10 @@ class Report(NamedTuple):
     """bytes a program"""
     tensor_core: int
     """instructions"""
+    carried: int
+    """asynchronous products still in flight where a loop starts over"""
+    instructions: int
+    """of PTX"""
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
@@ -65,7 +84,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
     rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
     with written_down() as found:
         for keep in (True, False):
-            y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep)
+            y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, None, kept, *rule)
     return found
 
@@ -78,8 +97,8 @@ def source(launch: Launch) -> ASTSource:
     for i, (name, x) in enumerate(zip(names, launch.arguments, strict=False)):
         if isinstance(x, Tensor):
             signature[name] = _POINTERS[x.dtype]
-        elif x == 1:
-            constants[name] = 1
+        elif x is None or x == 1:
+            constants[name] = x
             continue
         else:
             signature[name] = "i32" if abs(x) < 2**31 else "i64"
@@ -101,7 +120,7 @@ def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
     tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
     return Report(
         name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
-        tensor_core,
+        tensor_core, _carried(made.asm["ptx"]), len(re.findall(r"^\s+[@a-z{].*;$", made.asm["ptx"], re.M)),
     )  # fmt: skip
 
 
@@ -110,6 +129,21 @@ def name_of(launch: Launch) -> str:
     module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
     flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
     return ".".join([module, kernel]) + ("+" + "+".join(flags) if flags else "")
+
+
+def _carried(ptx: str) -> int:
+    """The most groups of wgmma that are committed and not waited for at a jump back."""
+    labels, flight, most = set(), 0, 0
+    for line in map(str.strip, ptx.splitlines()):
+        if label := re.match(r"(\$\w+):", line):
+            labels.add(label[1])
+        elif line.startswith("wgmma.commit_group"):
+            flight += 1
+        elif wait := re.match(r"wgmma\.wait_group\S*\s+(\d+)", line):
+            flight = min(flight, int(wait[1]))
+        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)) and jump[1] in labels:
+            most = max(most, flight)
+    return most
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -146,13 +180,14 @@ def reports(
 
 @click.command()
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Repeatable  [all]")
+@click.option("--largest", "edge", is_flag=True, help="Of all that is served what takes most, not a --shape.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(TYPES)), help="Repeatable  [bf16]")
 @click.option("--target", "targets", multiple=True, type=int, help="80, 90 or 100; repeatable  [all]")
 @click.option("--kernel", "kernels", multiple=True, help="Beginning of a name; repeatable  [all]")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write them here.")
 def main(
-    names: tuple[str, ...], dtypes: tuple[str, ...], targets: tuple[int, ...], kernels: tuple[str, ...],
-    path: Path | None,
+    names: tuple[str, ...], edge: bool, dtypes: tuple[str, ...], targets: tuple[int, ...],
+    kernels: tuple[str, ...], path: Path | None,
 ) -> None:  # fmt: skip
     """What the compiler makes of each kernel, without a GPU.
 
@@ -164,14 +199,15 @@ def main(
         raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
     found = []
     columns = f"{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}"
-    click.echo(f"{'shape':18}{'kernel':28}{columns}")
-    shapes = [SHAPES[name] for name in names or SHAPES]
-    for r in reports(shapes, dtypes or ["bf16"], targets or TARGETS, kernels or ("",)):
-        found.append(r)
-        click.echo(
-            f"{r.shape:18}{r.kernel:28}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
-            f"{r.tensor_core:5}"
-        )
+    click.echo(f"{'shape':22}{'kernel':28}{columns}")
+    for dtype in dtypes or ["bf16"]:
+        shapes = largest(TYPES[dtype]) if edge else [SHAPES[name] for name in names or SHAPES]
+        for r in reports(shapes, [dtype], targets or TARGETS, kernels or ("",)):
+            found.append(r)
+            click.echo(
+                f"{r.shape:22}{r.kernel:28}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
+                f"{r.tensor_core:5}"
+            )
     if path:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         rows = [r._asdict() for r in found]

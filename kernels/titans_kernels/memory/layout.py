@@ -79,8 +79,9 @@ class EqualRows:
 class Packed:
     """Documents of any lengths in one row.
 
-    ``rows``: number of documents that have a chunk at each step, never increasing. ``ragged``: whether one of
-    them ends within the step's chunk. ``order``: documents by falling length, ``back`` its inverse.
+    ``rows``: number of documents that have a chunk at each step, never increasing; an empty one has none.
+    ``ragged``: whether one of them ends within the step's chunk. ``order``: documents by falling length,
+    ``back`` its inverse.
     ``source``: for each place of [M, b], M chunks, the token it holds, -1 for padding; ``place`` its inverse,
     the place of each token.
     ``last_M``: index of the last valid token in each chunk.
@@ -115,8 +116,8 @@ class Packed:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
-        return self.rows[0]
+        """Number of documents, empty ones too."""
+        return self.order.shape[0]
 
     def split(self, x: Tensor) -> Tensor:
         """x [1, T, H, ...] in chunks [M, H, b, ...], padded with zeros; gradients flow."""
@@ -187,9 +188,9 @@ def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
         ValueError: they do not rise from 0 to ``length``.
     """
     found = _known(cu_seqlens).borders
-    rising = all(a < b for a, b in pairwise(found))
+    rising = all(a <= b for a, b in pairwise(found))
     if len(found) < 2 or found[0] != 0 or found[-1] != length or not rising:
-        raise ValueError(f"cu_seqlens: must rise from 0 to T = {length} without empty documents")
+        raise ValueError(f"cu_seqlens: must rise from 0 to T = {length}; documents may be empty")
     return found
 
 

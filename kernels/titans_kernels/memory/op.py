@@ -48,6 +48,8 @@ def neural_memory(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
     rule: Rule | str = PAPER,
+    keep_bytes: int | None = None,
+    output_final_state: bool = True,
 ) -> tuple[Tensor, MemoryState]:
     """Write each token into the memory and read it back (eqs. 12-16).
 
@@ -63,20 +65,25 @@ def neural_memory(
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
         activation: silu, gelu or identity, between layers.
         surprise_bound: c; each token's error signal is scaled to norm at most c at every layer.
-        cu_seqlens: [N + 1] int, borders of N documents packed into B = 1; each starts from the given
-            weights and momentum (which may then have N in place of B), and so has the returned state.
-            Read once for each tensor; where it is on another device than q it is moved there.
+        cu_seqlens: [N + 1] int, borders of N documents packed into B = 1, some of them empty perhaps; each
+            starts from the given weights and momentum (which may then have N in place of B), and so has
+            the returned state. Read once for each tensor: given on the CPU, nothing waits for a GPU.
         backend: "auto", "reference", "autograd", "chunked", "native" or "triton". "auto" is "triton" on a
             GPU, whose operands are of q's type, or of autocast's where it is on; a call that no kernel serves
             takes "chunked", which is logged once. On a CPU it is "native" where a C++ compiler is and the
             memory is small, else "chunked"; for another rule than the paper's, "autograd".
         rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
             the paper's. "reference" and "autograd" take any rule.
+        keep_bytes: what the kernels may keep of this call for its backward; a call that needs more computes
+            it again there, with the same result. None for 1/64 of the card's memory. The other forms do not
+            look at it.
+        output_final_state: without it the returned state has no layers, and takes no memory: what training
+            on packed documents wants, whose states are one a document.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
-        float64 input). Passing a returned state continues exactly where the cut is on a chunk border;
-        `extend_memory` continues from anywhere.
+        float64 input), and without layers where it was not wanted. Passing a returned state continues
+        exactly where the cut is on a chunk border; `extend_memory` continues from anywhere.
 
     Raises:
         TypeError: an option or cu_seqlens of a type that does not fit, named.
@@ -87,15 +94,21 @@ def neural_memory(
     check_options(chunk_size, activation, surprise_bound)
     dtype = state_dtype(q)
     inputs = Inputs(q, k, v, alpha, eta, theta)
-    weights = _per_document(weights, documents, dtype)
-    momentum = _per_document(momentum, documents, dtype) if momentum else _zeros_like(weights)
+    weights = tuple(x.to(dtype) for x in weights)
+    momentum = tuple(x.to(dtype) for x in momentum) if momentum else _zeros_like(weights)
+    shared = None
+    if all(x.ndim == 3 for x in (*weights, *momentum)):
+        shared = tuple(x[None] for x in weights), tuple(x[None] for x in momentum)
+    weights, momentum = _per_document(weights, documents), _per_document(momentum, documents)
     rule = find_rule(rule) if isinstance(rule, str) else rule
-    options = Options(chunk_size, activation, surprise_bound, cu_seqlens, rule)
+    options = Options(
+        chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared
+    )
     form = choose(backend, inputs, weights, options)
     # the state is float32 whatever autocast would make of the products
     with without_autocast(q):
         y, weights, momentum = form(inputs, weights, momentum, options)
-    return y.to(q.dtype), MemoryState(weights, momentum)
+    return y.to(q.dtype), MemoryState(weights, momentum) if output_final_state else MemoryState((), ())
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:
@@ -139,11 +152,12 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
     """The Triton form, or why no kernel serves the call."""
     # imported when asked for: a CPU has no use for Triton
     from titans_kernels.memory.triton import op as triton
+    from titans_kernels.memory.triton.refusal import refusal
 
     dtype = _operands(inputs.q)
     if type(options.rule) not in triton.TAKES:
         return f"no kernel for the rule {options.rule}"
-    reason = triton.refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
+    reason = refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
     return reason or partial(triton.forget_and_learn, dtype=dtype)
 
 
@@ -169,8 +183,8 @@ def read_memory(q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "si
     return y.transpose(1, 2).to(q.dtype)
 
 
-def _per_document(layers: Layers, documents: int, dtype: torch.dtype) -> Layers:
-    return tuple((x if x.ndim == 4 else x.expand(documents, *x.shape)).to(dtype) for x in layers)
+def _per_document(layers: Layers, documents: int) -> Layers:
+    return tuple(x if x.ndim == 4 else x.expand(documents, *x.shape) for x in layers)
 
 
 def _zeros_like(layers: Layers) -> Layers:

@@ -56,6 +56,11 @@ class Options(NamedTuple):
     surprise_bound: float | None
     cu_seqlens: Tensor | None
     rule: Rule = PAPER
+    keep_bytes: int | None = None
+    final: bool = True
+    """whether the state after the last token is wanted"""
+    shared_start: tuple[Layers, Layers] | None = None
+    """weights and momentum [1, H, D_in, D_out] where all documents begin alike"""
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

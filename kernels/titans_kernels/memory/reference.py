@@ -37,7 +37,7 @@ def each_document(
     for i, (start, end) in enumerate(pairwise(document_borders(options.cu_seqlens, inputs.q.shape[1]))):
         document = Inputs(*(x[:, start:end] for x in inputs))
         W, S = (tuple(x[i : i + 1] for x in part) for part in (weights, momentum))
-        results.append(form(document, W, S, options))
+        results.append(form(document, W, S, options) if start < end else (document.v, W, S))
     y = torch.cat([result[0] for result in results], 1)
     return y, _joined([result[1] for result in results]), _joined([result[2] for result in results])
 

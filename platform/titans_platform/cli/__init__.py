@@ -35,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Turn sources into token shards, and look at them."),
     "eval": ("train", "evaluate", "Measure a run or one of its checkpoints."),
+    "export": ("export", "export", "Write a run's model and tokenizer for Hugging Face's transformers."),
+    "generate": ("generate", "generate", "Write text with a run; keep what it read as a memory file."),
     "init": ("init", "init", "Write a run file to begin with, every field explained."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "train": ("train", "train", "Train and measure one model."),

@@ -15,7 +15,7 @@ from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import DETACHED, Answer, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
 from titans_platform.errors import UsageError
-from titans_platform.study.spec import Cell
+from titans_platform.study.grid import Cell
 
 name_argument = click.argument("name")
 job_argument = click.argument("job")

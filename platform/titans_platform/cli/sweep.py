@@ -86,7 +86,7 @@ def list_studies(as_json: bool) -> None:
     Example:
       titans sweep list
     """
-    from titans_platform.study.spec import known_studies, load_study
+    from titans_platform.study.grid import known_studies, load_study
 
     studies = []
     for path in known_studies().values():
@@ -122,7 +122,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     Example:
       titans sweep show ablation --scale 340M
     """
-    from titans_platform.study.spec import expand, load_study
+    from titans_platform.study.grid import expand, load_study
 
     found = load_study(study)
     cells = expand(found, scale, overrides=overrides)

@@ -72,10 +72,11 @@ def train(
     """
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.load import located
     from titans_platform.runs.spec import Resources
 
     console = Console(stderr=as_json)
-    cfg = load_config(config, overrides + checkpoint_every)
+    cfg = located(load_config(config, overrides + checkpoint_every), root)
     resources = Resources(workers=max(1, workers), cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
@@ -96,14 +97,16 @@ def train(
 
 def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: Console) -> dict[str, Any]:
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, spec_for
+    from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
+    from titans_platform.runs.extend import go_on_from_shorter
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.tracking import check_store
 
     objective = build_objective(cfg)
     objective.check()
     check_resources(cfg, resources, shared=True)
+    check_start(cfg)
     check_store(root)
     with console.status("preparing data"):
         data = objective.prepare(root)
@@ -114,6 +117,8 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     # what the config gets wrong is reported before a store is made and a cluster is up
     objective.check(data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
+    if line := go_on_from_shorter(spec, data.fingerprint):
+        console.print(line, highlight=False, soft_wrap=True)
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
     with alone, _display(spec.folder, console):
         return execute(spec, wait=10)
@@ -122,7 +127,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
 def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     from titans_platform.provenance import commit
     from titans_platform.runs.spec import Tracking
-    from titans_platform.study.spec import Cell
+    from titans_platform.study.grid import Cell
     from titans_platform.study.tracker import params
     from titans_platform.tracking import open_store
 
@@ -158,23 +163,26 @@ def _display(folder: RunFolder, console: Console) -> Iterator[None]:
 
 
 def shown(state: dict[str, Any]) -> str:
-    """Loss, rate and time left of a progress.json, as one line."""
+    """Loss, validation loss, rate and time left of a progress.json, as one line."""
     if "loss" not in state:
         return ""
     minutes, seconds = divmod(round(state["eta_seconds"]), 60)
-    return f"loss {state['loss']:.3f}  {state['tokens_per_second']:,.0f} tok/s  {minutes}:{seconds:02d} left"
+    held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""
+    speed = f"{state['tokens_per_second']:,.0f} tok/s"
+    return f"loss {state['loss']:.3f}{held_out}  {speed}  {minutes}:{seconds:02d} left"
 
 
 def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, console: Console) -> None:
     """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, sizes
+    from titans_platform.runs.check import check_resources, check_start, sizes
     from titans_platform.runs.folder import RunFolder
 
     objective = build_objective(cfg)
     objective.check()
     check_resources(cfg, resources, shared=True)
+    check_start(cfg)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         data = objective.open(root)

@@ -24,7 +24,7 @@ from titans_platform.clusters.steps import Write
 from titans_platform.errors import UsageError
 from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
-from titans_platform.study.spec import Cell, find_study
+from titans_platform.study.grid import Cell, find_study
 
 DISTRIBUTION = "titans-lab"
 
@@ -117,9 +117,11 @@ def study_job(
 
 
 def _tokenizers(cells: Sequence[Cell]) -> dict[str, bytes]:
-    """The tokenizer files by relative path; an absolute path is one of the cluster's."""
+    """The tokenizer files by relative path; an absolute path is one of the cluster's, a Hub name nobody's."""
+    from titans_platform.data.tokenizer import names_hub
+
     named = {cell.config.data.tokenizer for cell in cells} - {"byte"}
-    here = [path for path in map(Path, sorted(named)) if not path.is_absolute()]
+    here = [Path(name) for name in sorted(named) if not Path(name).is_absolute() and not names_hub(name)]
     for path in here:
         if not path.is_file():
             raise UsageError(

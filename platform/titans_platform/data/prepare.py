@@ -251,7 +251,7 @@ def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> Prep
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         kept, folders = str(index["tokenizer"]), [str(name) for name in index["sources"]]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise NotPrepared(f"data: not prepared under {root}; run titans data prepare") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: cannot be read; {REPAIR}") from error

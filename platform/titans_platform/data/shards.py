@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from titans_core.config import Frozen
 from titans_platform.config import digest
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
+from titans_platform.files import not_written, write_json
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
@@ -128,10 +128,16 @@ class SplitWriter:
 
 
 def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
-    """Write ``columns`` as one record batch; the file's entry for the manifest."""
+    """Write ``columns`` as one record batch; the file's entry for the manifest.
+
+    Raises TitansError that names the file: it cannot be written.
+    """
     batch = pa.record_batch({name: pa.array(values) for name, values in columns.items()})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    try:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+    except OSError as error:
+        raise not_written(path, error) from error
     size, mtime_ns = path.stat().st_size, path.stat().st_mtime_ns
     rows, sha256 = batch.num_rows, _file_sha256(path)
     return ShardInfo(file=path.name, rows=rows, bytes=size, sha256=sha256, mtime_ns=mtime_ns)

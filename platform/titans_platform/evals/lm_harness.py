@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import torch
 from pydantic import Field
 
+from titans_core import Writing
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, nearest
 from titans_platform.evals.registry import Context, Measurement, Task, register
@@ -78,27 +78,55 @@ class HarnessModel:
         return [Request([], tokens[:width]), *windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuation of each `(context, {until, max_gen_toks})`, up to the first stop string."""
-        return [self._generate(*request.args) for request in requests]
+        """Greedy continuation of each `(context, {until, max_gen_toks})`, up to the first stop string.
 
-    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        A context that is too long loses its beginning; what is written goes on from the model's state, beyond
+        `max_length` too.
+        """
+        asked = [self._asked(*request.args) for request in requests]
+        texts = [""] * len(asked)
+        for batch in self.scorer.batches([len(one.context) for one in asked]):
+            for i, text in zip(batch, self._written([asked[i] for i in batch]), strict=True):
+                texts[i] = text
+        return texts
+
+    def _asked(self, context: str, settings: dict[str, Any]) -> _Asked:
         if settings.get("do_sample") or settings.get("temperature", 0):
             raise UsageError("task: lm_eval decodes greedily; this task asks for sampling")
-        until = settings.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
-        tokenizer = self.scorer.tokenizer
-        tokens, made = tokenizer.encode(context), []
-        for _ in range(int(settings.get("max_gen_toks", 256))):
-            row = [tokenizer.bos, *(tokens + made)[-(self.max_length - 1) :]]
-            token = int(self.scorer.logits(torch.tensor([row]))[0, -1].argmax())
-            if token in (tokenizer.bos, tokenizer.pad):
-                break
-            made.append(token)
-            text = tokenizer.decode(made)
-            if any(stop in text for stop in stops):
-                break
-        text = tokenizer.decode(made)
-        return text[: min([text.find(stop) for stop in stops if stop in text], default=len(text))]
+        until, tokenizer = settings.get("until") or [], self.scorer.tokenizer
+        stops = (until,) if isinstance(until, str) else tuple(until)
+        tokens = tokenizer.encode(context)
+        kept = tokens[max(0, len(tokens) - (self.max_length - 1)) :]
+        return _Asked([tokenizer.bos, *kept], stops, int(settings.get("max_gen_toks", 256)))
+
+    def _written(self, batch: list[_Asked]) -> list[str]:
+        scorer, tokenizer = self.scorer, self.scorer.tokenizer
+        made: list[list[int]] = [[] for _ in batch]
+        writing = Writing(
+            scorer.model,
+            [asked.context for asked in batch],
+            max(asked.most for asked in batch),
+            stop=(tokenizer.bos, tokenizer.pad),
+            device=scorer.device,
+        )
+        for row, token in writing:
+            made[row].append(token)
+            if len(made[row]) == batch[row].most or batch[row].end(tokenizer.decode(made[row])) is not None:
+                writing.end(row)
+        texts = map(tokenizer.decode, made)
+        return [text[: asked.end(text)] for asked, text in zip(batch, texts, strict=True)]
+
+
+class _Asked(NamedTuple):
+    """What a text is to be gone on from, strings that end it, the most tokens."""
+
+    context: list[int]
+    stops: tuple[str, ...]
+    most: int
+
+    def end(self, text: str) -> int | None:
+        """Where the first stop string begins; None without one."""
+        return min((text.find(stop) for stop in self.stops if stop in text), default=None)
 
 
 def harness_model(scorer: Scorer, max_length: int) -> Any:
@@ -120,6 +148,7 @@ class LmEval(Task):
     """Mean of one metric over tasks of lm-evaluation-harness."""
 
     name = "lm_eval"
+    version = 2
     Options = LmEvalOptions
 
     @property

@@ -125,6 +125,15 @@ class Scorer:
         """Rows of `length` tokens in one forward pass."""
         return max(1, self.batch_tokens // length)
 
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which rows of these lengths share a pass: similar ones, the longest first."""
+        order, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
+        while order:
+            rows = self.rows(lengths[order[0]])
+            batches.append(order[:rows])
+            order = order[rows:]
+        return batches
+
     def logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """[B, T, V] logits; `starts_BT` marks document starts, None: one document a row."""
         starts = None if starts_BT is None else starts_BT.to(self.device)
@@ -140,12 +149,7 @@ class Scorer:
         for request in requests:
             tokens = request.context + request.continuation
             sequences.append([self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]])
-        order = sorted(range(len(requests)), key=lambda i: -len(sequences[i]))
-        batches = []
-        while order:
-            rows = self.rows(len(sequences[order[0]]))
-            batches.append(order[:rows])
-            order = order[rows:]
+        batches = self.batches([len(row) for row in sequences])
 
         def measure(batch: list[int]) -> list[Score]:
             return self._pass([sequences[i] for i in batch], [len(requests[i].continuation) for i in batch])

@@ -4,8 +4,8 @@ A new one is one file with a class under `@register`, and its name in the import
 """
 
 from titans_platform.objectives import next_token, regression
-from titans_platform.objectives.base import OBJECTIVES, Data, Objective, build_objective, register
+from titans_platform.objectives.base import OBJECTIVES, Data, Input, Objective, build_objective, register
 
 OBJECTIVE_MODULES = (next_token, regression)
 
-__all__ = ["OBJECTIVES", "Data", "Objective", "build_objective", "register"]
+__all__ = ["OBJECTIVES", "Data", "Input", "Objective", "build_objective", "register"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from titans_core import Model
 from titans_core.config import Frozen
-from titans_platform.config import ObjectiveConfig, RunConfig
+from titans_platform.config import ObjectiveConfig, RunConfig, TaskConfig
 from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, find_named, within
 from titans_platform.evals import Task, build_task, eval_version, evaluate
@@ -22,6 +22,20 @@ from titans_platform.training.loop import Stream
 
 Report = Callable[[str, int, int, "float | None"], None]
 """Called while data are prepared: a label, documents and tokens so far, the share done where it is known."""
+
+
+class Input(NamedTuple):
+    """One of the things that a run's data are made of, as a record of the run names it."""
+
+    name: str
+    digest: str
+    """Of its content."""
+    where: str
+    """A path, a Hub dataset, or what generates it."""
+    about: dict[str, int]
+    """How much there is of it."""
+    trained_on: bool = True
+    """Else it is only measured on."""
 
 
 class Data(Protocol):
@@ -51,6 +65,8 @@ class Objective(ABC, Generic[D]):
     positions: ClassVar[str] = "tokens"
     """What the positions of a row are called in displays."""
     loss_unit: ClassVar[str] = "nats"
+    validation_task: ClassVar[str | None] = None
+    """The task whose value is the loss on held-out rows; None: ``eval.every`` cannot be set."""
 
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
@@ -92,6 +108,10 @@ class Objective(ABC, Generic[D]):
         """[B] bool: the row has something to predict. All do unless a subclass says otherwise."""
         return torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
 
+    def inputs(self, data: D) -> list[Input]:
+        """What ``data`` are made of."""
+        return [Input(self.data_kind, data.fingerprint[:36], self.cfg.objective.kind, {})]
+
     def sample_batch(self, rows: int) -> Any:
         """``rows`` rows of random content, to time a step before there are data; None: it cannot be timed."""
         return None
@@ -105,6 +125,9 @@ class Objective(ABC, Generic[D]):
         Raises UsageError, which names the field.
         """
         self.build_small()
+        if self.cfg.eval.every and self.validation_task is None:
+            kind = self.cfg.objective.kind
+            raise UsageError(f"eval.every: objective {kind} has no validation_task; leave it out")
         for column, tasks in self.cfg.eval.columns.items():
             for i, config in enumerate(tasks):
                 with within(f"eval.columns.{column}.{i}"):
@@ -129,6 +152,14 @@ class Objective(ABC, Generic[D]):
         if columns:
             config = config.model_copy(update={"columns": {name: config.columns[name] for name in columns}})
         return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
+
+    def validation_loss(self, model: Model, data: D, device: torch.device | str = "cpu") -> float:
+        """The loss on held-out rows. In a process group every worker calls this, and all return the same."""
+        assert self.validation_task
+        columns = {"validation": (TaskConfig(task=self.validation_task),)}
+        config = self.cfg.eval.model_copy(update={"columns": columns})
+        found = evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
+        return found["columns"]["validation"]
 
     def run_name(self, data_fingerprint: str, workers: int = 1) -> str:
         """The run's name: a hash of all that its numbers are a function of.

@@ -14,13 +14,15 @@ from titans_platform.data.sources import FilesSource
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.perplexity import Perplexity
-from titans_platform.objectives.base import Objective, Report, register
+from titans_platform.objectives.base import Input, Objective, Report, register
 from titans_platform.training.loop import CrossEntropy
 
 
 @register("next_token")
 class NextToken(CrossEntropy, Objective[PreparedData]):
     """Cross-entropy of each row's next tokens, in nats."""
+
+    validation_task = "loss"
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
         """Tokenise the sources of ``data`` that are not tokenised yet."""
@@ -44,6 +46,20 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     def tokenizer(self) -> Tokenizer:
         """The one of ``data``."""
         return load_tokenizer(self.cfg.data.tokenizer)
+
+    def inputs(self, data: PreparedData) -> list[Input]:
+        """Its sources, each by the hash of its tokens."""
+        listed = zip(data.labels, data.sources, self.cfg.data.sources, strict=True)
+        return [
+            Input(
+                label,
+                rows.manifest.content,
+                source.path or source.dataset or label,
+                {"train tokens": rows.train.info.tokens, "validation tokens": rows.validation.info.tokens},
+                rows.weight > 0,
+            )
+            for label, rows, source in listed
+        ]
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens, each row one document."""
@@ -74,7 +90,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 with within(f"data.sources.{i}.tasks.{j}"):
                     build_generated(task)
         measured = [build_task(task) for tasks in self.cfg.eval.columns.values() for task in tasks]
-        if data is not None and any(isinstance(task, Perplexity) for task in measured):
+        held_out = self.cfg.eval.every or any(isinstance(task, Perplexity) for task in measured)
+        if data is not None and held_out:
             # an iterator nobody reads, or a UsageError where there are no validation rows
             data.validation(1)
 

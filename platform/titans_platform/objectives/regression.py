@@ -20,7 +20,7 @@ from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_shared
-from titans_platform.objectives.base import Objective, Report, register
+from titans_platform.objectives.base import Input, Objective, Report, register
 from titans_platform.objectives.series import SeriesData, Table, Windows, keep, kept, read_series, sines
 
 PATH = "objective.options.path"
@@ -64,6 +64,7 @@ class Regression(Objective[SeriesData]):
     data_kind = "series"
     positions = "time steps"
     loss_unit = "MSE"
+    validation_task = "mse"
 
     def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
         """Read the series again, and keep what it holds now."""
@@ -90,6 +91,12 @@ class Regression(Objective[SeriesData]):
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))
+
+    def inputs(self, data: SeriesData) -> list[Input]:
+        """The series, by its content."""
+        where = self.options.path or f"{self.options.sines} steps of sines"
+        steps = {"training steps": data.train_steps, "validation steps": data.validation_steps}
+        return [Input("series", data.fingerprint, where, steps)]
 
     def sample_batch(self, rows: int) -> Windows:
         """Normal values."""

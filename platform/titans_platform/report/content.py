@@ -145,7 +145,7 @@ def footnotes(table: Table, failures: bool = True) -> list[str]:
         here = commit(table.run.commit)
         lines.append(f"All cells were made by commit {commit(made)}; the code here is {here}.")
     for row in table.rows if failures else ():
-        lines += [f"{row.row.name}: failed: {reason[:200]}" for reason in row.failures]
+        lines += [f"{row.row.name}: failed: {reason}" for reason in row.failures]
     if table.missing:
         has = "has" if table.missing == 1 else "have"
         cells = plural(table.missing, "cell")

@@ -221,7 +221,7 @@ def log_views(store: Store, table: Table, paths: dict[str, Path]) -> str:
     }
     log.summary({name: mean for name, mean in means.items() if mean is not None})
     for run, result in _runs(table).items():
-        store.amend(run, _in_units(table, result))
+        store.amend(run, _in_units(table, result), result["config"]["optim"]["steps"])
     # the study's cells with the columns to compare them by, the best of the first on top
     key, column = next(iter(table.columns.items()))
     columns = shown((row.row for row in table.rows), table.columns)

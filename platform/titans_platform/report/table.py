@@ -11,8 +11,9 @@ from typing import Any, TypeGuard
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Column, Row, Scale
+from titans_platform.study.spec import Column, Row, Scale
 from titans_platform.study.status import CellStatus, cell_statuses
 
 

@@ -21,6 +21,7 @@ from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Resources, RunSpec, concurrency
+from titans_platform.training.checkpoint import check_weights
 
 PROCESS_BYTES = 300 * 2**20
 """A worker's own: the interpreter, torch, Ray."""
@@ -81,6 +82,19 @@ def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) 
     concurrency(resources, machine)
     if not machine.nodes:
         _check_memory(cfg, resources)
+
+
+def check_start(cfg: RunConfig) -> None:
+    """Whether the checkpoint at ``start_from`` has the weights of the run's model. Raises UsageError."""
+    if cfg.start_from is None:
+        return
+    with torch.device("meta"):
+        model = build_objective(cfg).build_model()
+    assert isinstance(model, torch.nn.Module)
+    try:
+        check_weights(Path(cfg.start_from), model)
+    except UsageError as error:
+        raise UsageError(f"start_from: {error}") from None
 
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:

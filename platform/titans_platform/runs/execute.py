@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from titans_platform.runs.ray_session import die_with_parent, quiet
 from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
+from titans_platform.training.loop import Hooks, Phases, Trainer, before_decay, deterministic
 from titans_platform.training.parallel import rank, world_size
 
 MAX_FAILURES = 2
@@ -150,7 +151,8 @@ class _Worker:
             self.objective = build_objective(self.cfg)
             self.data = self.objective.open(spec.root)
         with self.phases.phase("record"):
-            self.reporter = Reporter(spec) if rank() == 0 else None
+            made_of = self.objective.inputs(self.data)
+            self.reporter = Reporter(spec, made_of) if rank() == 0 else None
 
     def run(self, until: Rung | None) -> Outcome:
         try:
@@ -179,21 +181,28 @@ class _Worker:
             )
         checkpoints = self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("checkpoint"):
-            checkpoint.restore(checkpoints, trainer)
+            restored = checkpoint.restore(checkpoints, trainer)
+            if restored is None and self.cfg.start_from:
+                checkpoint.load_model(Path(self.cfg.start_from), trainer.model)
         if self.reporter:
             self.reporter.start(trainer.progress.step)
-        saver = checkpoint.Saver(checkpoints, trainer, keep=self.cfg.checkpoint.keep, phases=self.phases)
+        keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
+        saver = checkpoint.Saver(checkpoints, trainer, keep=keep, pinned=pinned, phases=self.phases)
         with self.phases.phase("train"), saver:
-            trainer.run(self._hooks(saver), until.step if until else None)
+            trainer.run(self._hooks(saver, trainer), until.step if until else None)
         return trainer
 
-    def _hooks(self, saver: checkpoint.Saver) -> Hooks:
-        reporter = self.reporter
+    def _hooks(self, saver: checkpoint.Saver, trainer: Trainer) -> Hooks:
+        reporter, model = self.reporter, trainer.model
+        assert isinstance(model, Model)
         return Hooks(
             on_step=reporter.on_step if reporter else lambda step, metrics: None,
             # what a checkpoint covers is in MLflow before the checkpoint counts
             on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
+            validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
             checkpoint_every=self.spec.checkpoint_interval,
+            checkpoint_at=saver.pinned,
+            validate_every=self.cfg.eval.every or 0,
             telemetry_every=max(1, self.cfg.optim.steps // _WATCHED),
             phases=self.phases,
         )

@@ -148,6 +148,11 @@ class RunFolder:
         where = {"pid": os.getpid(), "host": platform.node()}
         write_json(self.path / TIME, {"began": began, "ended": time.time(), "seconds": seconds, **where})
 
+    def ended(self) -> float | None:
+        """When the run gave its last sign of life, in seconds since 1970; None where it never did."""
+        times = [path.stat().st_mtime for name in (PROGRESS, TIME) if (path := self.path / name).exists()]
+        return max(times, default=None)
+
     def set_aside(self) -> None:
         """Put a finished result aside, to be made again from nothing; it is shown until replaced."""
         if self.result():
@@ -167,7 +172,6 @@ class RunFolder:
         A driver killed a moment ago may leave a worker for some seconds, and the next one waits for it
         rather than write into the same folder.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         with held(self.path / LOCK, wait) as got:
             if not got:
                 raise Busy(f"run {self.name}: another process works on it; wait for it, or stop it")

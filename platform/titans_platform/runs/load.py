@@ -46,6 +46,17 @@ def find_checkpoint(run: str, root: Path) -> Path:
     return point.resolve()
 
 
+def located(cfg: RunConfig, root: Path) -> RunConfig:
+    """The config with ``start_from`` as a checkpoint's folder, which names it. Raises UsageError."""
+    if cfg.start_from is None:
+        return cfg
+    try:
+        point = find_checkpoint(cfg.start_from, root)
+    except UsageError as error:
+        raise UsageError(f"start_from: {error}") from None
+    return cfg.model_copy(update={"start_from": str(point)})
+
+
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The config of the run that the checkpoint at ``point`` is of. Raises UsageError."""
     # JSON is YAML

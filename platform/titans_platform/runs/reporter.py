@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
-    from titans_platform.tracking import RunLog
+    from titans_platform.objectives import Input
+    from titans_platform.tracking import RunLog, Store
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +28,9 @@ _MEMORY = 0.9
 class Reporter:
     """Writes the files of a run and its MLflow run; on rank 0 only."""
 
-    def __init__(self, spec: RunSpec):
+    def __init__(self, spec: RunSpec, inputs: Sequence[Input] = ()):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
-        self._log = _open_log(spec.name, spec.tracking, spec.config.model_dump(mode="json"))
+        self._log = _open_log(spec, inputs)
         self._written = 0.0
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
@@ -59,10 +61,13 @@ class Reporter:
             "tokens_per_second": self._rate,
             "eta_seconds": self._seconds_a_step * (self.steps - step),
         }
+        # the last one is shown until there is another
+        self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:
             self._write()
         every = max(1, self.steps // _LOGGED)
-        if self._log and (step % every == 0 or step == self.steps or "surprise" in metrics):
+        rare = {"surprise", "validation_loss"} & metrics.keys()
+        if self._log and (step % every == 0 or step == self.steps or rare):
             self._log.metrics(step, metrics)
 
     def flush(self) -> None:
@@ -105,11 +110,15 @@ class Reporter:
         write_json(self.folder.path / PROGRESS, self._state)
 
 
-def log_result(run: RunLog, result: dict[str, Any]) -> None:
-    """End an MLflow run with a result: columns and, below each, its tasks; size, time; where all is from."""
+def log_result(run: RunLog, result: dict[str, Any], ended: float | None = None) -> None:
+    """End an MLflow run with a result: columns and, below each, its tasks; size, time; where all is from.
+
+    ``ended`` is when it did, in seconds since 1970; None: now.
+    """
     tasks = {name: task["value"] for name, task in result["tasks"].items()}
     others = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
-    run.summary(result["columns"] | tasks | {name: result[name] for name in others})
+    values = result["columns"] | tasks | {name: result[name] for name in others}
+    run.summary(values, result["config"]["optim"]["steps"])
     made = {f"titans.{name}": value for name, value in result["environment"].items()}
     made |= {
         "titans.commit": result["commit"],
@@ -118,25 +127,35 @@ def log_result(run: RunLog, result: dict[str, Any]) -> None:
         "titans.eval_version": result["eval_version"],
     }
     run.tags(made)
-    run.close()
+    run.close(ended=ended)
 
 
-def _open_log(name: str, tracking: Tracking | None, config: dict[str, Any]) -> RunLog | None:
-    if tracking is None:
-        return None
+def mlflow_run(spec: RunSpec, tracking: Tracking) -> tuple[Store, str]:
+    """The store that a run is logged to, and the run's id there; created the first time."""
     # a second of imports that a run which is not tracked need not wait for
     from titans_platform.tracking import open_store
 
     store = open_store(tracking.uri)
     run_id = store.cell_run(
-        name,
+        spec.name,
         tracking.title,
         parent=tracking.parent,
         params=tracking.params,
-        config=config,
+        config=spec.config.model_dump(mode="json"),
         tags=tracking.tags,
     )
-    return store.run(run_id)
+    return store, run_id
+
+
+def _open_log(spec: RunSpec, inputs: Sequence[Input]) -> RunLog | None:
+    if spec.tracking is None:
+        return None
+    store, run_id = mlflow_run(spec, spec.tracking)
+    log = store.run(run_id, system_metrics=spec.config.log.system_metrics)
+    for one in inputs:
+        use = "training" if one.trained_on else "validation"
+        log.dataset(one.name, one.digest, one.where, one.about, use)
+    return log
 
 
 def _average(before: float, now: float) -> float:

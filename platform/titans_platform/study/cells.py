@@ -12,12 +12,13 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective
 from titans_platform.provenance import commit
-from titans_platform.runs.check import check_batch, check_resources, sizes
+from titans_platform.runs.check import check_batch, check_resources, check_start, sizes
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import located
+from titans_platform.study.grid import Cell, expand, load_study
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.schedule import MANIFEST
 from titans_platform.study.search import check_space, read_search, with_found
-from titans_platform.study.spec import Cell, expand, load_study
 
 
 def open_study(
@@ -77,6 +78,7 @@ def check_against_data(run: StudyRun) -> None:
 
     def whole(config: RunConfig) -> None:
         check_batch(config, run.resources)
+        check_start(config)
         objective = build_objective(config)
         objective.check(objective.open(run.root))
 
@@ -118,10 +120,16 @@ def _once(prepare: Prepare) -> Prepare:
 def _with_names(run: StudyRun, cells: Iterable[Cell], data: Prepare) -> tuple[Cell, ...]:
     from titans_platform.data import NotPrepared
 
+    starts: dict[str | None, str | None] = {}
     named = []
     for cell in cells:
         with suppress(NotPrepared):
-            fingerprint, objective = data(cell.config).fingerprint, build_objective(cell.config)
-            cell = replace(cell, name=objective.run_name(fingerprint, run.resources.workers))
+            fingerprint, given = data(cell.config).fingerprint, cell.config.start_from
+            if given not in starts:
+                # a checkpoint is hashed to be found, so once
+                starts[given] = located(cell.config, run.root).start_from
+            config = cell.config.model_copy(update={"start_from": starts[given]})
+            name = build_objective(config).run_name(fingerprint, run.resources.workers)
+            cell = replace(cell, config=config, name=name)
         named.append(cell)
     return tuple(named)

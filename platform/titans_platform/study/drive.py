@@ -19,11 +19,11 @@ from titans_platform.provenance import note_command
 from titans_platform.runs.check import sizes
 from titans_platform.runs.spec import Machine
 from titans_platform.study.cells import check_against_data, check_dry, named
+from titans_platform.study.grid import Cell
 from titans_platform.study.ledger import LEDGER, Marks, account, ledger_line
 from titans_platform.study.plan import Estimate, Plan, StudyRun, estimate, make_plan
 from titans_platform.study.schedule import SEARCH, only_driver, output_to, ray_for, run_cells, write_manifest
 from titans_platform.study.search import FOUND, Searched, read_search, run_search, set_line, with_found
-from titans_platform.study.spec import Cell
 from titans_platform.study.status import View, cell_statuses, showing, showing_search
 from titans_platform.text import NONE, clock, count, plural
 

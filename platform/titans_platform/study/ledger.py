@@ -16,7 +16,7 @@ from typing import Any
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
-from titans_platform.study.spec import Cell
+from titans_platform.study.grid import Cell
 
 LEDGER = "ledger.json"
 """The record of the latest run, in the study's folder."""

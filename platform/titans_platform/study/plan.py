@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from titans_platform.config import RunConfig, digest
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Machine, Resources, concurrency
-from titans_platform.study.spec import Cell, Row, Study, resolve
+from titans_platform.study.grid import Cell, resolve
+from titans_platform.study.spec import Row, Study
 
 CALIBRATION_LIMIT = 50e6
 """Parameters above which steps are not timed on the spot."""

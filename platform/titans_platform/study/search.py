@@ -22,11 +22,13 @@ from titans_platform.loading import overlay
 from titans_platform.objectives import build_objective
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import die_with_parent
 from titans_platform.runs.spec import Rung, RunSpec
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.schedule import run_trials
-from titans_platform.study.spec import Cell, Parameter, Row, Search
+from titans_platform.study.spec import Parameter, Row, Search
 from titans_platform.study.tracker import Tracker, tracked
 
 FOUND = "found"
@@ -267,7 +269,7 @@ def run_trial(space: dict[str, Any]) -> None:
 
 def _trial_spec(shared: TrialContext, params: dict[str, Any]) -> RunSpec:
     run = shared.tracker.run
-    config = trial_config(run, shared.search, params)
+    config = located(trial_config(run, shared.search, params), run.root)
     name = build_objective(config).run_name(shared.data, run.resources.workers)
     title = f"trial {_number(run, name, params)}"
     searched = trial_row(run, next(iter(shared.search.corners())))

@@ -21,11 +21,12 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import is_locked, read_json
 from titans_platform.loading import validate
+from titans_platform.study.grid import Cell, load_study
 from titans_platform.study.ledger import LEDGER, Marks, ledger_line
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.schedule import MANIFEST, STUDY
 from titans_platform.study.search import Searched, read_search
-from titans_platform.study.spec import Cell, Column, Study, load_study
+from titans_platform.study.spec import Column, Study
 from titans_platform.text import clock, count, number
 
 TRAINING_SHARE = 0.9

@@ -13,8 +13,9 @@ from titans_core.config import ModelConfig
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import log_result
 from titans_platform.runs.spec import RunSpec, Tracking
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Cell, Row
+from titans_platform.study.spec import Row
 from titans_platform.text import flatten
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ def _settle(store: Store, parent: str, root: Path) -> None:
         folder = RunFolder(root, name)
         state = folder.state()
         if state == "done":
-            log_result(store.run(run_id), folder.result() or {})
+            log_result(store.run(run_id), folder.result() or {}, folder.ended())
         elif state != "running":
             ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
-            store.end(run_id, ends.get(state, "KILLED"))
+            store.end(run_id, ends.get(state, "KILLED"), folder.ended())
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from titans_platform.errors import TitansError, UsageError
+from titans_platform.files import not_written
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.parallel import rank
 
@@ -46,13 +47,23 @@ MANIFEST = "manifest.json"
 class Saver:
     """Writes a trainer's checkpoints to ``folder`` while it goes on training, and keeps the last ``keep``.
 
+    The one of step ``pinned`` is kept beside them.
+
     Every worker makes one and calls `save` and `finish` at the same steps; a ``with`` block finishes at its
     end. ``phases`` is told how long training stood still: "checkpoint" for the copy of the state to CPU
     memory, "checkpoint wait" for a write that was not done when the next was due, or at the end.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer, *, keep: int = 2, phases: Phases | None = None):
-        self.folder, self.trainer, self.keep = folder, trainer, keep
+    def __init__(
+        self,
+        folder: Path,
+        trainer: Trainer,
+        *,
+        keep: int = 2,
+        pinned: int | None = None,
+        phases: Phases | None = None,
+    ):
+        self.folder, self.trainer, self.keep, self.pinned = folder, trainer, keep, pinned
         self.phases = phases or Phases()
         # the write runs beside the training: its messages must not mix with those of the steps
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -66,7 +77,7 @@ class Saver:
         """
         self.finish()
         with self.phases.phase("checkpoint"):
-            final = self.folder / f"step-{self.trainer.progress.step:08d}"
+            final = at_step(self.folder, self.trainer.progress.step)
             if rank() == 0:
                 if before_commit:
                     before_commit()
@@ -93,7 +104,8 @@ class Saver:
         # said from the thread that writes, where a filter of this block would not hold
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         with _quiet():
-            writer, group = _Writer(final, deepcopy(self.trainer.progress), self.keep), self._group
+            writer = _Writer(final, deepcopy(self.trainer.progress), self.keep, self.pinned)
+            group = self._group
             future = async_save(
                 _state(self.trainer), storage_writer=writer, process_group=group, no_dist=group is None
             )
@@ -119,10 +131,11 @@ class Saver:
 class _Writer(FileSystemWriter):
     """Commits a checkpoint when all its files are there, in the thread that writes them."""
 
-    def __init__(self, final: Path, progress: Any, keep: int):
+    def __init__(self, final: Path, progress: Any, keep: int, pinned: int | None):
         self.partial = final.with_name(f".partial-{final.name}")
         super().__init__(self.partial)
         self.final, self.progress, self.keep = final, progress, keep
+        self.pinned = at_step(final.parent, pinned) if pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Called on the first worker, after all workers have written."""
@@ -132,13 +145,15 @@ class _Writer(FileSystemWriter):
         shutil.rmtree(self.final, ignore_errors=True)
         os.replace(self.partial, self.final)
         # later ones are damaged and will be written again; they must not push this one out
-        for old in [path for path in _steps(self.final.parent) if path.name <= self.final.name][self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+        written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
+        for old in written[self.keep :]:
+            if old != self.pinned:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def newest(folder: Path) -> Path | None:
     """The latest checkpoint that is whole; one that is not is named in the log and passed over."""
-    for path in _steps(folder):
+    for path in saved(folder):
         wrong = fault(path)
         if wrong is None:
             return path
@@ -153,7 +168,7 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     """
     path = _chosen(folder)
     if path is None:
-        if latest := next(iter(_steps(folder)), None):
+        if latest := next(iter(saved(folder)), None):
             raise UsageError(
                 f"{latest}: {fault(latest)}, and no checkpoint before it is whole; delete {folder} "
                 "to train from the start"
@@ -177,6 +192,27 @@ def _chosen(folder: Path) -> Path | None:
     return choice[0]
 
 
+def adopt(point: Path, folder: Path, trained: Callable[[Progress], Progress]) -> Path:
+    """Copy a checkpoint into another run's folder, with what ``trained`` makes of its progress; its path.
+
+    The copy is there whole or not at all. Raises TitansError: it cannot be written.
+    """
+    partial, final = folder / f".partial-{point.name}", folder / point.name
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(point, partial, ignore=shutil.ignore_patterns(MANIFEST))
+        write_manifest(partial, trained(read_manifest(point).progress))
+        os.replace(partial, final)
+    except OSError as error:
+        raise not_written(final, error) from error
+    return final
+
+
+def check_weights(path: Path, model: nn.Module) -> None:
+    """Compare names and shapes of weights with those of a checkpoint; reads none. Raises UsageError."""
+    _check_shapes(path, _saved(FileSystemReader(path), path), model.state_dict())
+
+
 def load_model(path: Path, model: nn.Module) -> int:
     """Only the weights of the checkpoint at ``path``, into ``model``; the step. Raises UsageError."""
     if (wrong := fault(path)) is not None:
@@ -194,13 +230,10 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 def _load(path: Path, state: dict[str, Any]) -> None:
     reader = FileSystemReader(path)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle of another version can raise anything
-        raise UsageError(f"{path}: its .metadata cannot be read; delete this folder") from error
-    _check_shapes(path, saved, state["model"])
+    there = _saved(reader, path)
+    _check_shapes(path, there, state["model"])
     # a run that resumes with more workers has ranks whose RNG nobody saved: they keep their seed
-    state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in saved}
+    state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
     try:
         with _quiet():
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -208,14 +241,22 @@ def _load(path: Path, state: dict[str, Any]) -> None:
         raise UsageError(f"{path}: cannot be loaded: {_reason(error)}; delete this folder") from error
 
 
-def _check_shapes(path: Path, saved: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    kept = {key.removeprefix("model."): entry for key, entry in saved.items() if key.startswith("model.")}
+def _saved(reader: FileSystemReader, path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by name: shapes and types."""
+    try:
+        return reader.read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle of another version can raise anything
+        raise UsageError(f"{path}: its .metadata cannot be read; delete this folder") from error
+
+
+def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    kept = {key.removeprefix("model."): entry for key, entry in there.items() if key.startswith("model.")}
     for name in [*weights, *kept]:
         here = tuple(weights[name].shape) if name in weights else None
-        there = tuple(kept[name].size) if name in kept else None
-        if here != there:
+        found = tuple(kept[name].size) if name in kept else None
+        if here != found:
             raise UsageError(
-                f"{path}: {name} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the "
+                f"{path}: {name} is {found or 'missing'} in the checkpoint and {here or 'missing'} in the "
                 "model; give the config the checkpoint was made with, or another folder"
             )
 
@@ -225,8 +266,19 @@ def _reason(error: CheckpointException) -> str:
     return " ".join(str(failure).split())[:200]
 
 
-def _steps(folder: Path) -> list[Path]:
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first, whole or not."""
     return sorted(folder.glob("step-*"), reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The optimiser steps that a checkpoint is after."""
+    return int(path.name.removeprefix("step-"))
+
+
+def at_step(folder: Path, step: int) -> Path:
+    """Where the checkpoint after so many steps lies."""
+    return folder / f"step-{step:08d}"
 
 
 def _rng() -> dict[str, Any]:

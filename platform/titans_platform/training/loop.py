@@ -45,12 +45,31 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
 
     A schedule's 1 is lr and its 0 is min_lr_ratio * lr.
     """
-    warmup = max(1, round(cfg.warmup_fraction * cfg.steps))
+    warmup = warmup_steps(cfg)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, cfg.steps - 1 - warmup)
     high = SCHEDULES[cfg.schedule](min(1.0, done))
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * high)
+
+
+def warmup_steps(cfg: OptimConfig) -> int:
+    """Steps of the warm-up; the last of them has the full rate."""
+    given = cfg.warmup_steps
+    return max(1, round(cfg.warmup_fraction * cfg.steps) if given is None else given)
+
+
+def equal_rates(one: OptimConfig, other: OptimConfig) -> int:
+    """How many steps from the first on have the same rate in both."""
+    both = min(one.steps, other.steps)
+    return next((s for s in range(both) if learning_rate(s, one) != learning_rate(s, other)), both)
+
+
+def before_decay(cfg: OptimConfig) -> int | None:
+    """Steps that a wsd run makes before its rate falls: from there it can be given more; None for others."""
+    if cfg.schedule != "wsd":
+        return None
+    return next((s for s in range(warmup_steps(cfg), cfg.steps) if learning_rate(s, cfg) < cfg.lr), None)
 
 
 def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
@@ -122,14 +141,19 @@ class Diverged(TitansError):
 class Hooks:
     """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due.
 
-    ``checkpoint_every`` and ``telemetry_every`` count steps; 0 is never. ``phases`` is told how long the
-    steps waited for their batches, as "data wait".
+    ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` count steps; 0 is never. There is a
+    checkpoint after step ``checkpoint_at`` too. ``validate()`` gives the validation loss, which goes to
+    ``on_step``. ``phases`` is told how long the steps waited for their batches, as "data wait", and how long
+    validation took.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_checkpoint: Callable[[], object] = lambda: None
+    validate: Callable[[], float] = lambda: math.nan
     checkpoint_every: int = 0
+    checkpoint_at: int | None = None
     telemetry_every: int = 0
+    validate_every: int = 0
     phases: Phases = field(default_factory=Phases)
 
 
@@ -200,8 +224,11 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 progress.seconds += seconds
                 metrics["tokens_per_second"] = self.tokens_per_step / seconds
+                if _due(number, hooks.validate_every, steps):
+                    with hooks.phases.phase("validate"):
+                        metrics["validation_loss"] = hooks.validate()
                 hooks.on_step(number, metrics)
-                if _due(number, hooks.checkpoint_every, last):
+                if _due(number, hooks.checkpoint_every, last) or number == hooks.checkpoint_at:
                     hooks.on_checkpoint()
         return progress
 

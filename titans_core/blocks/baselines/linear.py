@@ -49,14 +49,11 @@ class LinearAttention(Block):
             raise ValueError(f"options.heads: {heads} does not divide {keys} keys and {values} values{even}")
 
     def mix(self, x_BTD: Tensor, state: Tensor | None, positions: Positions) -> tuple[Tensor, Any]:
-        z = self.norm(x_BTD)
-        documents = positions.documents
+        z, documents = self.norm(x_BTD), positions.documents
         q, k, v, log_decay = self.tokens(z, positions)
-        if state is None:
-            zeros = z.new_zeros(z.shape[0], self.heads, k.shape[-1], v.shape[-1])
-            state = zeros.to(state_dtype(self.norm.weight))
-        y, state = linear_attention(q, k, v, log_decay, state, documents and documents.index_BT)
-        return x_BTD + self.output(y, z), None if documents else state
+        before = self.start(x_BTD.shape[0]) if state is None else state
+        y, after = linear_attention(q, k, v, log_decay, before, documents and documents.index_BT)
+        return x_BTD + self.output(y, z), None if documents else after
 
     @abstractmethod
     def tokens(self, z_BTD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,5 +67,11 @@ class LinearAttention(Block):
         """[B, T, H * E] in heads."""
         return x_BTC.unflatten(-1, (self.heads, -1))
 
+    def start(self, batch: int) -> Tensor:
+        """The state before the first token: zeros [B, H, E, F]."""
+        weight, heads = self.norm.weight, self.heads
+        zeros = weight.new_zeros(batch, heads, self.keys // heads, self.values // heads)
+        return zeros.to(state_dtype(weight))
+
     def state_bytes(self, length: int) -> int:
-        return self.keys * self.values // self.heads * state_dtype(self.norm.weight).itemsize
+        return self.start(1).nbytes

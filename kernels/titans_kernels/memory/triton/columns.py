@@ -16,6 +16,8 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    add_dot,
+    document_at,
     dot,
     keep_bounded,
     load_rows,
@@ -30,21 +32,20 @@ from titans_kernels.memory.triton.shapes import Shape
 
 @triton.jit
 def _write(
-    q, k, v, start, C, gates, states, d, scale, y, after, documents, H, tokens,
+    q, k, v, start, C, gates, states, d, scale, y, after, documents, length, H, tokens,
     D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
-    READ: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    READ: tl.constexpr, KEEP: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh, part = tl.program_id(0), tl.program_id(1)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
-    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    first, end, m = document_at(documents, n, length, b)
     TYPE: tl.constexpr = k.dtype.element_ty
     row, key = tl.arange(0, b), tl.arange(0, D)
     column = part * BV + tl.arange(0, BV)
     stride = tl.cast(tokens, tl.int64) * H
     cell = tile_at(key, column, V)
-    mine = nh.to(tl.int64) * 2 * D * V
+    mine = (h if SHARED else nh).to(tl.int64) * 2 * D * V
     W = tl.load(start + mine + cell)
     S = tl.load(start + mine + D * V + cell)
     for t in range(first, end, b):
@@ -78,36 +79,40 @@ def _write(
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
-        keys = k_tile.to(tl.float32)
+        # errors are scaled, not keys, which then are an operand as they were loaded
         W = tl.load(last) * W + tl.load(last + stride) * S
-        W -= dot(tl.trans(keys * c[:, None]), error, TYPE, PRECISION)
+        W = add_dot(W, tl.trans(k_tile), -c[:, None] * error, TYPE, PRECISION)
         S = tl.load(last + 2 * stride) * S
-        S -= dot(tl.trans(keys * share[:, None]), error, TYPE, PRECISION)
+        S = add_dot(S, tl.trans(k_tile), -share[:, None] * error, TYPE, PRECISION)
         m += 1
-    tl.store(after + mine + cell, W)
-    tl.store(after + mine + D * V + cell, S)
+    if FINAL:
+        mine = nh.to(tl.int64) * 2 * D * V
+        tl.store(after + mine + cell, W)
+        tl.store(after + mine + D * V + cell, S)
 
 
 @triton.jit
 def _backward(
-    q, k, dy, gates, d, scale, dd_reads, dafter, dstates, dv, dtokens, dstart, documents, H, tokens,
+    q, k, dy, gates, d, scale, dd_reads, dafter, dstates, dv, dtokens, dstart, documents, length, H, tokens,
     D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh, part = tl.program_id(0), tl.program_id(1)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
+    first, end, m = document_at(documents, n, length, b)
     count = (end - first + b - 1) // b
-    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    m += count
     TYPE: tl.constexpr = k.dtype.element_ty
     row, key = tl.arange(0, b), tl.arange(0, D)
     column = part * BV + tl.arange(0, BV)
     stride = tl.cast(tokens, tl.int64) * H
     cell = tile_at(key, column, V)
     mine = nh.to(tl.int64) * 2 * D * V
-    dW = tl.load(dafter + mine + cell)
-    dS = tl.load(dafter + mine + D * V + cell)
+    dW = tl.zeros((D, BV), tl.float32)
+    dS = tl.zeros((D, BV), tl.float32)
+    if FINAL:
+        dW = tl.load(dafter + mine + cell)
+        dS = tl.load(dafter + mine + D * V + cell)
     for i in range(count):
         m -= 1
         t = first + (count - 1 - i) * b
@@ -130,15 +135,15 @@ def _backward(
             over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
             dd = through_bound(dd, error, tl.sum(dd * error, 1), over, BOUND)
         store_rows(dv, -2 * dd, t, row, valid, h, H, V, column)
-        dy_tile = load_rows(dy, t, row, valid, h, H, V, column)
-        queries = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
+        dy_tile = load_rows(dy, t, row, valid, h, H, V, column).to(tl.float32)
+        queries = tl.trans(load_rows(q, t, row, valid, h, H, D, key))
         beta = load_tokens(gates, t, row, valid, h, H)
         mix = load_tokens(gates + stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         dS = tl.load(last + 2 * stride) * dS + tl.load(last + stride) * dW
-        dS += dot(tl.trans(queries * mix[:, None]), dy_tile, TYPE, PRECISION)
-        dW = tl.load(last) * dW + dot(tl.trans(queries * beta[:, None]), dy_tile, TYPE, PRECISION)
-        dW += dot(tl.trans(k_tile), 2 * dd, TYPE, PRECISION)
+        dS = add_dot(dS, queries, mix[:, None] * dy_tile, TYPE, PRECISION)
+        dW = add_dot(tl.load(last) * dW, queries, beta[:, None] * dy_tile, TYPE, PRECISION)
+        dW = add_dot(dW, tl.trans(k_tile), 2 * dd, TYPE, PRECISION)
     tl.store(dstart + mine + cell, dW)
     tl.store(dstart + mine + D * V + cell, dS)
 
@@ -163,15 +168,17 @@ def write(
     shape: Shape, BV: int, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates,
     states: Tensor, d: Tensor, scale: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    """Chunk after chunk: fill ``after`` [N, H, size], with ``read`` y, with ``keep`` what a backward needs.
+    """Chunk after chunk: with ``read`` fill y, with ``keep`` what a backward needs.
 
+    ``start`` is [N, H, size], or [1, H, size] for all; ``after`` [N, H, size] is filled unless it is empty.
     ``BV`` is how many columns a program has.
     """
     layer = shape.layers[0]
     launch(
         _write, (shape.N * shape.H, layer.F // BV), q, k, v, start, gates.C, gates.tokens, states, d, scale,
-        y, after, shape.tables.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV, b=shape.b,
-        BOUND=shape.bound, READ=read, KEEP=keep, PRECISION=shape.precision, warps=_warps(shape, BV), stages=2,
+        y, after, *shape.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV, b=shape.b,
+        BOUND=shape.bound, READ=read, KEEP=keep, SHARED=shape.shared, FINAL=after.numel() > 0,
+        PRECISION=shape.precision, warps=_warps(shape, BV), stages=2,
     )  # fmt: skip
 
 
@@ -179,11 +186,13 @@ def backward(
     shape: Shape, BV: int, q: Tensor, k: Tensor, dy: Tensor, gates: Gates, d: Tensor, scale: Tensor,
     dd: Tensor, dafter: Tensor, dstates: Tensor, dv: Tensor, dtokens: Tensor, dstart: Tensor,
 ) -> None:  # fmt: skip
-    """From the last chunk to the first: fill ``dv``, ``dstart``, ``dstates`` (the gradient of the state each
-    chunk leaves behind) and, a share for each program's columns, what c and n get of ``dtokens``."""
+    """From the last chunk to the first, ``dafter`` empty for zeros: fill ``dv``, ``dstart``, ``dstates`` (the
+    gradient of the state each chunk leaves behind) and, a share for each program's columns, what c and n get
+    of ``dtokens``."""
     layer = shape.layers[0]
     launch(
         _backward, (shape.N * shape.H, layer.F // BV), q, k, dy, gates.tokens, d, scale, dd, dafter, dstates,
-        dv, dtokens, dstart, shape.tables.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV,
-        b=shape.b, BOUND=shape.bound, PRECISION=shape.precision, warps=_warps(shape, BV), stages=2,
+        dv, dtokens, dstart, *shape.documents, shape.H, shape.tokens, D=layer.D, V=layer.F, BV=BV,
+        b=shape.b, BOUND=shape.bound, FINAL=dafter.numel() > 0, PRECISION=shape.precision,
+        warps=_warps(shape, BV), stages=2,
     )  # fmt: skip

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import load_tokens, store_tokens
+from titans_kernels.memory.triton.pieces import chunk_at, load_tokens, store_tokens
 from titans_kernels.memory.triton.tables import Tables
 
 
@@ -36,10 +36,9 @@ class Gates(NamedTuple):
 
 
 @triton.jit
-def _forward(alpha, eta, theta, C, out, chunks, H, tokens, b: tl.constexpr):
+def _forward(alpha, eta, theta, C, out, chunks, length, H, tokens, b: tl.constexpr):
     chunk, h = tl.program_id(0), tl.program_id(1)
-    first = tl.load(chunks + 2 * chunk)
-    count = tl.load(chunks + 2 * chunk + 1)
+    first, count = chunk_at(chunks, chunk, length, b)
     column = tl.arange(0, b)
     rows = C + (chunk.to(tl.int64) * H + h) * b * b + column
     stride = tl.cast(tokens, tl.int64) * H
@@ -75,12 +74,11 @@ def _at_last(pointer, is_last):
 
 @triton.jit
 def _backward(
-    alpha, eta, theta, C, gates, dC, dtokens, inner, dalpha, deta, dtheta, chunks, H, tokens,
+    alpha, eta, theta, C, gates, dC, dtokens, inner, dalpha, deta, dtheta, chunks, length, H, tokens,
     b: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0), tl.program_id(1)
-    first = tl.load(chunks + 2 * chunk)
-    count = tl.load(chunks + 2 * chunk + 1)
+    first, count = chunk_at(chunks, chunk, length, b)
     column = tl.arange(0, b)
     where = (chunk.to(tl.int64) * H + h) * b * b + column
     stride = tl.cast(tokens, tl.int64) * H
@@ -131,10 +129,12 @@ def _backward(
 def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor, tables: Tables, b: int) -> Gates:
     """Coefficients from alpha, eta, theta [tokens, H], float32."""
     tokens, H = alpha.shape
-    M = tables.chunks.shape[0]
+    M = tables.M
     C = torch.empty(M, H, b, b, dtype=torch.float32, device=alpha.device)
     out = torch.empty(5, tokens, H, dtype=torch.float32, device=alpha.device)
-    launch(_forward, (M, H), alpha, eta, theta, C, out, tables.chunks, H, tokens, b=b, warps=1)
+    launch(
+        _forward, (M, H), alpha, eta, theta, C, out, tables.chunks, tables.length, H, tokens, b=b, warps=1
+    )  # fmt: skip
     return Gates(C, out)
 
 
@@ -152,6 +152,6 @@ def coefficients_backward(
     dalpha, deta, dtheta = (torch.empty_like(alpha) for _ in range(3))
     launch(
         _backward, (M, H), alpha, eta, theta, gates.C, gates.tokens, dC, dtokens, inner, dalpha, deta,
-        dtheta, tables.chunks, H, tokens, b=b, PARTS=dtokens.shape[0] // 2 - 1, warps=1,
+        dtheta, tables.chunks, tables.length, H, tokens, b=b, PARTS=dtokens.shape[0] // 2 - 1, warps=1,
     )  # fmt: skip
     return dalpha, deta, dtheta

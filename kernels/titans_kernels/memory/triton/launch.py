@@ -19,7 +19,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Tensor | int | float, ...]
+    arguments: tuple[Tensor | int | float | None, ...]
     constants: dict[str, Any]
     warps: int
     stages: int

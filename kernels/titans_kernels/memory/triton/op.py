@@ -13,45 +13,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.rules import Rule
 from titans_kernels.memory.triton import phases
 from titans_kernels.memory.triton.launch import written_down
 from titans_kernels.memory.triton.phases import Kept, Tokens
-from titans_kernels.memory.triton.pieces import INTERPRETED
 from titans_kernels.memory.triton.shapes import Shape, flatten, layers_of, unflatten
-from titans_kernels.memory.triton.tables import chunk_count, of_the_moment, tables
+from titans_kernels.memory.triton.tables import chunk_count, document_count, tables
 
 TAKES = (Rule,)
 """The rules the kernels compute: the paper's."""
 KEEP_BYTES = 512 * 2**20
-"""What the forward found is kept for the backward up to this size; else the backward finds it again."""
-
-WIDTHS = (16, 32, 64, 128)
-HIDDEN = (16, 32, 64, 128, 256, 512)
-CHUNKS = (16, 32, 64, 128)
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def refusal(
-    q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
-) -> str | None:
-    """Why no kernel serves a call, or None where one does. ``dtype`` of the operands, else q's."""
-    if not q.is_cuda and not INTERPRETED:
-        return f"tensors are on {q.device.type}, and Triton's interpreter is off"
-    if (dtype or q.dtype) not in TYPES:
-        return f"no kernel for {dtype or q.dtype}"
-    if chunk_size not in CHUNKS:
-        return f"chunk_size {chunk_size} is not one of {', '.join(map(str, CHUNKS))}"
-    hidden = {W.shape[-1] for W in weights[:-1]}
-    if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
-        return f"head widths {q.shape[-1]}, {v.shape[-1]} are not of {', '.join(map(str, WIDTHS))}"
-    if len(hidden) > 1:
-        return f"hidden widths {sorted(hidden)} differ"
-    if not hidden.issubset(HIDDEN):
-        return f"hidden width {hidden.pop()} is not one of {', '.join(map(str, HIDDEN))}"
-    return None
+"""`keep_bytes` where there is no card."""
 
 
 def forget_and_learn(
@@ -60,8 +33,8 @@ def forget_and_learn(
     """Write and read every token, as `reference.forget_and_learn` does, with operands of ``dtype``."""
     tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:]))
     widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
-    y, after = _in_parts(tokens, flatten(weights, momentum), options, widths)
-    return y, *unflatten(after, layers_of(tuple(widths))[0])
+    y, after = _in_parts(tokens, flatten(*(options.shared_start or (weights, momentum))), options, widths)
+    return (y, *unflatten(after, layers_of(tuple(widths))[0])) if options.final else (y, (), ())
 
 
 def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]) -> tuple[Tensor, Tensor]:
@@ -69,17 +42,31 @@ def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]
     B, T, H, _ = tokens.q.shape
     b, packed = options.chunk_size, options.cu_seqlens is not None
     each = H * _chunk_bytes(widths, b, tokens.q.element_size())
-    total = each * chunk_count(B * T, start.shape[0], b, packed)
+    total = each * chunk_count(B * T, document_count(B, options.cu_seqlens), b, packed)
     rule = (widths, b, options.activation, options.surprise_bound or 0.0)
-    if torch.is_grad_enabled() or packed or total <= KEEP_BYTES:
-        keep = torch.is_grad_enabled() and total <= KEEP_BYTES
-        return torch.ops.titans.memory_triton(*tokens, start, options.cu_seqlens, *rule, keep)[:2]
-    out, length = [], b * max(1, KEEP_BYTES // (each * B))
+    most = keep_bytes(tokens.q.device) if options.keep_bytes is None else options.keep_bytes
+    if torch.is_grad_enabled() or packed or total <= most:
+        keep = torch.is_grad_enabled() and total <= most
+        found = torch.ops.titans.memory_triton(
+            *tokens, start, options.cu_seqlens, *rule, keep, options.final
+        )  # fmt: skip
+        return found[:2]
+    out, length = [], b * max(1, most // (each * B))
     for t in range(0, T, length):
         part = (x[:, t : t + length] for x in tokens)
-        y, start = torch.ops.titans.memory_triton(*part, start, None, *rule, False)[:2]
+        y, start = torch.ops.titans.memory_triton(*part, start, None, *rule, False, True)[:2]
         out.append(y)
     return torch.cat(out, 1), start
+
+
+def keep_bytes(device: torch.device) -> int:
+    """What the forward keeps of a call for its backward: up to this size, or the backward finds it again.
+
+    A share of all the card's memory, not of what is free: what a run computes may not hang on its neighbours.
+    """
+    if device.type != "cuda":
+        return KEEP_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // 64
 
 
 def _chunk_bytes(widths: list[int], b: int, element: int) -> int:
@@ -95,17 +82,12 @@ def _shape(
 ) -> Shape:  # fmt: skip
     B, T, H, _ = q.shape
     layers, size = layers_of(tuple(widths))
-    found = tables(B, T, cu_seqlens, b, q.device)
+    N, found = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
     precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
     return Shape(
-        start.shape[0], H, B * T, found.chunks.shape[0], b, layers, size, activation, bound, precision, found
-    )
-
-
-def _check_borders(q: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Borders that a compiler let pass unseen are looked at here, once for each tensor."""
-    if cu_seqlens is not None and not of_the_moment():
-        document_borders(cu_seqlens, q.shape[1])
+        N, start.shape[0] < N, H, B * T, found.M, b, layers, size, activation, bound, precision,
+        found,
+    )  # fmt: skip
 
 
 def _flat(*xs: Tensor) -> list[Tensor]:
@@ -117,13 +99,15 @@ def _flat(*xs: Tensor) -> list[Tensor]:
 def memory_triton(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, start: Tensor,
     cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str, bound: float,
-    keep: bool,
+    keep: bool, final: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """y, the state after [N, H, size], and, with ``keep``, what the backward needs."""
-    _check_borders(q, cu_seqlens)
+    """y, with ``final`` the state after [N, H, size], and with ``keep`` what the backward needs.
+
+    ``start`` is [N, H, size], or [1, H, size] where all documents begin alike.
+    """
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
-    y, after, kept = phases.forward(shape, x, start.contiguous(), keep=keep)
+    y, after, kept = phases.forward(shape, x, start.contiguous(), keep=keep, final=final)
     return [y.view(v.shape), after, *kept]
 
 
@@ -133,7 +117,7 @@ def memory_triton_backward(
     start: Tensor, cu_seqlens: Tensor | None, kept: Sequence[Tensor], widths: Sequence[int],
     chunk_size: int, activation: str, bound: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, alpha, eta, theta and start."""
+    """Gradients of q, k, v, alpha, eta, theta and start; an empty ``dafter`` is zeros."""
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
     found = Kept(*kept)
@@ -156,7 +140,7 @@ memory_triton_backward.register_fake(_fake(memory_triton_backward._init_fn))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, widths, chunk_size, activation, bound, _ = inputs
+    *tensors, widths, chunk_size, activation, bound, _, _ = inputs
     _, _, *kept = output
     ctx.save_for_backward(*tensors, *kept)
     ctx.options = list(widths), chunk_size, activation, bound
@@ -167,12 +151,10 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd(ctx, grads):
     *tensors, cu_seqlens = ctx.saved_tensors[:8]
     kept = list(ctx.saved_tensors[8:])
-    dy, dafter = (
-        torch.zeros_like(x) if grad is None else grad
-        for grad, x in zip(grads[:2], (tensors[2], tensors[6]), strict=True)
-    )
+    dy = torch.zeros_like(tensors[2]) if grads[0] is None else grads[0]
+    dafter = tensors[6].new_empty(0) if grads[1] is None else grads[1]
     found = torch.ops.titans.memory_triton_backward(dy, dafter, *tensors, cu_seqlens, kept, *ctx.options)
-    return *found, None, None, None, None, None, None
+    return *found, None, None, None, None, None, None, None
 
 
 memory_triton.register_autograd(_autograd, setup_context=_setup_context)

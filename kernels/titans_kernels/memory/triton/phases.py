@@ -65,7 +65,7 @@ class Kept(NamedTuple):
 def path(shape: Shape) -> str:
     """Which kernels write a shape's memory."""
     widths = [layer.D for layer in shape.layers] + [shape.layers[-1].F]
-    if shape.depth == 1 and (not shape.bound or widths[1] <= 64):
+    if shape.depth == 1 and max(widths) <= 128 and (not shape.bound or widths[1] <= 64):
         return "columns"
     if shape.depth == 2 and max(widths) <= 64 and shape.b <= 64:
         return "resident"
@@ -73,9 +73,9 @@ def path(shape: Shape) -> str:
 
 
 def reads_ride_along(shape: Shape, processors: int) -> bool:
-    """Whether the programs that write fill the card, and would not find the same scores many times over."""
-    if path(shape) == "streamed":
-        return False
+    """Whether the programs that write fill the card, hold both, and find no scores many times over."""
+    if path(shape) == "streamed" or (shape.b == 128 and shape.layers[0].D > 64):
+        return False  # or 233 KB of queries, keys and scores would stand in shared memory, of 227
     parts = 1
     if path(shape) == "columns":
         parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
@@ -90,15 +90,18 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def forward(shape: Shape, x: Tokens, start: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-    """y [tokens, H, V], the state after the last token [N, H, size] and what to keep."""
+def forward(
+    shape: Shape, x: Tokens, start: Tensor, *, keep: bool, final: bool
+) -> tuple[Tensor, Tensor, Kept]:
+    """y [tokens, H, V], with ``final`` the state after the last token [N, H, size], and what to keep."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     along = reads_ride_along(shape, processors(x.q.device))
     kept = Kept.empty(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
-    y, after = torch.empty_like(x.v), torch.empty_like(start)
+    y, after = torch.empty_like(x.v), _state(shape, start, final)
     _write(shape, x, start, gates, kept, y, after, read=along, keep=keep or not along)
     if not along:
         _read(shape, shape.layers, x, gates, kept, y)
+    after = after if final else start.new_empty(0)
     return y, after, kept if keep else Kept.empty(shape, x.q, False)
 
 
@@ -107,9 +110,14 @@ def recall(shape: Shape, x: Tokens, start: Tensor) -> Kept:
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     kept = Kept.empty(shape, x.q, True)._replace(C=gates.C, gates=gates.tokens)
     nothing = x.q.new_empty(0)
-    _write(shape, x, start, gates, kept, nothing, torch.empty_like(start), read=False, keep=True)
+    _write(shape, x, start, gates, kept, nothing, _state(shape, start, False), read=False, keep=True)
     _read(shape, shape.layers[:-1], x, gates, kept, nothing)
     return kept
+
+
+def _state(shape: Shape, start: Tensor, final: bool) -> Tensor:
+    """Where documents leave their states [N, H, size]; all but `columns` work there too."""
+    return start.new_empty((shape.N, shape.H, shape.size) if final or path(shape) != "columns" else 0)
 
 
 def _write(
@@ -196,28 +204,31 @@ def backward(shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor) ->
     dgates = coefficients_backward(
         x.alpha, x.eta, x.theta, gates, grads.dC, grads.dtokens, grads.inner, shape.tables
     )
-    return dq, dk, dv, *dgates, dstart
+    return dq, dk, dv, *dgates, dstart.sum(0, keepdim=True) if shape.shared else dstart
 
 
 def _write_backward(
     shape: Shape, BV: int, x: Tokens, gates: Gates, kept: Kept, grads: _Grads, dy: Tensor, dafter: Tensor,
     dv: Tensor,
 ) -> Tensor:  # fmt: skip
-    dstart = torch.empty_like(dafter)
+    dstart = kept.scale.new_empty(shape.N, shape.H, shape.size)
     which = path(shape)
     if which == "columns":
         columns.backward(
             shape, BV, x.q, x.k, dy, gates, kept.dt, kept.scale, grads.ddt, dafter, grads.dstates, dv,
             grads.dtokens, dstart,
         )  # fmt: skip
-    elif which == "resident":
+        return dstart
+    if dafter.numel():
         dstart.copy_(dafter)
+    else:
+        dstart.zero_()
+    if which == "resident":
         resident.backward(
             shape, x.q, x.k, kept.u, kept.z, dy, grads.du, gates, kept.states, kept.dh, kept.dt, kept.scale,
             grads.ddh, grads.ddt, grads.dX, dstart, grads.dstates, grads.dz, dv, grads.dtokens,
         )  # fmt: skip
     else:
-        dstart.copy_(dafter)
         streamed_backward.backward(
             shape, x.q, x.k, kept.u, kept.z, kept.dh, kept.dt, kept.scale, dy, grads.du, grads.dX, grads.ddh,
             grads.ddt, gates, kept.states, dstart, grads.dstates, grads.dz, dv, grads.dtokens,

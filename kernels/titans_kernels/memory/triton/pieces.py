@@ -21,14 +21,23 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
+def _operand(x, TYPE: tl.constexpr):
+    x = x.to(TYPE)
+    if _INTERPRETED:  # whose arithmetic in bfloat16 is wrong
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def dot(a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     """a b with operands in TYPE, summed in float32."""
-    a = a.to(TYPE)
-    b = b.to(TYPE)
-    if _INTERPRETED:  # whose arithmetic in bfloat16 is wrong
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(_operand(a, TYPE), _operand(b, TYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def add_dot(total, a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b, summed in the registers that hold ``total``."""
+    return tl.dot(_operand(a, TYPE), _operand(b, TYPE), total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -65,6 +74,27 @@ def second_derivative(z, ACTIVATION: tl.constexpr):
         return tl.exp(-0.5 * z * z) * 0.3989422804014327 * (2 - z * z)
     else:
         return tl.zeros(z.shape, tl.float32)
+
+
+@triton.jit
+def document_at(documents, n, length, b: tl.constexpr):
+    """First token of document n, the token after its last, and its first chunk; see `tables`."""
+    if documents is None:
+        return n * length, n * length + length, (n * ((length + b - 1) // b)).to(tl.int64)
+    else:
+        at = documents + 3 * n
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2).to(tl.int64)
+
+
+@triton.jit
+def chunk_at(chunks, m, length, b: tl.constexpr):
+    """First token of chunk m, and how many it has; see `tables`."""
+    if chunks is None:
+        each = (length + b - 1) // b
+        before = m % each * b
+        return m // each * length + before, tl.minimum(length - before, b)
+    else:
+        return tl.load(chunks + 2 * m), tl.load(chunks + 2 * m + 1)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    chunk_at,
     dot,
     load_rows,
     load_tokens,
@@ -31,13 +32,12 @@ from titans_kernels.memory.triton.shapes import Layer, Shape
 
 @triton.jit
 def _forward(
-    x, X, d, states, C, gates, out, chunks, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
+    x, X, d, states, C, gates, out, chunks, length, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, b: tl.constexpr,
     HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = tl.load(chunks + 2 * m)
-    count = tl.load(chunks + 2 * m + 1)
+    t, count = chunk_at(chunks, m, length, b)
     if count == 0:
         return
     TYPE: tl.constexpr = d.dtype.element_ty
@@ -70,14 +70,13 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dz, x, X, d, states, C, gates, dx, dX, dd, dC, dtokens, chunks, H, tokens,
+    dz, x, X, d, states, C, gates, dx, dX, dd, dC, dtokens, chunks, length, H, tokens,
     SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, b: tl.constexpr, HIDDEN: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m, h = tl.program_id(0), tl.program_id(1)
-    t = tl.load(chunks + 2 * m)
-    count = tl.load(chunks + 2 * m + 1)
+    t, count = chunk_at(chunks, m, length, b)
     if count == 0:
         return
     TYPE: tl.constexpr = d.dtype.element_ty
@@ -153,7 +152,7 @@ def read_layer(
     BD, BF = min(layer.D, 64), min(layer.F, 64)
     launch(
         _forward, (shape.M, shape.H, layer.F // BF), x, X, d, states, gates.C, gates.tokens, out,
-        shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
+        *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ACTIVATION=shape.activation,
         PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip
@@ -171,7 +170,7 @@ def read_layer_backward(
     BD, BF = min(layer.D, 64), min(layer.F, 64)
     launch(
         _backward, (shape.M, shape.H), dz, x, X, d, states, gates.C, gates.tokens, dx, dX, dd, dC, dtokens,
-        shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
+        *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ADD=layer.number < shape.depth - 1,
         ACTIVATION=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip

@@ -17,6 +17,8 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    add_dot,
+    document_at,
     dot,
     keep_bounded,
     load_rows,
@@ -34,25 +36,23 @@ from titans_kernels.memory.triton.shapes import Shape
 
 @triton.jit
 def _step(W, S, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """W' = a W + m S - (c X)^T d and, where ``S`` points, S' = h S - (n X)^T d."""
-    X = X.to(tl.float32)
+    """W' = a W + m S - X^T (c d) and, where ``S`` points, S' = h S - X^T (n d)."""
+    error = error.to(tl.float32)
     before = tl.load(S)
-    W = a * W + mix * before - dot(tl.trans(X * c), error, TYPE, PRECISION)
-    tl.store(S, keep * before - dot(tl.trans(X * share), error, TYPE, PRECISION))
+    W = add_dot(a * W + mix * before, tl.trans(X), -c * error, TYPE, PRECISION)
+    tl.store(S, add_dot(keep * before, tl.trans(X), -share * error, TYPE, PRECISION))
     return W
 
 
 @triton.jit
 def _write(
-    q, k, v, state, C, gates, states, z, d1, d2, scale, u, y, documents, H, tokens,
+    q, k, v, state, C, gates, states, z, d1, d2, scale, u, y, documents, length, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
     READ: tl.constexpr, KEEP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
-    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    first, end, m = document_at(documents, n, length, b)
     TYPE: tl.constexpr = k.dtype.element_ty
     SIZE: tl.constexpr = 2 * F * (D + V)
     row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
@@ -135,24 +135,24 @@ def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION:
 @triton.jit
 def _step_back(dW, dS, x, out, beta, mix, a, m, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     """The gradient of a layer's state through `_step` and through the reads."""
-    after = tl.load(dS)
-    tl.store(dS, keep * after + m * dW + dot(tl.trans(x * mix), out, TYPE, PRECISION))
-    return a * dW + dot(tl.trans(x * beta), out, TYPE, PRECISION)
+    out = out.to(tl.float32)
+    dS_before = keep * tl.load(dS) + m * dW
+    tl.store(dS, add_dot(dS_before, tl.trans(x), mix * out, TYPE, PRECISION))
+    return add_dot(a * dW, tl.trans(x), beta * out, TYPE, PRECISION)
 
 
 @triton.jit
 def _backward(
     q, k, u, z, dy, du, gates, states, d1, d2, scale, dd1_reads, dd2_reads, dX_reads, dstate, dstates, dz,
-    dv, dtokens, documents, H, tokens,
+    dv, dtokens, documents, length, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
+    first, end, m = document_at(documents, n, length, b)
     count = (end - first + b - 1) // b
-    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    m += count
     TYPE: tl.constexpr = k.dtype.element_ty
     SIZE: tl.constexpr = 2 * F * (D + V)
     row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
@@ -216,20 +216,20 @@ def _backward(
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
         beta = load_tokens(gates, t, row, valid, h, H)[:, None]
         mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
-        x = value(load_rows(u, t, row, valid, h, H, F, hidden).to(tl.float32), ACTIVATION)
+        x = value(load_rows(u, t, row, valid, h, H, F, hidden).to(tl.float32), ACTIVATION).to(TYPE)
         out = load_rows(dy, t, row, valid, h, H, V, column)
         dW2 = _step_back(
             dW2, mine + F * V + cell2, x, out, beta, mix, a, mix_out, keep, TYPE, PRECISION
         )  # fmt: skip
-        dW2 += dot(tl.trans(dE), error2, TYPE, PRECISION)
-        dW2 += dot(tl.trans(X), dz2, TYPE, PRECISION)
-        x = load_rows(q, t, row, valid, h, H, D, key).to(tl.float32)
+        dW2 = add_dot(dW2, tl.trans(dE), error2, TYPE, PRECISION)
+        dW2 = add_dot(dW2, tl.trans(X), dz2, TYPE, PRECISION)
+        x = load_rows(q, t, row, valid, h, H, D, key)
         out = load_rows(du, t, row, valid, h, H, F, hidden)
         dW1 = _step_back(
             dW1, mine + D * F + cell1, x, out, beta, mix, a, mix_out, keep, TYPE, PRECISION
         )  # fmt: skip
         k_tile = load_rows(k, t, row, valid, h, H, D, key)
-        dW1 += dot(tl.trans(k_tile), dz1, TYPE, PRECISION)
+        dW1 = add_dot(dW1, tl.trans(k_tile), dz1, TYPE, PRECISION)
         tl.debug_barrier()
     tl.store(mine + cell1, dW1)
     tl.store(mine + cell2, dW2)
@@ -244,7 +244,7 @@ def write(
     lower, upper = shape.layers
     launch(
         _write, (shape.N * shape.H,), q, k, v, state, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
-        shape.tables.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
+        *shape.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
         BOUND=shape.bound, READ=read, KEEP=keep, ACTIVATION=shape.activation, PRECISION=shape.precision,
         warps=4, stages=1,
     )  # fmt: skip
@@ -263,7 +263,7 @@ def backward(
     lower, upper = shape.layers
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dy, du, gates.tokens, states, d1, d2, scale, dd1, dd2,
-        dX, dstate, dstates, dz, dv, dtokens, shape.tables.documents, shape.H, shape.tokens,
+        dX, dstate, dstates, dz, dv, dtokens, *shape.documents, shape.H, shape.tokens,
         D=lower.D, F=lower.F, V=upper.F, b=shape.b, BOUND=shape.bound, ACTIVATION=shape.activation,
         PRECISION=shape.precision, warps=4, stages=1,
     )  # fmt: skip

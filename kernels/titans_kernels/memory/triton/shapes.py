@@ -24,6 +24,8 @@ class Shape(NamedTuple):
 
     N: int
     """documents"""
+    shared: bool
+    """whether all of them begin with the same state"""
     H: int
     tokens: int
     M: int
@@ -43,6 +45,16 @@ class Shape(NamedTuple):
     def depth(self) -> int:
         """Layers."""
         return len(self.layers)
+
+    @property
+    def documents(self) -> tuple[Tensor | None, int]:
+        """What tells a kernel where its document lies."""
+        return self.tables.documents, self.tables.length
+
+    @property
+    def chunks(self) -> tuple[Tensor | None, int]:
+        """What tells a kernel where its chunk lies."""
+        return self.tables.chunks, self.tables.length
 
     @property
     def widths(self) -> dict[str, int]:

@@ -20,6 +20,8 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    add_dot,
+    document_at,
     dot,
     load_rows,
     load_tokens,
@@ -158,21 +160,21 @@ def _step(
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W' = a W + m S - (c X)^T d and S' = h S - (n X)^T d of one layer, tile by tile."""
+    """W' = a W + m S - X^T (c d) and S' = h S - X^T (n d) of one layer, tile by tile."""
     TYPE: tl.constexpr = k.dtype.element_ty
     BD: tl.constexpr = min(BLOCK, D)
     BF: tl.constexpr = min(BLOCK, F)
     for i in range(0, D, BD):
         key = i + tl.arange(0, BD)
-        X = _load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
+        X = tl.trans(_load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT))
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
             at = tile_at(key, f, F)
-            error = load_rows(d, t, row, valid, h, H, F, f)
+            error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
             S = tl.load(state + D * F + at)
             W = a * tl.load(state + at) + mix * S
-            W -= dot(tl.trans(X * c[:, None]), error, TYPE, PRECISION)
-            S = keep * S - dot(tl.trans(X * share[:, None]), error, TYPE, PRECISION)
+            W = add_dot(W, X, -c[:, None] * error, TYPE, PRECISION)
+            S = add_dot(keep * S, X, -share[:, None] * error, TYPE, PRECISION)
             tl.store(state + at, W)
             tl.store(state + D * F + at, S)
             if more:
@@ -182,15 +184,13 @@ def _step(
 
 @triton.jit
 def _write(
-    k, v, gates, state, states, z, dh, dt, scale, documents, H, tokens,
+    k, v, gates, state, states, z, dh, dt, scale, documents, length, H, tokens,
     L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
-    m = tl.load(documents + 3 * n + 2).to(tl.int64)
+    first, end, m = document_at(documents, n, length, b)
     row = tl.arange(0, b)
     stride = tl.cast(tokens, tl.int64) * H
     hidden_stride = stride * F
@@ -235,6 +235,6 @@ def write(
     """Chunk after chunk: ``state`` [N, H, size] moves on in place; what a backward needs is filled in."""
     launch(
         _write, (shape.N * shape.H,), k, v, gates.tokens, state, states, z, dh, dt, scale,
-        shape.tables.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,
+        *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,
         BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=1,
     )  # fmt: skip

@@ -16,6 +16,8 @@ from torch import Tensor
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
 from titans_kernels.memory.triton.pieces import (
+    add_dot,
+    document_at,
     dot,
     load_rows,
     load_tokens,
@@ -155,22 +157,22 @@ def _step_back(
     BF: tl.constexpr = min(BLOCK, F)
     for i in range(0, D, BD):
         key = i + tl.arange(0, BD)
-        X = _load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT)
-        x = _load_input(q, u, t, row, valid, h, H, D, key, LAYER, ACT).to(tl.float32)
+        X = tl.trans(_load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT))
+        x = tl.trans(_load_input(q, u, t, row, valid, h, H, D, key, LAYER, ACT))
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
             at = tile_at(key, f, F)
-            read = load_rows(du, t, row, valid, h, H, F, f)
-            write = load_rows(dz, t, row, valid, h, H, F, f)
+            read = load_rows(du, t, row, valid, h, H, F, f).to(tl.float32)
+            write = SIGN * load_rows(dz, t, row, valid, h, H, F, f).to(tl.float32)
             dW = tl.load(dstate + at)
             dS = keep * tl.load(dstate + D * F + at) + mix * dW
-            dS += dot(tl.trans(x * beta_S[:, None]), read, TYPE, PRECISION)
-            dW = a * dW + dot(tl.trans(x * beta[:, None]), read, TYPE, PRECISION)
-            dW += SIGN * dot(tl.trans(X), write, TYPE, PRECISION)
+            dS = add_dot(dS, x, beta_S[:, None] * read, TYPE, PRECISION)
+            dW = add_dot(a * dW, x, beta[:, None] * read, TYPE, PRECISION)
+            dW = add_dot(dW, X, write, TYPE, PRECISION)
             if LAYER > 0:
                 back = load_rows(dE, t, row, valid, h, H, D, key)
                 error = load_rows(d, t, row, valid, h, H, F, f)
-                dW += dot(tl.trans(back), error, TYPE, PRECISION)
+                dW = add_dot(dW, tl.trans(back), error, TYPE, PRECISION)
             tl.store(dstate + at, dW)
             tl.store(dstate + D * F + at, dS)
             if more:
@@ -190,16 +192,15 @@ def _over(scale, t, row, valid, h, H, BOUND: tl.constexpr):
 @triton.jit
 def _backward(
     q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt, dE, gates, states, dstate, dstates, dz, dv, dtokens,
-    documents, H, tokens,
+    documents, length, H, tokens,
     L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
-    first = tl.load(documents + 3 * n)
-    end = tl.load(documents + 3 * n + 1)
+    first, end, m = document_at(documents, n, length, b)
     count = (end - first + b - 1) // b
-    m = tl.load(documents + 3 * n + 2).to(tl.int64) + count
+    m += count
     row = tl.arange(0, b)
     stride = tl.cast(tokens, tl.int64) * H
     hidden = stride * F
@@ -278,7 +279,7 @@ def backward(
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt,
         z.new_empty(z.shape), gates.tokens, states, dstate, dstates, dz, dv, dtokens,
-        shape.tables.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64,
+        *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64,
         b=shape.b, BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps,
         stages=1,
     )  # fmt: skip

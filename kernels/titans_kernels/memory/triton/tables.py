@@ -1,7 +1,9 @@
-"""Where documents and their chunks lie among the flat tokens, found on the device without waiting for it.
+"""Where documents and their chunks lie among the flat tokens.
 
-A batch [B, T] is B documents of T tokens one after another; packed documents are any lengths. Chunks are
-numbered document by document.
+A batch [B, T] is B documents of T tokens one after another, which needs no table. Packed documents are any
+lengths: their tables are worked out on the host, from borders that are read once, and sent along with each
+call, so that they belong to the stream and the memory pool of that call. Chunks are numbered document by
+document.
 """
 
 from __future__ import annotations
@@ -11,16 +13,23 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.triton.launch import writing_down
 
 
 class Tables(NamedTuple):
-    """int32 tables of N documents and at most M chunks of up to b tokens."""
+    """Of at most M chunks: the ``length`` of equal rows, or int32 tables of N packed documents."""
 
-    documents: Tensor  # [N, 3]: first token, token after the last, first chunk
-    chunks: Tensor  # [M, 2]: first token, how many tokens; 0 for a chunk that is not there
+    M: int
+    length: int = 0
+    documents: Tensor | None = None  # [N, 3]: first token, token after the last, first chunk
+    chunks: Tensor | None = None  # [M, 2]: first token, how many tokens; 0 for a chunk that is not there
+
+
+def document_count(batch: int, cu_seqlens: Tensor | None) -> int:
+    """Packed documents, or rows of a batch."""
+    return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> int:
@@ -31,39 +40,32 @@ def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> i
 
 
 def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: torch.device) -> Tables:
-    """Tables of a batch of equal rows, or of documents packed into one row."""
+    """Of a batch of equal rows, or of documents packed into one row.
+
+    Raises:
+        ValueError: the borders of packed documents do not rise from 0 to ``length``.
+    """
     if cu_seqlens is None:
-        return (_equal_fresh if of_the_moment() else _equal)(batch, length, b, device)
-    most = chunk_count(length, cu_seqlens.shape[0] - 1, b, True)
-    if of_the_moment() or cu_seqlens.is_inference():  # which has no version to know a change by
-        return _make(cu_seqlens.to(device), b, most)
-    version, kept = _packed.get(cu_seqlens) or (-1, {})
-    if version != cu_seqlens._version:
-        version, kept = cu_seqlens._version, {}
-        _packed[cu_seqlens] = version, kept
-    if (b, device) not in kept:
-        kept[b, device] = _make(cu_seqlens.to(device), b, most)
-    return kept[b, device]
+        return Tables(chunk_count(batch * length, batch, b, False), length)
+    most = chunk_count(length, document_count(1, cu_seqlens), b, True)
+    if _unreadable():
+        return Tables(most, 0, *_make(cu_seqlens.to(device), b, most))
+    found = _on_host(document_borders(cu_seqlens, length), b, most)
+    return Tables(most, 0, *(x.to(device) for x in found))
 
 
-def of_the_moment() -> bool:
-    """Whether tensors made now are not to be kept: they hold nothing, or belong to a graph being captured."""
+def _unreadable() -> bool:
+    """Whether tensors hold nothing that could be read, or not before a graph that is being captured runs."""
     return writing_down() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Tables by cu_seqlens: every layer of a model needs those of the same tensor."""
+@lru_cache(maxsize=64)
+def _on_host(borders: tuple[int, ...], b: int, most: int) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # or no later training step could use it
+        return _make(torch.tensor(borders), b, most)
 
 
-def _equal_fresh(batch: int, length: int, b: int, device: torch.device) -> Tables:
-    bounds = torch.arange(0, (batch + 1) * length, length, device=device)
-    return _make(bounds, b, chunk_count(batch * length, batch, b, False))
-
-
-_equal = lru_cache(maxsize=64)(_equal_fresh)
-
-
-def _make(bounds: Tensor, b: int, most: int) -> Tables:
+def _make(bounds: Tensor, b: int, most: int) -> tuple[Tensor, Tensor]:
     first, end = bounds[:-1].long(), bounds[1:].long()
     stop = torch.cumsum((end - first + b - 1) // b, 0)
     chunk = torch.arange(most, device=bounds.device)
@@ -72,4 +74,4 @@ def _make(bounds: Tensor, b: int, most: int) -> Tables:
     token = first[document] + (chunk - before[document]) * b
     count = (end[document] - token).clamp_(0, b)
     documents = torch.stack([first, end, before], 1)
-    return Tables(documents.int(), torch.stack([token, count], 1).int())
+    return documents.int(), torch.stack([token, count], 1).int()

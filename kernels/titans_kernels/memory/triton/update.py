@@ -17,19 +17,19 @@ from torch import Tensor
 
 from titans_kernels.memory.triton.gates import Gates
 from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import dot, load_rows, load_tokens, store_rows, tile_at
+from titans_kernels.memory.triton.pieces import chunk_at, dot, load_rows, load_tokens, store_rows, tile_at
 from titans_kernels.memory.triton.shapes import Layer, Shape
 
 
 @triton.jit
 def _update_backward(
-    states, dstates, d, dz, dX, gates, dk, inner, chunks, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
-    D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, b: tl.constexpr,
-    KEYS: tl.constexpr, SIGN: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    states, dstates, d, dz, dX, gates, dk, inner, chunks, length, H, tokens,
+    SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, b: tl.constexpr, KEYS: tl.constexpr, SIGN: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     m, h = tl.program_id(0), tl.program_id(1)
-    t = tl.load(chunks + 2 * m)
-    count = tl.load(chunks + 2 * m + 1)
+    t, count = chunk_at(chunks, m, length, b)
     if count == 0:
         return
     TYPE: tl.constexpr = d.dtype.element_ty
@@ -58,9 +58,10 @@ def _update_backward(
             if KEYS:
                 error = load_rows(d, t, row, valid, h, H, F, f)
                 dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
+                # this one first: as the last it would run on, asynchronously, while W's next tile arrives
+                dk_tile += SIGN * dot(dz_tile, tl.trans(W), TYPE, PRECISION)
                 dk_tile -= c[:, None] * dot(error, tl.trans(dW), TYPE, PRECISION)
                 dk_tile -= share[:, None] * dot(error, tl.trans(dS), TYPE, PRECISION)
-                dk_tile += SIGN * dot(dz_tile, tl.trans(W), TYPE, PRECISION)
         if KEYS:
             dk_tile += load_rows(dX, t, row, valid, h, H, D, k).to(tl.float32)
             store_rows(dk, dk_tile, t, row, valid, h, H, D, k)
@@ -84,7 +85,7 @@ def update_layer_backward(
     """
     launch(
         _update_backward, (shape.M, shape.H), states, dstates, d, dz, dX, gates.tokens, dk, inner,
-        shape.tables.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
+        *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=min(layer.D, 64), BF=min(layer.F, 64), b=shape.b, KEYS=layer.number == 0, SIGN=sign,
         ADD=layer.number < shape.depth - 1, PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip

@@ -1,0 +1,157 @@
+"""`titans generate`: text on stdout, rates on stderr, memory files between two calls."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from tests.small import RUN
+from titans_core.pretrained import load_folder
+from titans_platform import load_run
+from titans_platform.cli import run
+from titans_platform.config import RunConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.objectives import build_objective
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+
+BOOK = "Call me Ishmael. Some years ago - never mind how long precisely - I went to sea. " * 4
+
+
+def trained(root: Path, **fields) -> Path:
+    """The folder of a finished run."""
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
+    build_objective(cfg).prepare(root)
+    spec = spec_for(cfg, root)
+    execute(spec)
+    return spec.folder.path
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("root"), optim=RUN["optim"] | {"steps": 4})
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(BOOK)
+    return path
+
+
+def generate(capsys, *words: object) -> tuple[str, str]:
+    assert run(["generate", *map(str, words)]) == 0
+    return capsys.readouterr()
+
+
+def test_it_prints_the_text_and_on_stderr_how_fast_it_was(cell, capsys):
+    line = (cell, "--prompt", "Call me", "--max-new-tokens", 30)
+    out, err = generate(capsys, *line)
+    assert out.endswith("\n")
+    assert 0 < len(out) <= 31
+    (report,) = err.splitlines()
+    assert re.fullmatch(r"8 tokens read, [\d,]+ a second; \d+ tokens written, [\d,]+ a second", report)
+    assert generate(capsys, *line, "--no-stream")[0] == out
+    assert generate(capsys, *line, "--seed", 1)[0] != out
+    assert generate(capsys, *line, "--top-k", 1)[0] == generate(capsys, *line, "--temperature", 0)[0]
+
+
+def test_a_book_is_read_once_and_gone_on_from_later(cell, book, tmp_path, capsys):
+    greedy = ("--temperature", 0, "--max-new-tokens", 12)
+    at_once, _ = generate(capsys, cell, "--read", book, "--prompt", "Whale?", *greedy)
+    memory, after = tmp_path / "book.memory", tmp_path / "after.memory"
+    out, err = generate(capsys, cell, "--read", book, "--max-new-tokens", 0, "--memory-out", memory)
+    read = 1 + len(BOOK)
+    assert out == ""
+    assert err.splitlines()[-1] == f"memory {memory}: {memory.stat().st_size:,} bytes after {read} tokens"
+    line = (cell, "--memory-in", memory, "--prompt", "Whale?", *greedy)
+    out, err = generate(capsys, *line, "--memory-out", after)
+    assert out == at_once
+    assert err.startswith("6 tokens read, ")
+    assert generate(capsys, *line)[0] == at_once  # the file is as it was
+    whole, _ = generate(capsys, cell, "--read", book, "--prompt", "Whale?", *greedy[:3], 20)
+    rest, _ = generate(capsys, cell, "--memory-in", after, *greedy[:3], 8)
+    assert out[:-1] + rest == whole
+
+
+def test_the_text_may_come_from_standard_input(cell, book, capsys, monkeypatch):
+    line = ("--temperature", 0, "--max-new-tokens", 9)
+    expected, _ = generate(capsys, cell, "--read", book, *line)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))
+    assert generate(capsys, cell, "--read", "-", *line)[0] == expected
+
+
+def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys):
+    memory = tmp_path / "a.memory"
+    generate(capsys, cell, "--prompt", "a", "--max-new-tokens", 0, "--memory-out", memory)
+    earlier = sorted(cell.glob("checkpoints/step-*"))[0]
+    assert run(["generate", str(earlier), "--memory-in", str(memory)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --memory-in {memory}: the memory of another model")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--read", "nobody.txt"], "--read nobody.txt: No such file"),
+        (["--read", "."], "--read .: Is a directory"),
+        (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
+        (["--memory-in", "nobody"], "--memory-in nobody: no memory file that can be read: No such file"),
+        (["--memory-in", "latin"], "--memory-in latin: no memory file that can be read: "),
+        (["--temperature", "nan"], "--temperature: Input should be a finite number"),
+        (["--temperature", "-1"], "'--temperature'"),
+        (["--top-p", "0"], "'--top-p'"),
+        (["--max-new-tokens", "many"], "'--max-new-tokens'"),
+        (["--seed", str(2**63)], "--seed: "),
+    ],
+)
+def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("latin").write_bytes(b"a\xe9b")
+    assert run(["generate", str(cell), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_run_that_nobody_has_is_one_line(tmp_path, capsys):
+    assert run(["generate", "abc123", "--root", str(tmp_path)]) == 2
+    assert "abc123: no such run under" in capsys.readouterr().err
+
+
+def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(["export", str(cell), str(out)]) == 0
+    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert [Path(line.split()[0]).name for line in capsys.readouterr().out.splitlines()] == names
+    tokenizer = load_tokenizer(str(out / "tokenizer.json"))
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == tokenizer.bos
+    tokens = tokenizer.encode("Call me")
+    model, byte, _ = load_run(cell)
+    assert tokens == byte.encode("Call me")
+    assert load_folder(out).generate([tokens], 9) == model.generate([tokens], 9)
+    assert run(["export", str(cell), str(out)]) == 2
+    assert "is not empty; give another folder" in capsys.readouterr().err
+
+
+def test_any_tokenizer_will_do(tmp_path, book, capsys):
+    book.write_text(BOOK * 30)
+    model, path = io.BytesIO(), tmp_path / "small.model"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([BOOK] * 20), model_writer=model, vocab_size=28, minloglevel=2
+    )
+    path.write_bytes(model.getvalue())
+    data = {"sequence_length": 32, "tokenizer": str(path), "sources": [{"kind": "files", "path": str(book)}]}
+    measured = {"columns": {"lm": [{"task": "perplexity"}]}, "perplexity_tokens": 32}
+    sizes = {"model": RUN["model"] | {"vocab_size": 28}, "optim": RUN["optim"] | {"steps": 1}}
+    cell = trained(tmp_path / "root", data=data, eval=measured, **sizes)
+    line = (cell, "--prompt", "Call me", "--max-new-tokens", 20)
+    out, err = generate(capsys, *line)
+    assert err.count(" a second") == 2
+    assert generate(capsys, *line, "--no-stream")[0] == out
+    assert run(["export", str(cell), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == path.read_bytes()

@@ -1,0 +1,122 @@
+"""A memory file is the state, bit for bit, for the model that wrote it and for no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+
+from tests.core.small import SWITCHES, VARIANTS, config, model, storages, tokens
+from titans_core import LanguageModel, Reading
+from titans_core.memory_file import load_memory, model_hash, save_memory
+
+TEXT = tokens(1, 45)[0].tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its border, on a segment's
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_loaded_and_gone_on_from_is_bit_for_bit(variant, length, tmp_path):
+    m, path = model(variant), tmp_path / "a.memory"
+    reading = m.read(TEXT[:length])
+    assert save_memory(path, reading, m) == path.stat().st_size
+    loaded = load_memory(path, m)
+    assert (loaded.tokens, loaded.ahead) == (length, reading.ahead)
+    assert storages(loaded.state) == storages(reading.state)
+    assert type(loaded.state) is type(reading.state)
+    probe = torch.tensor([[*reading.ahead, *TEXT[:13]]])
+    with torch.no_grad():
+        assert torch.equal(m(probe, loaded.state).logits, m(probe, reading.state).logits)
+
+
+@pytest.mark.parametrize("switch", ["huber", "gates_per_chunk", "no_conv", "linear"])
+def test_every_kind_of_state_is_kept(switch, tmp_path):
+    m, path = model("mac", **SWITCHES[switch]), tmp_path / "a.memory"
+    reading = m.read(TEXT[:38])
+    save_memory(path, reading, m)
+    assert m.generate([[3]], 5, start=load_memory(path, m)) == m.generate([[3]], 5, start=reading)
+
+
+def test_what_is_written_after_one_copy_does_not_touch_the_other(tmp_path):
+    m, path, fork = model("mal"), tmp_path / "a.memory", tmp_path / "b.memory"
+    save_memory(path, m.read(TEXT), m)
+    fork.write_bytes(path.read_bytes())
+    save_memory(fork, m.read([1, 2, 3], load_memory(fork, m)), m)
+    assert load_memory(path, m).tokens == 45
+    assert load_memory(fork, m).tokens == 48
+    assert m.generate([[7]], 5, start=load_memory(path, m)) == m.generate([[*TEXT, 7]], 5)
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
+def test_a_memory_is_as_large_after_more_text(variant, tmp_path):
+    m, sizes = model(variant), []
+    for length in (68, 644):  # both three tokens into a chunk and a segment
+        sizes.append(save_memory(tmp_path / "a", m.read(tokens(1, length)[0].tolist()), m))
+    assert abs(sizes[1] - sizes[0]) <= 16  # digits of the count of tokens in the header
+
+
+def test_another_model_is_refused_in_one_line(tmp_path):
+    m, path = model("lmm"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+    others = [model("lmm"), model("lmm", max_theta=0.2), LanguageModel(config("lmm"))]
+    with torch.no_grad():
+        others[0].head.weight[3, 5] += 1e-12
+    for other in others:
+        with pytest.raises(ValueError, match=r"a\.memory: the memory of another model") as caught:
+            load_memory(path, other)
+        assert "\n" not in str(caught.value)
+    assert model_hash(model("lmm")) == model_hash(m)
+
+
+def rewritten(content: bytes, **about: str) -> bytes:
+    """A safetensors file with other entries in its header."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] |= about
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda content: content[:-7], "no memory file that can be read: "),
+        (lambda content: b"", "no memory file that can be read: "),
+        (lambda content: rewritten(content, kind="x"), "safetensors, but no memory file"),
+        (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 1"),
+        (lambda content: rewritten(content, reading='{"tensor": "x"}'), "its state cannot be put together"),
+        (
+            lambda content: rewritten(content, reading='{"class": "os:system", "fields": {}}'),
+            "its state cannot be put together: TypeError",
+        ),
+    ],
+)
+def test_what_is_no_whole_memory_file_is_one_line(spoil, says, tmp_path):
+    m, path = model("lmm"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"a\.memory: {says}") as caught:
+        load_memory(path, m)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"b\.memory: no memory file that can be read: No such file"):
+        load_memory(tmp_path / "b.memory", model("lmm"))
+
+
+def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
+    m, path = model("lmm"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        save_memory(path, Reading(None, (1,)), m)
+    monkeypatch.undo()
+    assert load_memory(path, m).tokens == 45
+    assert os.listdir(tmp_path) == ["a.memory"]

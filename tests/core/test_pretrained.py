@@ -1,0 +1,79 @@
+"""A model as a Hugging Face folder: the same logits there and back, and text from transformers' generate."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.core.small import VARIANTS, model, tokens
+from titans_core.pretrained import load_folder, save_folder
+
+SPECIAL = {"bos_token_id": 38, "eos_token_id": 38, "pad_token_id": 39}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_and_back_is_the_same_model(variant, tmp_path):
+    m, x = model(variant), tokens(2, 40)
+    save_folder(tmp_path / "out", m, SPECIAL)
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert about["model_type"] == "titans"
+    assert about["bos_token_id"] == 38
+    back = load_folder(tmp_path / "out")
+    assert back.config == m.config
+    assert torch.equal(back(x).logits, m(x).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", None, "No such file"),
+        ("config.json", "{", "Expecting"),
+        ("config.json", '{"model_type": "llama"}', "model_type is llama, not titans"),
+        ("config.json", '{"model_type": "titans", "titans": {"d_model": 0}}', r"titans\.d_model: "),
+        ("config.json", '{"model_type": "titans", "titans": {"variant": "mlp"}}', "variant: "),
+        ("model.safetensors", None, "No such file"),
+        ("model.safetensors", "cut", ""),
+    ],
+)
+def test_what_is_no_such_folder_is_one_line(name, content, says, tmp_path):
+    save_folder(tmp_path, model("lmm"))
+    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"no folder of a Titans model: .*{says}") as caught:
+        load_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def auto():
+    transformers = pytest.importorskip("transformers")
+    import titans_core.huggingface
+
+    assert titans_core.huggingface.MODEL_TYPE == "titans"
+    return transformers.AutoModelForCausalLM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_loads_it_with_the_same_logits_and_text(variant, auto, tmp_path):
+    m, x = model(variant), tokens(2, 21) % 38  # transformers takes a pad token for padding
+    save_folder(tmp_path, m, SPECIAL)
+    loaded = auto.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(loaded(x).logits, m(x).logits, rtol=1e-12, atol=1e-12)
+    rows = x.tolist()
+    expected = torch.tensor(m.generate(rows, 9))
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(loaded.generate(x, **options)[:, 21:], expected)
+    assert torch.equal(loaded.generate(x, use_cache=False, **options)[:, 21:], expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_folder(tmp_path / "again")(x).logits, m(x).logits)
+
+
+@pytest.mark.slow
+def test_transformers_is_told_that_there_is_no_padding(auto, tmp_path):
+    save_folder(tmp_path, model("lmm"))
+    loaded, mask = auto.from_pretrained(tmp_path), torch.ones(2, 21, dtype=torch.long)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="attention_mask: no padding"):
+        loaded(tokens(2, 21), attention_mask=mask)

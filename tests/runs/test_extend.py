@@ -1,0 +1,200 @@
+"""A run from another's weights, and a run with more steps: exact, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.small import RUN
+from titans_platform.config import OptimConfig, RunConfig
+from titans_platform.data import prepare
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
+from titans_platform.runs.check import check_start, spec_for
+from titans_platform.runs.execute import work
+from titans_platform.runs.extend import go_on_from_shorter
+from titans_platform.runs.load import load_run, located
+from titans_platform.runs.spec import RunSpec, Tracking
+from titans_platform.tracking import open_store
+from titans_platform.training.loop import before_decay, equal_rates
+
+NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
+
+
+def run_of(steps: int = 8, **optim) -> RunConfig:
+    values = deepcopy(RUN)
+    values["optim"] |= {"steps": steps, "schedule": "constant", "warmup_steps": 2} | optim
+    return RunConfig.model_validate_json(json.dumps(values))
+
+
+def spec_of(cfg: RunConfig, root: Path, commit: str = "one", **fields) -> RunSpec:
+    return spec_for(located(cfg, root), root, commit=commit, **fields)
+
+
+def train(spec: RunSpec) -> dict:
+    with spec.folder.hold():
+        spec.folder.begin(spec.commit)
+        return json.loads(json.dumps(work(spec).result))
+
+
+def fingerprint(cfg: RunConfig, root: Path) -> str:
+    return build_objective(cfg).open(root).fingerprint
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    prepare(run_of().data, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "step"),
+    [
+        (run_of(8), run_of(60), 8),
+        # falling after step 12 of 15; the checkpoint before that is kept beside the last two
+        (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
+        # a run that fell off may also be held on: the rates are what counts
+        (run_of(15, schedule="wsd"), run_of(60), 12),
+    ],
+)
+def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
+    train(spec_of(first, root))
+    spec = spec_of(then, root)
+    line = go_on_from_shorter(spec, fingerprint(then, root))
+    assert line is not None
+    assert line.startswith(f"going on from step {step} of run {spec_of(first, root).name}")
+    extended = train(spec)
+    elsewhere = tmp_path_factory.mktemp("straight")
+    prepare(then.data, elsewhere)
+    straight = train(spec_of(then, elsewhere))
+    assert {key: extended[key] for key in NUMBERS} == {key: straight[key] for key in NUMBERS}
+    ours, theirs = (load_run(spec.name, where)[0].state_dict() for where in (root, elsewhere))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        (
+            run_of(60, schedule="cosine"),
+            "optim.schedule cosine falls over all steps, so that rates differ from",
+        ),
+        (run_of(60, lr=1e-3), None),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_said_in_a_line_and_begins_anew(root, then, why):
+    first = then.model_copy(update={"optim": then.optim.model_copy(update={"steps": 8})})
+    if why is None:
+        first = run_of(8)
+    train(spec_of(first, root))
+    spec = spec_of(then, root)
+    line = go_on_from_shorter(spec, fingerprint(then, root))
+    assert not spec.folder.path.exists()
+    if why is None:
+        assert line is None
+    else:
+        assert line is not None
+        assert why in line
+        assert line.endswith("; training from the start")
+        assert "\n" not in line
+
+
+def test_a_warm_up_that_grows_with_the_steps_is_named_with_its_fix(root):
+    first, then = (run_of(n, warmup_steps=None, warmup_fraction=0.25) for n in (8, 60))
+    train(spec_of(first, root))
+    line = go_on_from_shorter(spec_of(then, root), fingerprint(then, root))
+    assert line is not None
+    assert "its warm-up has 2 steps, this one's 15 (optim.warmup_steps=2 makes them equal)" in line
+    fixed = run_of(60, warmup_steps=2, warmup_fraction=0.25)
+    assert "going on from step 8" in str(go_on_from_shorter(spec_of(fixed, root), fingerprint(fixed, root)))
+
+
+def test_what_other_code_trained_is_not_gone_on_with(root):
+    train(spec_of(run_of(8), root))
+    spec = spec_of(run_of(60), root, commit="two")
+    assert "other code trained it" in str(go_on_from_shorter(spec, fingerprint(spec.config, root)))
+    assert not spec.folder.path.exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(root):
+    first = spec_of(run_of(8), root)
+    train(first)
+    point = first.folder.path / "checkpoints" / "step-00000008"
+    file = next(point.glob("*.distcp"))
+    file.write_bytes(bytes(100) + file.read_bytes()[100:])
+    then = spec_of(run_of(60), root)
+    assert "going on from step 7" in str(go_on_from_shorter(then, fingerprint(then.config, root)))
+
+
+def test_the_curve_in_mlflow_is_whole(root):
+    store = open_store(root)
+    first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
+    train(first)
+    then = spec_of(run_of(60), root, tracking=Tracking(store.uri, "long"))
+    assert go_on_from_shorter(then, fingerprint(then.config, root))
+    run_id = train(then)["mlflow_run_id"]
+    assert [step for step, _ in store.curves([run_id])[run_id]] == list(range(1, 61))
+    columns = store.client.get_metric_history(run_id, "reasoning")
+    assert {point.step for point in columns} == {60}
+
+
+def test_rates_that_are_equal_are_counted():
+    base = {"lr": 1e-3, "warmup_steps": 3}
+    wsd, longer = (OptimConfig(steps=steps, schedule="wsd", **base) for steps in (20, 40))
+    assert before_decay(wsd) == equal_rates(wsd, longer) == 16
+    assert before_decay(OptimConfig(steps=20, **base)) is None
+    cosine, other = (OptimConfig(steps=steps, **base) for steps in (20, 40))
+    assert equal_rates(cosine, other) == 4
+    assert equal_rates(cosine, cosine) == 20
+
+
+def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root):
+    parent = spec_of(run_of(8), root)
+    train(parent)
+    weights, _, _ = load_run(parent.name, root)
+    plain = run_of(1, lr=1e-12, weight_decay=0.0)
+    names = {spec_of(plain, root).name}
+    for given in (
+        parent.name,
+        str(parent.folder.path),
+        str(parent.folder.path / "checkpoints/step-00000008"),
+    ):
+        child = spec_of(plain.model_copy(update={"start_from": given}), root)
+        names.add(child.name)
+    before = plain.model_copy(
+        update={"start_from": str(parent.folder.path / "checkpoints" / "step-00000007")}
+    )
+    names.add(spec_of(before, root).name)
+    assert len(names) == 3
+    check_start(child.config)
+    assert train(child)["config"]["start_from"] == str(parent.folder.path / "checkpoints" / "step-00000008")
+    begun, _, _ = load_run(child.name, root)
+    for ours, theirs in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
+    # restarted, it goes on from its own checkpoint
+    (child.folder.path / "result.json").unlink()
+    assert train(replace(child, labels={"row": "again"}))["tokens"] == 4 * 32
+
+
+def test_a_start_that_does_not_fit_is_one_line(root):
+    parent = spec_of(run_of(1), root)
+    train(parent)
+    wider = run_of(1).model_copy(
+        update={"model": run_of().model.model_copy(update={"d_model": 32}), "start_from": parent.name}
+    )
+    with pytest.raises(
+        UsageError, match=r"^start_from: .*embedding\.weight is \(260, 16\) in the checkpoint"
+    ):
+        check_start(located(wider, root))
+    with pytest.raises(UsageError, match=r"^start_from: nobody: no such run under"):
+        located(run_of().model_copy(update={"start_from": "nobody"}), root)
+    (root / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"^start_from: .*has no whole checkpoint"):
+        located(run_of().model_copy(update={"start_from": str(root / "empty")}), root)
+    with pytest.raises(UsageError, match=r"^start_from: elsewhere is no checkpoint"):
+        run_of().model_copy(update={"start_from": "elsewhere"}).fingerprint("data", "eval")

@@ -1,0 +1,86 @@
+"""The validation loss on the way: logged, shown, and without a trace in the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from tests.small import RUN
+from titans_core.presets import preset
+from titans_platform.cli.train import shown
+from titans_platform.config import RunConfig
+from titans_platform.data import prepare
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
+from titans_platform.objectives.next_token import NextToken
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import work
+from titans_platform.runs.spec import Tracking
+from titans_platform.tracking import open_store
+
+NUMBERS = ("columns", "final_train_loss", "telemetry")
+
+
+def run_on(book: Path, variant: str = "lmm", **evaluation) -> RunConfig:
+    values = deepcopy(RUN)
+    source = {"kind": "files", "path": str(book), "validation_fraction": 0.3}
+    values["data"] = {"sequence_length": 32, "sources": [source]}
+    values["model"] = preset("smoke", variant, vocab_size=260).model_dump(mode="json")
+    values["optim"]["steps"] = 5
+    values["eval"] = {"columns": {"ppl": [{"task": "perplexity"}]}, "perplexity_tokens": 128} | evaluation
+    return RunConfig.model_validate_json(json.dumps(values))
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("a line of a book, not a long one; and then the next of them\n" * 40)
+    return path
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer"])
+def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
+    plain, watched = run_on(book, variant), run_on(book, variant, every=2)
+    prepare(plain.data, tmp_path)
+    specs = [spec_for(cfg, tmp_path) for cfg in (plain, watched)]
+    assert specs[0].name == specs[1].name
+    named = (("a", plain), ("b", watched))
+    results = [work(spec_for(cfg, tmp_path, name=name)).result for name, cfg in named]
+    assert {key: results[0][key] for key in NUMBERS} == {key: results[1][key] for key in NUMBERS}
+
+
+def test_it_is_logged_and_shown(book, tmp_path):
+    cfg = run_on(book, every=2)
+    prepare(cfg.data, tmp_path)
+    store = open_store(tmp_path)
+    spec = spec_for(cfg, tmp_path, tracking=Tracking(store.uri, "watched"))
+    result = work(spec).result
+    curve = store.curves([result["mlflow_run_id"]], "validation_loss")[result["mlflow_run_id"]]
+    # every second step, and the last
+    assert [step for step, _ in curve] == [2, 4, 5]
+    assert math.exp(curve[-1][1]) == pytest.approx(result["columns"]["ppl"], rel=1e-6)
+    state = spec.folder.progress()
+    assert state is not None
+    assert f"validation {curve[-1][1]:.3f}" in shown(state)
+    # the data are the run's inputs
+    (used,) = store.client.get_run(result["mlflow_run_id"]).inputs.dataset_inputs
+    assert used.dataset.name == "files:book.txt"
+    assert json.loads(used.dataset.profile)["train tokens"] > 1000
+
+
+def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tmp_path):
+    watched = tiny_run.model_copy(update={"eval": tiny_run.eval.model_copy(update={"every": 5})})
+    data = prepare(tiny_run.data, tmp_path)
+    build_objective(tiny_run).check(data)
+    with pytest.raises(UsageError, match=r"^data\.sources: 0 validation tokens"):
+        build_objective(watched).check(data)
+
+    class Mine(NextToken):
+        validation_task = None
+
+    with pytest.raises(UsageError, match=r"^eval\.every: objective next_token has no validation_task"):
+        Mine(watched, Mine.Options()).check()

@@ -1,0 +1,132 @@
+"""Memory files: read a text once, go on from it another day.
+
+A file holds one `Reading` as safetensors: the tensors of its state, and in the header how the state is made
+of them, the format's version, a hash of the model and the tokens read. A state means something to the model
+that made it alone; any other is refused. To fork a memory, copy its file; to reset it, begin without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as as_safetensors
+from torch import Tensor
+
+from titans_core.backbone import Backbone
+from titans_core.generation import Reading
+
+KIND, VERSION = "titans-memory", "1"
+
+
+def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
+    """Write what ``model`` has read to a file that is whole or not there at all; its size in bytes.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: a block's state holds something else than tensors, numbers, text, tuples and dicts.
+    """
+    tensors: dict[str, Tensor] = {}
+    made = json.dumps(_taken_apart(reading, "reading", tensors, {}))
+    about = {"kind": KIND, "version": VERSION, "model": model_hash(model), "tokens": str(reading.tokens)}
+    content = as_safetensors(tensors, about | {"reading": made})
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(content)
+
+
+def load_memory(path: Path, model: Backbone) -> Reading:
+    """What ``model`` had read when it wrote the file, on the model's device.
+
+    Raises:
+        ValueError: it is no memory file, not whole, of another format or of another model; one line.
+    """
+    device = str(next(model.parameters()).device)
+    try:
+        with safe_open(path, "pt", device=device) as file:
+            about = file.metadata() or {}
+            _check(path, about, model)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _put_together(json.loads(about["reading"]), tensors)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ValueError(f"{path}: no memory file that can be read: {reason}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: its state cannot be put together: {error!r}") from None
+
+
+def model_hash(model: Backbone) -> str:
+    """32 hex digits of what the model is made of: its config and every number of its weights."""
+    digest = blake2b(model.config.model_dump_json(exclude_defaults=True).encode(), digest_size=16)
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _check(path: Path, about: dict[str, str], model: Backbone) -> None:
+    if about.get("kind") != KIND:
+        raise ValueError(f"{path}: safetensors, but no memory file")
+    if about.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: written in format {about.get('version')}; this version reads format {VERSION}"
+        )
+    own = model_hash(model)
+    if about.get("model") != own:
+        raise ValueError(
+            f"{path}: the memory of another model ({about.get('model', '')[:12]}; this one is {own[:12]}); "
+            "read the text again with this one"
+        )
+
+
+def _taken_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
+    """``value`` as JSON; its tensors go to ``tensors``, one that occurs twice once."""
+    below = lambda part, key: _taken_apart(part, f"{name}.{key}", tensors, seen)  # noqa: E731
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = name
+            # a copy: safetensors takes no views of one storage
+            tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+        return {"tensor": seen[id(value)]}
+    if isinstance(value, dict):
+        return {"dict": {key: below(part, key) for key, part in value.items()}}
+    if hasattr(value, "_fields"):
+        fields = {field: below(getattr(value, field), field) for field in value._fields}
+        return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
+    if isinstance(value, tuple):
+        return {"tuple": [below(part, i) for i, part in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{name}: a {type(value).__name__} cannot be kept in a memory file")
+
+
+def _put_together(made: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(made, dict):
+        return made
+    if "tensor" in made:
+        return tensors[made["tensor"]]
+    if "tuple" in made:
+        return tuple(_put_together(part, tensors) for part in made["tuple"])
+    below = made["fields"] if "class" in made else made["dict"]
+    parts = {key: _put_together(part, tensors) for key, part in below.items()}
+    return _named_tuple(made["class"])(**parts) if "class" in made else parts
+
+
+def _named_tuple(path: str) -> Any:
+    """The class of a part of a state. The model is there, so its module is: a file imports nothing."""
+    module, _, name = path.partition(":")
+    found = getattr(sys.modules[module], name)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise TypeError(f"{path} is no NamedTuple")
+    return found

@@ -1,0 +1,76 @@
+"""A language model as a folder in Hugging Face's layout, config.json and model.safetensors, and back.
+
+`titans_core.huggingface` makes such a folder one that `AutoModelForCausalLM` loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from titans_core.config import ModelConfig
+from titans_core.model import LanguageModel
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+MODEL_TYPE, CLASS, PREFIX = "titans", "TitansForCausalLM", "model."
+"""Names in a folder: its ``model_type``, its class, what stands before the names of the weights."""
+HEAD = "head.weight"
+
+
+def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] | None = None) -> None:
+    """Write a model's config and weights.
+
+    Args:
+        folder: made where it is missing.
+        model: a head tied to the embedding is written once.
+        special: further entries of config.json, such as ``bos_token_id``.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config, dtype = model.config, str(model.head.weight.dtype).removeprefix("torch.")
+    tied = config.tie_embeddings
+    weights = {PREFIX + name: x.contiguous() for name, x in model.state_dict().items()}
+    if tied:
+        del weights[PREFIX + HEAD]
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    about = {"model_type": MODEL_TYPE, "architectures": [CLASS], "dtype": dtype}
+    about |= {"vocab_size": config.vocab_size, "hidden_size": config.d_model}
+    about |= {"num_hidden_layers": config.n_layers, "tie_word_embeddings": tied}
+    about |= {"titans": config.model_dump(mode="json", exclude_defaults=True), **(special or {})}
+    (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_folder(folder: Path) -> LanguageModel:
+    """The model of a folder that `save_folder` wrote, in the precision it was written in.
+
+    Raises:
+        ValueError: what stands there is no such folder; one line.
+    """
+    try:
+        about = json.loads((folder / CONFIG).read_text("utf-8"))
+        model = LanguageModel(model_config(about))
+        weights = {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}
+        if model.config.tie_embeddings:
+            weights[HEAD] = weights["embedding.weight"]
+        model.to(weights[HEAD].dtype).load_state_dict(weights)
+    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{folder}: no folder of a Titans model: {' '.join(str(error).split())}") from None
+    return model
+
+
+def model_config(about: Mapping[str, object]) -> ModelConfig:
+    """The model's config from the entries of a config.json. Raises ValueError, KeyError."""
+    if about["model_type"] != MODEL_TYPE:
+        raise ValueError(f"model_type is {about['model_type']}, not {MODEL_TYPE}")
+    try:
+        return ModelConfig.model_validate_json(json.dumps(about["titans"]))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"titans.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
