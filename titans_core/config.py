@@ -94,7 +94,8 @@ class ModelConfig(Frozen):
     """A language model: ``n_layers`` blocks of one variant between an embedding and a head."""
 
     variant: str = "lmm"
-    """lmm, mac, mag, mal, transformer, or the import path of a block class, ``my_lab.blocks:MyBlock``."""
+    """lmm, mac, mag, mal, transformer; a baseline: retnet, gla, hgrn2, mamba, mamba2, deltanet,
+    gated_deltanet, ttt_linear; or the import path of a block class, ``my_lab.blocks:MyBlock``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """What a variant takes beyond the fields here: the fields of its block's ``Options``."""
     vocab_size: PositiveInt = 32_000

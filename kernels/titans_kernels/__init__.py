@@ -1,6 +1,12 @@
 """Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
 
 from titans_kernels.layers import rms_norm, short_convolution
+from titans_kernels.linear_attention import (
+    linear_attention,
+    recurrent_linear_attention,
+    recurrent_scan,
+    scan,
+)
 from titans_kernels.memory.autograd import OpenChunk
 from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
 from titans_kernels.memory.layout import document_borders, packed_layout
@@ -21,11 +27,15 @@ __all__ = [
     "extend_memory",
     "find_class",
     "find_rule",
+    "linear_attention",
     "near",
     "neural_memory",
     "packed_layout",
     "read_memory",
+    "recurrent_linear_attention",
+    "recurrent_scan",
     "rms_norm",
+    "scan",
     "short_convolution",
     "source_file",
     "state_dtype",

@@ -11,7 +11,14 @@ from titans_core import BLOCKS, AttentionConfig, LanguageModel, MemoryConfig, Mo
 from titans_core.layers import Gating
 
 VARIANTS = sorted(BLOCKS)
-MEMORY_VARIANTS = [v for v in VARIANTS if v != "transformer"]
+MEMORY_VARIANTS = ["lmm", "mac", "mag", "mal"]
+BASELINE_OPTIONS: dict[str, dict] = {
+    "gla": {"heads": 2},
+    "hgrn2": {"heads": 2},
+    "mamba": {"state": 4},
+    "mamba2": {"head_dim": 8, "state": 6},
+    "retnet": {"heads": 2},
+}
 SWITCHES: dict[str, dict] = {
     "default": {},
     "linear": {"depth": 1},
@@ -41,7 +48,7 @@ def config(
 ) -> ModelConfig:
     return ModelConfig(
         variant=variant,
-        options=options or {},
+        options=BASELINE_OPTIONS.get(variant, {}) if options is None else options,
         vocab_size=40,
         d_model=16,
         n_layers=2,

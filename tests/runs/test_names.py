@@ -157,7 +157,7 @@ def test_tokens_of_a_run():
     [
         (
             {"variant": "mak"},
-            "model.variant: 'mak' is not one of lmm, mac, mag, mal, transformer; did you mean",
+            "model.variant: 'mak' is not one of lmm, mac, mag, mal, transformer, retnet, ",
         ),
         ({"variant": "mac"}, "model.attention.segment_size: variant mac needs one"),
         ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),

@@ -8,6 +8,16 @@ import torch
 from pydantic import ValidationError
 
 from titans_core.blocks.base import Block
+from titans_core.blocks.baselines import (
+    GLA,
+    HGRN2,
+    DeltaNet,
+    GatedDeltaNet,
+    Mamba,
+    Mamba2,
+    RetNet,
+    TTTLinear,
+)
 from titans_core.blocks.lmm import LMM
 from titans_core.blocks.mac import MAC
 from titans_core.blocks.mag import MAG
@@ -22,6 +32,14 @@ BLOCKS: dict[str, type[Block]] = {
     "mag": MAG,
     "mal": MAL,
     "transformer": Transformer,
+    "retnet": RetNet,
+    "gla": GLA,
+    "hgrn2": HGRN2,
+    "mamba": Mamba,
+    "mamba2": Mamba2,
+    "deltanet": DeltaNet,
+    "gated_deltanet": GatedDeltaNet,
+    "ttt_linear": TTTLinear,
 }
 """Variants with a short name. ``BLOCKS["mine"] = MyBlock`` adds one to this process."""
 

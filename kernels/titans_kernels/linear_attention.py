@@ -1,0 +1,147 @@
+"""Linear attention with decay, which RetNet, GLA, HGRN2 and Mamba2 share, and the scan of Mamba.
+
+Each as a recurrence, token by token, and in a parallel form with the same signature and the same numbers.
+
+Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E
+for a decay of each key channel and 1 for one number a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_kernels.memory.options import state_dtype, without_autocast
+
+
+def recurrent_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``S_t = diag(exp log_decay_t) S_{t-1} + k_t^T v_t`` and ``y_t = q_t S_t``, one token after the other.
+
+    Args:
+        q: [B, T, H, E]; k the same.
+        v: [B, T, H, F].
+        log_decay: [B, T, H, G], at most 0.
+        state: S_0, [B, H, E, F].
+        index_BT: which packed document a token belongs to; the state is zero where one begins in a row.
+
+    Returns:
+        y [B, T, H, F] and the state after the last token [B, H, E, F], both in the precision of the state.
+    """
+    dtype, outputs = state_dtype(q), []
+    q, k, v, log_decay, state = (x.to(dtype) for x in (q, k, v, log_decay, state))
+    with without_autocast(q):
+        for t in range(q.shape[1]):
+            if index_BT is not None and t:
+                state = state * (index_BT[:, t] == index_BT[:, t - 1]).to(dtype)[:, None, None, None]
+            state = log_decay[:, t, :, :, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
+            outputs.append((q[:, t, :, None] @ state).squeeze(2))
+    return torch.stack(outputs, 1), state
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    index_BT: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`recurrent_linear_attention` in chunks: attention within each, states between them.
+
+    With ``D[t, s]`` the product of the decays after token s up to token t, chunk by chunk
+
+        y_t = exp(log decays up to t) q_t S + sum_{s <= t} (q_t D[t, s] k_s^T) v_s
+
+    where S is the state the chunk starts from. D is at most 1 and made of sums of logarithms, so that no
+    decay overflows. The sequence may be cut anywhere: the state does not know of chunks. ``chunk_size`` None
+    takes 64 tokens for one decay a head and 16 for one a channel, whose D is E times as large.
+    """
+    T, dtype = q.shape[1], state_dtype(q)
+    size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
+    with without_autocast(q):
+        q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))
+        sees, reads, writes, keeps = _borders(index_BT, T, size, q)
+        D = torch.where(sees[..., None], _segment_sums(log_decay), -torch.inf).exp()  # [B, N, H, t, s, G]
+        through = log_decay.cumsum(-2).exp()  # [B, N, H, t, G]
+        kept = keeps * through[..., -1, :, None]
+        added = (k * D[..., -1, :, :] * writes).mT @ v
+        starts, state = _passed(kept, added, state.to(dtype))
+        y = _scores(q, k, D) @ v + (q * through * reads) @ starts
+    return y.transpose(2, 3).flatten(1, 2)[:, :T], state
+
+
+def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
+    """``h_t = a_t h_{t-1} + b_t`` for a, b [B, T, ...] and h_0 [B, ...], token by token; [B, T, ...]."""
+    outputs = []
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
+        state = a_t * state + b_t
+        outputs.append(state)
+    return torch.stack(outputs, 1)
+
+
+def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int = 16) -> Tensor:
+    """`recurrent_scan` for all chunks side by side: T / c + c steps in place of T.
+
+    Within chunks from a state of zero, then states from chunk to chunk, then what each adds to its tokens.
+    """
+    T, size = a.shape[1], min(a.shape[1], chunk_size)
+    short = -T % size
+    pad = [0, 0] * (a.ndim - 2) + [0, short]
+    a, b = F.pad(a, pad, value=1.0), F.pad(b, pad)
+    a, b = (x.unflatten(1, (-1, size)).transpose(1, 2) for x in (a, b))  # [B, c, N, ...]
+    inside, through = recurrent_scan(a, b, torch.zeros_like(b[:, 0])), a.cumprod(1)
+    starts, _ = _passed(through[:, -1], inside[:, -1], state)
+    return (inside + through * starts[:, None]).transpose(1, 2).flatten(1, 2)[:, :T]
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """[B, T, H, ...] in chunks [B, N, H, c, ...]; the zeros after the end leave the state as it is."""
+    return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size)).transpose(2, 3)
+
+
+def _segment_sums(x: Tensor) -> Tensor:
+    """Entry [t, s] is the sum of x [..., c, G] after s up to t, not as a difference of large sums."""
+    size = x.shape[-2]
+    after = torch.ones(size, size, dtype=torch.bool, device=x.device).tril(-1)
+    return torch.where(after[..., None], x[..., :, None, :], 0).cumsum(-3)
+
+
+def _scores(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
+    """``q_t D[t, s] k_s^T``, [..., t, s]."""
+    if D.shape[-1] == 1:
+        return (q @ k.mT) * D.squeeze(-1)
+    return ((D * k[..., None, :, :]) @ q[..., None]).squeeze(-1)
+
+
+def _borders(
+    index_BT: Tensor | None, T: int, size: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
+    """Which tokens t see s, read the chunk's first state, write to its last; whether the first is kept.
+
+    Booleans [.., t, s], then factors that multiply [B, N, H, c, E] twice and [B, N, H, E, F].
+    """
+    causal = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
+    if index_BT is None:
+        one = like.new_ones(())
+        return causal, one, one, 1
+    # padding is of the last document, whose state it leaves as it is
+    index = torch.cat([index_BT, index_BT[:, -1:].expand(-1, -T % size)], 1).unflatten(1, (-1, size))
+    before = torch.cat([index[:, :1, 0], index[:, :-1, -1]], 1)[..., None]
+    last = index[..., -1:]
+    same = (index[..., :, None] == index[..., None, :]) & causal
+    reads, writes, keeps = (x.to(like.dtype)[:, :, None, :, None] for x in
+                            (index == before, index == last, last == before))  # fmt: skip
+    return same[:, :, None], reads, writes, keeps
+
+
+def _passed(kept: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """States at the start of each chunk, [B, N, ...], and that after the last one."""
+    starts = []
+    for kept_n, added_n in zip(kept.unbind(1), added.unbind(1), strict=True):
+        starts.append(state)
+        state = kept_n * state + added_n
+    return torch.stack(starts, 1), state

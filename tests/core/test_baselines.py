@@ -1,0 +1,162 @@
+"""The language baselines: token by token, against other implementations, and their sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.small import BASELINE_OPTIONS, config, model, tokens
+from titans_core import Block, LanguageModel, ModelConfig, count_parameters, presets
+from titans_core.blocks import Positions
+
+SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear"]
+BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
+
+
+def perturbed(variant: str) -> Block:
+    """A block whose norms, biases and scales are away from where they start."""
+    block, generator = model(variant).blocks[0], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in block.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return block
+
+
+@pytest.mark.parametrize("variant", BASELINES)
+def test_the_parallel_form_is_the_recurrence_token_by_token(variant):
+    block = perturbed(variant)
+    for T in (1, 17, 67):  # 67 and 17 end inside a chunk
+        x = torch.randn(2, T, 16, generator=torch.Generator().manual_seed(T), dtype=torch.float64)
+        x.requires_grad_()
+        whole, end = block(x, None, Positions(torch.arange(T)[None]))
+        outputs, state = [], None
+        for t in range(T):
+            y, state = block(x[:, t : t + 1], state, Positions(torch.tensor([[t]])))
+            outputs.append(y)
+        results = []
+        for y, last in ((whole, end), (torch.cat(outputs, 1), state)):
+            leaves = [s for s in torch.utils._pytree.tree_leaves(last) if isinstance(s, Tensor)]
+            weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+            grads = torch.autograd.grad((y * weights).sum(), [x, *block.parameters()], materialize_grads=True)
+            results.append([y, *grads, *(leaves if variant not in SETTINGS else [])])
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+    assert all(g.norm() > 1e-8 for g in grads), "something is not trained"
+
+
+@pytest.mark.parametrize(("variant", "decays"), [("deltanet", False), ("gated_deltanet", True)])
+def test_the_delta_rules_are_the_published_recurrences(variant, decays):
+    memory = perturbed(variant).memory
+    x = torch.randn(1, 23, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, writes, _ = memory._tokens(x, memory.start(1).conv_state)
+    S, eye, outputs = memory.initial_weights[0].mT, torch.eye(q.shape[-1], dtype=torch.float64), []
+    for t in range(x.shape[1]):
+        k, v, beta = writes.k[0, t], writes.v[0, t], 2 * writes.theta[0, t, :, None, None]
+        a = 1 - writes.alpha[0, t, :, None, None]
+        assert (beta <= 1).all()
+        assert bool((a < 1).all()) == decays
+        S = S @ (a * (eye - beta * k[:, :, None] * k[:, None])) + beta * v[:, :, None] * k[:, None]
+        outputs.append((S @ q[0, t, :, :, None]).squeeze(-1))
+    expected = memory._output(torch.stack(outputs)[None], x)
+    torch.testing.assert_close(memory(x)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", BASELINES)
+def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
+    baseline = count_parameters(presets.preset("laptop", "transformer"))
+    assert count_parameters(presets.preset("laptop", variant)) == pytest.approx(baseline, rel=0.03)
+
+
+@pytest.mark.parametrize("variant", BASELINE_OPTIONS)
+def test_bf16_autocast_keeps_the_state_in_float32(variant):
+    torch.manual_seed(0)
+    m, x = LanguageModel(config(variant)), tokens(2, 40)
+    exact = m(x).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(x)
+        m(x[:, :1], out.state)
+    assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
+    ssm = [s if isinstance(s, Tensor) else s.ssm for s in out.state.blocks]
+    assert {s.dtype for s in ssm} == {torch.float32}
+    out.logits.float().square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in m.parameters())
+
+
+@pytest.mark.parametrize(("variant", "heads"), [("gla", 3), ("retnet", 16), ("hgrn2", 5), ("retnet", 3)])
+def test_heads_that_do_not_fit_are_named(variant, heads):
+    with pytest.raises(ValueError, match=rf"options\.heads: {heads} does not divide"):
+        LanguageModel(ModelConfig(variant=variant, d_model=16, n_layers=1, options={"heads": heads}))
+
+
+oracle = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed: pip install -e '.[dev]'",
+)
+
+
+def copied(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None:
+    """Put the weights of an oracle's layer into our block; ``names``: ours to theirs."""
+    theirs = dict(layer.named_parameters())
+    with torch.no_grad():
+        for ours, p in block.named_parameters():
+            if ours in names:
+                weight = theirs.pop(names[ours])
+                # theirs is [C, 1, K], the last for the token itself
+                p.copy_(weight.squeeze(1).flip(-1).T if ours == "conv.weight_KC" else weight)
+    assert not theirs, f"{sorted(theirs)} of the oracle are not ours"
+
+
+def compare(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None:
+    """Outputs and the gradients of the input and of every weight, to 1e-5 in float32."""
+    copied(layer, block, names)
+    x = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    z = block.norm(x)
+    theirs, parameters = dict(layer.named_parameters()), dict(block.named_parameters())
+    weights = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1)) / 37
+    found = block.mix(x, None, Positions(torch.arange(37)[None]))[0] - x
+    expected = layer.eval()(z)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad((found * weights).sum(), [x, *(parameters[n] for n in names)])
+    other = list(torch.autograd.grad((expected * weights).sum(), [x, *(theirs[n] for n in names.values())]))
+    at = 1 + list(names).index("conv.weight_KC")
+    other[at] = other[at].squeeze(1).flip(-1).T
+    torch.testing.assert_close(list(ours), other, rtol=1e-5, atol=1e-5)
+
+
+def oracle_block(variant: str, **options) -> Block:
+    torch.manual_seed(0)
+    c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)
+    return LanguageModel(c).blocks[0]
+
+
+@oracle
+def test_mamba_is_that_of_transformers():
+    from transformers import MambaConfig
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    layer = MambaMixer(MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1), layer_idx=0)
+    # theirs has one projection with a bias where ours has a weight and a parameter
+    names = {
+        "log_a_CN": "A_log", "skip_C": "D", "conv.weight_KC": "conv1d.weight", "conv_bias": "conv1d.bias",
+        "w_in.weight": "in_proj.weight", "w_x.weight": "x_proj.weight", "w_dt.weight": "dt_proj.weight",
+        "dt_bias_C": "dt_proj.bias", "w_o.weight": "out_proj.weight",
+    }  # fmt: skip
+    compare(layer, oracle_block("mamba", state=6), names)
+
+
+@oracle
+def test_mamba2_is_that_of_transformers():
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8}
+    c = Mamba2Config(hidden_size=32, expand=2, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes)
+    layer = Mamba2Mixer(c, layer_idx=0)
+    names = {
+        "log_a_H": "A_log", "skip_H": "D", "dt_bias_H": "dt_bias", "conv.weight_KC": "conv1d.weight",
+        "conv_bias": "conv1d.bias", "w_in.weight": "in_proj.weight", "output_norm.weight": "norm.weight",
+        "w_o.weight": "out_proj.weight",
+    }  # fmt: skip
+    compare(layer, oracle_block("mamba2", head_dim=16, state=6), names)

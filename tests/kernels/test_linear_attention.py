@@ -1,0 +1,65 @@
+"""Linear attention and the scan: the parallel form against the recurrence, with packed documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titans_kernels import linear_attention, recurrent_linear_attention, recurrent_scan, scan
+
+
+def inputs(T: int, channels: int, strongest: float = 3.0) -> list[Tensor]:
+    """q, k, v, logarithms of decays and the first state, for two rows of three heads."""
+    g = torch.Generator().manual_seed(T)
+    q, k = (torch.randn(2, T, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(2, T, 3, 5, generator=g, dtype=torch.float64)
+    decay = -strongest * torch.rand(2, T, 3, channels, generator=g, dtype=torch.float64)
+    state = torch.randn(2, 3, 4, 5, generator=g, dtype=torch.float64)
+    return [x.requires_grad_() for x in (q, k, v, decay, state)]
+
+
+def documents(T: int) -> Tensor:
+    """A document of one token, and borders within and on the border of a chunk of 8."""
+    starts = torch.zeros(2, T, dtype=torch.long)
+    for row, t in ((0, 3), (0, 4), (1, 8), (1, 30)):
+        starts[row, min(t, T - 1)] = 1
+    return starts.cumsum(1) + torch.tensor([[0], [T]])
+
+
+def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Tensor]) -> None:
+    """Outputs and every gradient, to 1e-9."""
+    results = []
+    for outputs in (found, expected):
+        loss = sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs)
+        results.append([*outputs, *torch.autograd.grad(loss, x)])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
+def test_chunks_give_the_recurrence(T, channels, packed):
+    x = inputs(T, channels)
+    index = documents(T) if packed else None
+    found = linear_attention(*x, index, chunk_size=8)
+    compare(found, recurrent_linear_attention(*x, index), x)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_a_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(channels):
+    x = [y.float().detach().requires_grad_() for y in inputs(41, channels, strongest=400.0)]
+    y, state = linear_attention(*x)
+    expected, end = recurrent_linear_attention(*x)
+    torch.testing.assert_close((y, state), (expected, end), rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(y.sum() + state.sum(), x)
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
+def test_a_scan_of_chunks_gives_the_recurrence(T):
+    g = torch.Generator().manual_seed(T)
+    a, b = (torch.rand(2, T, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    a[0, T // 2] = 0  # where a document begins
+    x = [y.requires_grad_() for y in (a, b, torch.rand(2, 3, 4, generator=g, dtype=torch.float64))]
+    compare((scan(*x, chunk_size=8),), (recurrent_scan(*x),), x)
