@@ -19,12 +19,12 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 SPILLED = {
     "gates": 0,
-    "columns": {80: 1600, 90: 90, 100: 500},
+    "columns": {80: 1650, 90: 90, 100: 500},
     "reads": {80: 2400, 90: 200, 100: 100},
     "resident.write": {80: 700, 90: 240, 100: 450},
     "resident.backward": {80: 2100, 90: 1800, 100: 1000},
     "streamed.write": {80: 150, 90: 24, 100: 100},
-    "streamed_backward.backward": {80: 500, 90: 330, 100: 400},
+    "streamed_backward.backward": {80: 1150, 90: 330, 100: 400},
     "update": {80: 200, 90: 0, 100: 200},
 }
 """Most bytes a thread may spill: what was measured with Triton 3.9, and a little more. A loop that comes to
@@ -135,7 +135,7 @@ def test_other_types_compile_too(dtype, kernel, tmp_path):
 
 
 EDGES = {
-    "fp32": ("columns.write+read+keep", "reads.backward", "streamed_backward.backward"),
+    "fp32": ("reads.backward+hidden", "streamed_backward.backward"),
     "bf16": ("columns.write+read+keep", "reads.backward+hidden"),
 }
 """The kernels that take most of what shared memory there is. All of them, minutes of compiling:

@@ -42,7 +42,7 @@ def test_show_says_what_is_expected_and_what_a_row_is_trained_on(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "counting: words at 1/2/4x" in shown
     assert "w/o Weight Decay model.memory.decay=False episodes should be worse. Every episode" in shown
-    assert "each trained once for every task: recall capacity model.attention.window=128" in shown
+    assert "each trained once for every task: recall capacity model.attention.window=160" in shown
 
 
 def test_a_dry_run_shows_all_and_writes_nothing(tiny, capsys):

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
-from titans_kernels.memory.triton.launch import OPTIONS, Launch, written_down
+from titans_kernels.memory.triton.launch import Launch, written_down
 from titans_kernels.memory.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.triton.pieces import INTERPRETED
 from titans_kernels.memory.triton.refusal import too_large
@@ -109,8 +109,7 @@ def source(launch: Launch) -> ASTSource:
 
 def compiled(launch: Launch, target: int) -> Any:
     """Triton's result for one target."""
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, **OPTIONS}
-    return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=launch.options)
 
 
 def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
@@ -172,7 +171,7 @@ def reports(
             wanted = [x for x in launches(shape, TYPES[dtype]) if name_of(x).startswith(kernels)]
             for launch in wanted:
                 for target in targets:
-                    key = (source(launch).hash(), launch.warps, launch.stages, target)
+                    key = (source(launch).hash(), *sorted(launch.options.items()), target)
                     jobs.setdefault(key, (launch, shape.name, dtype, target))
     with ThreadPoolExecutor(2) as pool:
         yield from pool.map(lambda job: report(*job), jobs.values())

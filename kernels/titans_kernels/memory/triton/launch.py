@@ -23,6 +23,13 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told beside the arguments."""
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {**OPTIONS, "num_warps": self.warps, "num_stages": self.stages, **most}
 
 
 class _Here(threading.local):
@@ -52,12 +59,14 @@ def writing_down() -> bool:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **constants: Any
-) -> None:
-    """Start ``kernel`` on the device of its first tensor."""
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1,
+    registers: int | None = None, **constants: Any,
+) -> None:  # fmt: skip
+    """Start ``kernel`` on the device of its first tensor, its threads with at most so many ``registers``."""
+    made = Launch(kernel, grid, arguments, constants, warps, stages, registers)
     if _here.lists:
-        _here.lists[-1].append(Launch(kernel, grid, arguments, constants, warps, stages))
+        _here.lists[-1].append(made)
         return
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **constants, **OPTIONS, num_warps=warps, num_stages=stages)
+        kernel[grid](*arguments, **constants, **made.options)
