@@ -165,7 +165,7 @@ def test_the_same_rng_gives_the_same_items():
         ("recall", {"values": "16"}, "options.values"),
         ("reasoning", {"kind": "counting", "things": 1}, "max_count"),
         ("babi", {}, "options.path"),
-        ("perplexity", {"kind": "x"}, "valid: none"),
+        ("perplexity", {"kind": "x"}, "valid: seen_from, seen_to"),
     ],
 )
 def test_bad_options_name_the_field(task, options, message):
