@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.small import MEMORY_VARIANTS
+from tests.core.small import BASELINE_OPTIONS, MEMORY_VARIANTS
 from titans_core import (
     BLOCKS,
     AttentionConfig,
@@ -43,6 +43,8 @@ def tokens(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("variant", sorted(BLOCKS))
 def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
     m, x = model(variant), tokens(2, 21)
+    if variant in BASELINE_OPTIONS:  # the norm of a small head's reads magnifies float32's rounding
+        m = m.double()
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
     results = []
