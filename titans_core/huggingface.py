@@ -9,7 +9,7 @@ batch has no padding; `LanguageModel.generate`, as ``model.model.generate``, tak
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.model.config.vocab_size)
-        after = State(state) if use_cache is not False else None
+        # not a Cache: generation asks it for nothing but what State has
+        after = cast("Any", State(state) if use_cache is not False else None)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=after)
 
     def get_input_embeddings(self) -> torch.nn.Module:
