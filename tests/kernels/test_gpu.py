@@ -24,9 +24,12 @@ from titans_kernels.bench.check import judges
 from titans_kernels.bench.inputs import Inputs, make
 from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.bench.subjects import OURS
+from titans_kernels.memory.triton.refusal import too_large
 
 TRITON = next(subject for subject in OURS if subject.name == "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FITTING = [(name, x) for name, shape in SHAPES.items() for x in DTYPES if not too_large(x, shape.chunk_size)]
+"""Shapes of the registry, and the types that their kernels are for."""
 ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -57,18 +60,19 @@ def poisoned() -> Iterator[None]:
 
 
 def served(shape: Shape, dtype: torch.dtype) -> None:
-    """Every shape of the registry that fits has its kernels: what is timed as them must be them."""
-    from titans_kernels.memory.triton.refusal import too_large
-
-    if reason := too_large(dtype, shape.chunk_size):
-        pytest.skip(reason)
+    """What is timed as the kernels must be them."""
     assert TRITON.refuse(make(shape.short(), dtype, torch.device("cuda"), seed=0)) is None
+
+
+def test_every_shape_but_one_has_kernels_for_every_type():
+    """One, in float32, takes more shared memory than there is."""
+    left = {(name, dtype) for name in SHAPES for dtype in DTYPES} - set(FITTING)
+    assert left == {("l2-d64-h256-c128", torch.float32)}
 
 
 @on_gpu
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), FITTING, ids=str)
 def test_kernels_are_right_at_real_sizes(name, dtype):
     served(SHAPES[name], dtype)
     for judge in judges(SHAPES[name], dtype, torch.device("cuda")):

@@ -6,7 +6,7 @@ package is named by its import path, `task: my_lab.tasks:MyTask`, and needs neit
 
 from __future__ import annotations
 
-from titans_platform.evals import (
+from titans_platform.evals import (  # noqa: F401 - which register their tasks
     babilong,
     functions,
     lm_harness,
@@ -31,19 +31,6 @@ from titans_platform.evals.registry import (
 )
 from titans_platform.evals.runner import evaluate, row_length
 from titans_platform.evals.scoring import Request, Score, Scorer
-
-TASK_MODULES = (
-    babilong,
-    functions,
-    lm_harness,
-    needle,
-    perplexity,
-    reasoning,
-    recall,
-    texts,
-    throughput,
-    words,
-)
 
 __all__ = [
     "TASKS",
