@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from titans_core.config import Frozen, ModelConfig
 from titans_core.documents import Documents
@@ -47,6 +48,8 @@ class Block(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.recompute = False
+        """Keep only a pass's input and compute it again for the backward pass: less memory, more time."""
         self.options: Any = self.read_options(config)
         self.norm = RMSNorm(config.d_model)
         self.persistent_PD: nn.Parameter | None = None
@@ -73,6 +76,13 @@ class Block(nn.Module, ABC):
 
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self._forward, x_BTD, state, positions, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._forward(x_BTD, state, positions)
+
+    def _forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         x_BTD, state = self.mix(x_BTD, state, positions)
         if self.mlp is not None:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))

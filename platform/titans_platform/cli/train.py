@@ -25,6 +25,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import UsageError
+from titans_platform.text import clock
 
 PLAIN_EVERY = 15.0
 """Seconds between lines where there is no terminal."""
@@ -176,7 +177,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, check_start, sizes
+    from titans_platform.runs.check import check_resources, check_start
     from titans_platform.runs.folder import RunFolder
 
     objective = build_objective(cfg)
@@ -193,13 +194,32 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         objective.check(data)
         folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.workers))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    plan |= {"tokens": cfg.tokens} | _cost(cfg, resources)
     if as_json:
         echo_json(plan)
         return
+    written = {
+        "flops_per_token": lambda value: f"{value:.3g}",
+        "worker_bytes": lambda value: f"{value / 2**30:,.2f} GiB of memory at least",
+        "seconds": lambda value: f"{clock(value)} of training, from two steps timed now",
+    }
     for key, value in plan.items():
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        console.print(f"{key:12} {text}", highlight=False)
+        plain = f"{value:,}" if isinstance(value, int) else str(value)
+        text = plain if value is None or key not in written else written[key](value)
+        console.print(f"{key:15} {text}", highlight=False)
+
+
+def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
+    """What the run takes; what cannot be known is left out."""
+    from titans_platform.runs.cost import least_memory, seconds_per_token, sizes, training_flops
+
+    flops = training_flops(cfg)
+    cost = asdict(sizes(cfg)) | {"worker_bytes": least_memory(cfg, resources).total}
+    if flops is not None:
+        cost["flops_per_token"] = flops / cfg.data.sequence_length
+    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
+        cost["seconds"] = each * cfg.tokens
+    return cost
 
 
 @click.command("eval")

@@ -17,14 +17,13 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from titans_core import Model
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import TitansError
 from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
 
 AHEAD = 2
@@ -121,11 +120,8 @@ class CrossEntropy:
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] in nats, 0 for a row in which no position counts."""
-        logits_BTV = model(batch.tokens[:, :-1], document_starts=batch.starts[:, :-1]).logits
-        # flat: over a middle dimension, and back, softmax is several times slower
-        targets = batch.tokens[:, 1:]
-        losses = F.cross_entropy(logits_BTV.float().flatten(0, 1), targets.flatten(), reduction="none")
-        losses_BT = losses.view_as(targets)
+        tokens, starts = batch.tokens, batch.starts[:, :-1]
+        losses_BT = model(tokens[:, :-1], document_starts=starts, targets_BT=tokens[:, 1:]).losses
         return (losses_BT * batch.loss).sum(1) / batch.loss.sum(1).clamp(min=1)
 
     def counts(self, batch: Any) -> Tensor:
@@ -195,13 +191,7 @@ class Trainer:
     ):
         self.device = torch.device(device)
         self.world_size = world_size()
-        if cfg.parallel == "fsdp" and cfg.global_batch_size % self.world_size:
-            # each forward pass gathers parameters from all workers, so all must make as many
-            raise UsageError(
-                f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among "
-                f"{self.world_size} workers, which optim.parallel fsdp needs; give a multiple"
-            )
-        self._forward = parallelize(model, cfg.parallel, self.device)
+        self._forward = parallelize(model, cfg, self.device)
         # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
         self.model = model
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
