@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 )
 @click.option("--gpus", type=click.FloatRange(0), default=0, show_default=True, help="GPUs of each worker.")
 @checkpoint_option
+@click.option(
+    "--profile", is_flag=True, help="Write a trace of three steps to the run's folder, for Perfetto."
+)
 @click.option("--name", help="Name of the run in MLflow; the config file's by default.")
 @dry_run_option
 @json_option
@@ -58,6 +61,7 @@ def train(
     workers: int,
     gpus: float,
     checkpoint_every: tuple[str, ...],
+    profile: bool,
     name: str | None,
     dry_run: bool,
     as_json: bool,
@@ -82,7 +86,7 @@ def train(
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
-    result = _run(cfg, root, resources, name or config.stem, console)
+    result = _run(cfg, root, resources, name or config.stem, profile, console)
     if as_json:
         echo_json(result)
         return
@@ -96,7 +100,9 @@ def train(
     console.print(f"folder {root / 'cells' / result['cell']}", soft_wrap=True, highlight=False)
 
 
-def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: Console) -> dict[str, Any]:
+def _run(
+    cfg: RunConfig, root: Path, resources: Resources, name: str, profile: bool, console: Console
+) -> dict[str, Any]:
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
@@ -111,7 +117,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     check_store(root)
     with console.status("preparing data"):
         data = objective.prepare(root)
-    spec = spec_for(cfg, root, resources, labels={"row": name})
+    spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
@@ -122,7 +128,10 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
         console.print(line, highlight=False, soft_wrap=True)
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
     with alone, _display(spec.folder, console):
-        return execute(spec, wait=10)
+        result = execute(spec, wait=10)
+    if profile:
+        console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True, highlight=False)
+    return result
 
 
 def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:

@@ -25,6 +25,7 @@ from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
 from titans_platform.errors import TitansError
 from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
+from titans_platform.training.speed import device_metrics
 
 AHEAD = 2
 """Batches that wait, or are being made, while a step runs."""
@@ -197,6 +198,8 @@ class Trainer:
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
         self.optimizer, self.progress = adamw(model, cfg), Progress()
         self.tokens_per_step = cfg.global_batch_size * sequence_length
+        self.flops_per_token: float | None = None
+        """Of a forward and backward pass, where it was counted."""
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
         """Train from the current step to the last, or to step ``until``. Raises Diverged."""
@@ -210,10 +213,11 @@ class Trainer:
                 started = time.perf_counter()
                 with hooks.phases.phase("data wait"):
                     batch = next(batches)
+                waited = time.perf_counter() - started
                 metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
                 seconds = time.perf_counter() - started
                 progress.seconds += seconds
-                metrics["tokens_per_second"] = self.tokens_per_step / seconds
+                metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
                 if _due(number, hooks.validate_every, steps):
                     with hooks.phases.phase("validate"):
                         metrics["validation_loss"] = hooks.validate()
@@ -265,6 +269,11 @@ class Trainer:
             if recorded is not None:
                 seen = recorded.summary()
         return self._over_workers(total).item(), seen
+
+    def _speed(self, tokens_per_second: float) -> dict[str, float]:
+        flops = self.flops_per_token
+        own = None if flops is None else flops * tokens_per_second / self.world_size
+        return {"tokens_per_second": tokens_per_second} | device_metrics(self.device, own)
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)
