@@ -34,7 +34,7 @@ def test_counted_operations_are_those_of_the_whole_model_forward_and_backward(va
     batch = objective.sample_batch(1)
     with FlopCounterMode(display=False) as counter:
         objective.losses(model, type(batch)(*(part.to("meta") for part in batch))).sum().backward()
-    assert training_flops(cfg) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert training_flops(cfg) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 def test_a_transformer_s_operations_are_six_a_weight_and_those_of_attention():
