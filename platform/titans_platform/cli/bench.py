@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from titans_platform.cli import LazyGroup, echo_json, json_option, set_option
+from titans_platform.text import plural
 
 # with torch, which takes seconds to import
 KERNELS = ("titans_kernels.bench.command", "kernels", "Time the memory's kernels beside others, on a GPU.")
@@ -114,6 +115,42 @@ def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) 
         click.echo("\n".join(lines_of_steps(result)))
     if any("refused" in row for row in result["rows"]):
         raise click.exceptions.Exit(1)
+
+
+@bench.command("run")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Steps to train.")
+@click.option(
+    "--every", type=click.IntRange(1), default=100, show_default=True, help="Steps between checkpoints."
+)
+@set_option
+@json_option
+def whole_run(config: Path, steps: int, every: int, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Time what a run of CONFIG adds to its steps: checkpoints, MLflow, Ray Train.
+
+    The run is trained twice under a temporary folder, in a bare loop and as `titans train` does.
+
+    \b
+    Example:
+      titans bench run run.yaml --steps 200
+    """
+    from rich.console import Console
+
+    from titans_platform import run_benchmark
+    from titans_platform.loading import load_config
+
+    with Console(stderr=True).status("training twice"):
+        found = run_benchmark.run(load_config(config, overrides), steps, every)
+    if as_json:
+        echo_json(found)
+        return
+    saved = plural(found["checkpoints"], "checkpoint")
+    click.echo(f"{steps} steps and {saved}, clock times")
+    click.echo(f"a step          {1e3 * found['step']:8.1f} ms, in a bare loop {1e3 * found['bare']:.1f} ms")
+    click.echo(
+        f"added a step    {1e3 * found['overhead']:8.1f} ms, {found['share']:.1%} of a step of one second"
+    )
+    click.echo(f"before and after{found['around']:8.1f} s, beside measuring")
 
 
 _STEP = "{:<24} {:>9} {:>8} {:>10} {:>8} {:>18}"
