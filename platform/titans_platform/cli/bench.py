@@ -176,11 +176,9 @@ def stream(
 
 def lines_of_stream(result: dict[str, Any]) -> list[str]:
     """The result of `titans bench stream`: each variant at its first look, at its last, and their ratio."""
-    looks = f"{result['every']:,} tokens"
     lines = [
-        f"Read {result['tokens']:,} tokens; the first and the last {looks}. One CPU thread."
-        if result["threads"] == 1
-        else f"Read {result['tokens']:,} tokens; the first and the last {looks}.",
+        f"{result['tokens']:,} tokens read; the first {result['every']:,} and the last; "
+        f"threads: {result['threads']}.",
         _STREAM.format("", "tokens/s", "last", "ratio", "MiB", "last", "ratio", "decode", "ratio"),
     ]
     for row in result["rows"]:
