@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ class Block(nn.Module, ABC):
     """Whether it learns persistent tokens, in ``self.persistent_PD``."""
     preset_window: ClassVar[bool] = True
     """Whether a preset gives its attention the window of the size; else it attends to everything before."""
+    preset_memory: ClassVar[Mapping[str, Any]] = {}
+    """Fields of `MemoryConfig` that its presets have in place of the size's."""
     preset_expansion: ClassVar[float | None] = None
     """The feed-forward width of its presets over d_model. None: whatever gives a block as many parameters
     as the Transformer's. A subclass of a variant that adds weights to it should set None."""
