@@ -71,6 +71,8 @@ DEFAULTS = {
         "beta2": 0.95,
         "grad_clip": 1.0,
         "precision": "fp32",
+        "on_divergence": "stop",
+        "spike": None,
         "parallel": "ddp",
     },
     "eval": {
@@ -127,6 +129,13 @@ def test_each_field_that_differs_gives_another_name():
     configs = [run(json.dumps({"model": {"memory": {key: value}}})) for key, value in fields.items()]
     assert len({name(config) for config in [run(), *configs]}) == len(fields) + 1
     assert len({run().fingerprint(d, e) for d, e in (("a", "b"), ("a", "c"), ("b", "b"))}) == 3
+
+
+def test_where_a_run_may_go_back_to_is_part_of_its_name():
+    every = [name(run(f'{{"checkpoint": {{"every": {n}}}}}')) for n in (5, 7)]
+    assert every[0] == every[1] == name(run())
+    rewinds = '{{"checkpoint": {{"every": {}}}, "optim": {{"on_divergence": "rewind"}}}}'
+    assert len({name(run(rewinds.format(n))) for n in (5, 7)}) == 2
 
 
 def test_several_workers_are_part_of_the_name():

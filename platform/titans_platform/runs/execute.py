@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,15 @@ from titans_core import Model
 from titans_platform.errors import TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
-from titans_platform.runs.folder import CHECKPOINTS
+from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
 from titans_platform.runs.ray_session import die_with_parent, quiet
 from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Trainer, before_decay, deterministic
+from titans_platform.training.divergence import Diverged, save_batch
+from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 from titans_platform.training.parallel import rank, world_size
+from titans_platform.training.rates import before_decay
 
 MAX_FAILURES = 2
 """Times that workers which died are started again; each goes on from the last checkpoint."""
@@ -187,7 +190,10 @@ class _Worker:
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
-        saver = checkpoint.Saver(checkpoints, trainer, keep=keep, pinned=pinned, phases=self.phases)
+        every = self.cfg.checkpoint_interval
+        saver = checkpoint.Saver(
+            checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
+        )
         with self.phases.phase("train"), saver:
             trainer.run(self._hooks(saver, trainer), until.step if until else None)
         return trainer
@@ -199,13 +205,24 @@ class _Worker:
             on_step=reporter.on_step if reporter else lambda step, metrics: None,
             # what a checkpoint covers is in MLflow before the checkpoint counts
             on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
+            on_divergence=self._keep_batch(trainer),
+            rewind=lambda: self._rewind(saver, trainer),
             validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
-            checkpoint_every=self.spec.checkpoint_interval,
+            checkpoint_every=self.cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
             validate_every=self.cfg.eval.every or 0,
             telemetry_every=max(1, self.cfg.optim.steps // _WATCHED),
             phases=self.phases,
         )
+
+    def _keep_batch(self, trainer: Trainer) -> Callable[[Any, Diverged], str]:
+        folder = self.spec.folder.path / DIVERGED
+        return lambda batch, error: save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
+
+    def _rewind(self, saver: checkpoint.Saver, trainer: Trainer) -> bool:
+        """Back to the last checkpoint that was due; whether there is one."""
+        saver.finish()
+        return checkpoint.rewind(saver.folder, trainer, saver.every) is not None
 
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """These columns, all if none is given."""
@@ -250,6 +267,8 @@ class _Worker:
             "tokens": progress.step * trainer.tokens_per_step,
             "final_train_loss": progress.final_loss,
             "telemetry": progress.telemetry,
+            "batches_left_out": progress.offset,
+            "rewinds": progress.rewinds,
             "mlflow_run_id": self.reporter.run_id,
             **self.spec.labels,
         }

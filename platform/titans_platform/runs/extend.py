@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from titans_platform.config import OptimConfig, RunConfig
+from titans_platform.config import CheckpointConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, RunFolder
 from titans_platform.runs.reporter import mlflow_run
 from titans_platform.runs.spec import RunSpec
-from titans_platform.training.checkpoint import adopt, fault, saved, step_of
-from titans_platform.training.loop import Progress, equal_rates, warmup_steps
+from titans_platform.training.checkpoint import adopt, saved, step_of
+from titans_platform.training.loop import Progress
+from titans_platform.training.manifest import fault
+from titans_platform.training.rates import equal_rates, warmup_steps
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that decide the rate of each step, and nothing else."""
@@ -87,12 +89,13 @@ def _objective_of(path: Path) -> Objective | None:
 def _but_schedule(cfg: RunConfig) -> RunConfig:
     """The config with what is of no account at its default."""
     defaults = {name: OptimConfig.model_fields[name].default for name in SCHEDULE}
-    plain = RunConfig()
+    plain, rewinds = RunConfig(), cfg.optim.on_divergence == "rewind"
     return cfg.model_copy(
         update={
             "optim": cfg.optim.model_copy(update=defaults),
             "eval": cfg.eval.model_copy(update={"every": None}),
-            "checkpoint": plain.checkpoint,
+            # a rewind goes back to a checkpoint
+            "checkpoint": CheckpointConfig(every=cfg.checkpoint_interval) if rewinds else plain.checkpoint,
             "log": plain.log,
         }
     )

@@ -31,6 +31,8 @@ STOPPED = "stopped.json"
 TIME = "time.json"
 """When the last attempt began and ended, where, and its seconds by phase."""
 CHECKPOINTS = "checkpoints"
+DIVERGED = "diverged"
+"""The batches at which the loss was no number, or leapt."""
 LOCK = "lock"
 ALIVE = 120.0
 """Seconds without a sign of life after which a run on another machine counts as dead."""

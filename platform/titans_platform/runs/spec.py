@@ -15,8 +15,6 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.folder import RunFolder
 
-_SAVED = 10
-"""Checkpoints of a run whose config leaves that open; in a long one there is one every 500 steps."""
 DRIVER_CPU = 0.01
 """CPUs of a trial that only drives other workers; Tune refuses to give it none."""
 
@@ -86,11 +84,6 @@ class RunSpec:
     def folder(self) -> RunFolder:
         """Where the run lives."""
         return RunFolder(self.root, self.name)
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Optimiser steps between checkpoints."""
-        return self.config.checkpoint.every or min(500, max(1, self.config.optim.steps // _SAVED))
 
 
 @dataclass(frozen=True)
