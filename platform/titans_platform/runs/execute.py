@@ -7,18 +7,21 @@ record of failures, one account of time.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from titans_core import Model
-from titans_platform.errors import TitansError
+from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
+from titans_platform.runs.notice import Notice, interruptible, listening
 from titans_platform.runs.ray_session import die_with_parent, quiet
 from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
@@ -29,9 +32,13 @@ from titans_platform.training.parallel import rank, world_size
 from titans_platform.training.rates import before_decay
 
 MAX_FAILURES = 2
-"""Times that workers which died are started again; each goes on from the last checkpoint."""
+"""Times that workers which died are started again without having come to a further checkpoint."""
 # optimiser steps of a run at which the inner memory's telemetry is recorded
 _WATCHED = 50
+
+
+class WorkersFailed(TitansError):
+    """The workers died once more than MAX_FAILURES."""
 
 
 class Outcome(NamedTuple):
@@ -50,6 +57,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dic
 
     Raises:
         Busy: another process still works on the run after ``wait`` seconds.
+        Interrupted: the run was asked to end, and the next call goes on.
         UsageError, Diverged: another try would end the same way. Whatever ends a run is kept in its folder.
     """
     folder = spec.folder
@@ -60,15 +68,24 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dic
         if folder.begin(spec.commit) and spec.tracking:
             _discard_log(spec)
         try:
-            outcome = _fit(spec, until)
+            with interruptible(folder):
+                outcome = _fit(spec, until)
             seconds = outcome.seconds
+        except Interrupted:
+            raise
         except Exception as error:
             folder.record_failure(error, spec.commit)
             raise
         finally:
+            folder.has_ended()
             folder.record_time(began, seconds)
         folder.drop_stale()
         return outcome.result
+
+
+def kept_steps(spec: RunSpec) -> int:
+    """The step of the run's newest checkpoint, whole or not; 0 where there is none."""
+    return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
 
 
 def _discard_log(spec: RunSpec) -> None:
@@ -88,25 +105,51 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
     resources, storage = spec.resources, spec.root.resolve() / "ray"
     gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
     several = resources.workers > 1
-    trainer = TorchTrainer(
-        _worker,
-        train_loop_config={"spec": spec, "until": until},
-        scaling_config=ScalingConfig(
-            # 0: this process; another one for a single worker would only cost its start
-            num_workers=resources.workers if several else 0,
-            use_gpu=resources.gpus_per_worker > 0,
-            resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
-        ),
-        run_config=RunConfig(
-            name=spec.name,
-            storage_path=str(storage),
-            failure_config=FailureConfig(max_failures=MAX_FAILURES),
-        ),
-    )
-    outcome = _outcome(trainer)
+
+    def fit() -> Outcome:
+        kept = kept_steps(spec)
+        trainer = TorchTrainer(
+            _worker,
+            train_loop_config={"spec": spec, "until": until},
+            torch_config=listening() if several else None,
+            scaling_config=ScalingConfig(
+                # 0: this process; another one for a single worker would only cost its start
+                num_workers=resources.workers if several else 0,
+                use_gpu=resources.gpus_per_worker > 0,
+                resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
+            ),
+            run_config=RunConfig(
+                name=spec.name,
+                storage_path=str(storage),
+                failure_config=FailureConfig(max_failures=MAX_FAILURES),
+            ),
+        )
+        try:
+            return _outcome(trainer)
+        except WorkersFailed:
+            # weeks may see any number of deaths
+            if kept_steps(spec) > kept:
+                return fit()
+            raise
+
+    outcome = _in_thread(fit) if several else fit()
     # what Ray keeps of a run in order to start it again is of no use once it is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)
     return outcome
+
+
+def _in_thread(call: Callable[[], Outcome]) -> Outcome:
+    """Run ``call`` beside the main thread, where Train puts no handler of its own on Ctrl-C."""
+    future: Future[Outcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="train").start()
+    return future.result()
 
 
 def _outcome(trainer: Any) -> Outcome:
@@ -116,7 +159,7 @@ def _outcome(trainer: Any) -> Outcome:
         outcome = trainer.fit().return_value
     except TrainingFailedError as error:
         reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), "unknown")
-        raise TitansError(f"the workers failed: {reason.strip()}") from error
+        raise WorkersFailed(f"the workers failed: {reason.strip()}") from error
     if isinstance(outcome, TitansError):
         # raised anew, so that every way of running ends in the same error
         raise outcome
@@ -201,10 +244,18 @@ class _Worker:
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer) -> Hooks:
         reporter, model = self.reporter, trainer.model
         assert isinstance(model, Model)
+        notice = Notice(self.spec.folder, world_size() > 1)
+        # what a checkpoint covers is kept for MLflow before the checkpoint counts
+        flush = reporter.flush if reporter else None
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            if reporter:
+                reporter.on_step(step, metrics)
+            notice.look(saver, flush)
+
         return Hooks(
-            on_step=reporter.on_step if reporter else lambda step, metrics: None,
-            # what a checkpoint covers is in MLflow before the checkpoint counts
-            on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
+            on_step=on_step,
+            on_checkpoint=lambda: saver.save(flush),
             on_divergence=self._keep_batch(trainer),
             rewind=lambda: self._rewind(saver, trainer),
             validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),

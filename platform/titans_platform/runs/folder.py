@@ -28,6 +28,7 @@ PROGRESS = "progress.json"
 ORIGIN = "origin.json"
 RUNGS = "rungs.json"
 STOPPED = "stopped.json"
+INTERRUPT = "interrupt.json"
 TIME = "time.json"
 """When the last attempt began and ended, where, and its seconds by phase."""
 CHECKPOINTS = "checkpoints"
@@ -116,6 +117,21 @@ class RunFolder:
         """Whether a search has ended the run before its last step."""
         return (self.path / STOPPED).exists()
 
+    def ask_to_end(self) -> bool:
+        """Ask whoever trains the run to end at a checkpoint; false where it is past training."""
+        if (self.progress() or {}).get("phase", "train") != "train":
+            return False
+        write_json(self.path / INTERRUPT, {"time": time.time()})
+        return True
+
+    def is_asked_to_end(self) -> bool:
+        """Whether somebody has asked, and it has not ended."""
+        return (self.path / INTERRUPT).exists()
+
+    def has_ended(self) -> None:
+        """Nobody has to ask any more."""
+        (self.path / INTERRUPT).unlink(missing_ok=True)
+
     def record_failure(self, error: BaseException, commit: str) -> None:
         """Keep the reason for the table and for the next run."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -142,6 +158,7 @@ class RunFolder:
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
             (self.path / RUNGS).unlink(missing_ok=True)
         self.forget_failure()
+        self.has_ended()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})
         return restarted
 

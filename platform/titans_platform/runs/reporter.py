@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from titans_platform.errors import Interrupted
 from titans_platform.files import write_json
 from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
@@ -101,7 +102,7 @@ class Reporter:
     def fail(self, error: BaseException) -> None:
         """End the MLflow run: KILLED where it was interrupted, else FAILED."""
         if self._log:
-            killed = isinstance(error, KeyboardInterrupt | SystemExit)
+            killed = isinstance(error, KeyboardInterrupt | SystemExit | Interrupted)
             with suppress(Exception):
                 self._log.close("KILLED" if killed else "FAILED")
 

@@ -103,13 +103,13 @@ class Saver:
         if error:
             raise error
 
-    def agreed(self, yes: bool) -> bool:
-        """Whether any worker says so; all of them must ask."""
+    def most(self, value: int) -> int:
+        """The largest of what the workers say; all of them must ask."""
         if self._group is None:
-            return yes
-        said = torch.tensor(int(yes))
+            return value
+        said = torch.tensor(value)
         dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
-        return bool(said)
+        return int(said)
 
     def _wait(self) -> TitansError | None:
         """Why the write that was going on failed, the same on all workers; None where it did not."""
@@ -136,7 +136,7 @@ class Saver:
             self._failing_since = now
         too_long = now - self._failing_since >= self.patience
         tried = self._failures >= (TRIES if self.patience else 1)
-        if not isinstance(error, StorageError) or self.agreed(too_long and tried):
+        if not isinstance(error, StorageError) or self.most(too_long and tried):
             raise error
         log.warning("%s; the next checkpoint tries again", error)
 
