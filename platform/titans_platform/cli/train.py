@@ -101,6 +101,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     from titans_platform.runs.execute import execute
     from titans_platform.runs.extend import go_on_from_shorter
     from titans_platform.runs.ray_session import ray_session
+    from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import check_store
 
     objective = build_objective(cfg)
@@ -108,6 +109,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     check_resources(cfg, resources, shared=True)
     check_start(cfg)
     check_store(root)
+    send_left(root)
     with console.status("preparing data"):
         data = objective.prepare(root)
     spec = spec_for(cfg, root, resources, labels={"row": name})
@@ -121,7 +123,10 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
         console.print(line, highlight=False, soft_wrap=True)
     alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
     with alone, _display(spec.folder, console):
-        return execute(spec, wait=10)
+        result = execute(spec, wait=10)
+    for line in send_left(root):
+        console.print(line, highlight=False, soft_wrap=True)
+    return result
 
 
 def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:

@@ -122,7 +122,7 @@ def _take(spec: RunSpec, earlier: Earlier) -> str:
         adopt(point, spec.folder.path / CHECKPOINTS, _begun)
         result = read_json(earlier.folder.path / RESULT) or {}
         if spec.tracking and (logged := result.get("mlflow_run_id")):
-            store, run_id = mlflow_run(spec, spec.tracking)
+            store, run_id = mlflow_run(spec.folder, spec.tracking)
             store.copy_curves(logged, run_id, step)
     return f"going on from step {step} of run {earlier.folder.name}, which trained the same steps"
 

@@ -27,6 +27,8 @@ FAILED = "failed.json"
 PROGRESS = "progress.json"
 ORIGIN = "origin.json"
 RUNGS = "rungs.json"
+LOGGED = ("mlflow.jsonl", "mlflow.json")
+"""What the run logs for MLflow, and how much of it is there."""
 STOPPED = "stopped.json"
 INTERRUPT = "interrupt.json"
 TIME = "time.json"
@@ -156,7 +158,8 @@ class RunFolder:
         restarted = self.commit() not in (None, commit)
         if restarted:
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-            (self.path / RUNGS).unlink(missing_ok=True)
+            for name in (RUNGS, *LOGGED):
+                (self.path / name).unlink(missing_ok=True)
         self.forget_failure()
         self.has_ended()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})

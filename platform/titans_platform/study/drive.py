@@ -17,6 +17,7 @@ from titans_platform.files import write_json
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import note_command
 from titans_platform.runs.check import sizes
+from titans_platform.runs.reporter import send_left
 from titans_platform.runs.spec import Machine
 from titans_platform.study.cells import check_against_data, check_dry, named
 from titans_platform.study.grid import Cell
@@ -147,6 +148,7 @@ def run_study(
         from titans_platform.tracking import check_store
 
         check_store(run.root)
+        send_left(run.root)
     with only_driver(run), ExitStack() as stack:
         run = _prepare(run, console)
         plan = make_plan(run, rerun_stale, concurrency)
@@ -175,6 +177,8 @@ def run_study(
             ledger = account(marks, plan.todo, run.root, plan.concurrency)
             write_json(run.folder / LEDGER, ledger)
             _say(console, ledger_line(ledger))
+            for line in send_left(run.root):
+                _say(console, line)
         return drawn
 
 
