@@ -195,15 +195,15 @@ class RunConfig(Frozen):
         """Optimiser steps between checkpoints."""
         return self.checkpoint.every or min(500, max(1, self.optim.steps // _SAVED))
 
-    def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int = 1) -> str:
+    def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int | str = 1) -> str:
         """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
 
         Only fields that differ from their defaults enter, so that a new field renames nothing. The data
         enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the paths it was
         read from; a variant named by import path also by its source; ``workers`` where there are several,
-        since they take sums in another order; the checkpoint that the run starts from by its files, so that
-        ``start_from`` has to be its folder (`runs.load.located`). Raises UsageError for a variant that cannot
-        be imported, or where there is no such checkpoint.
+        since they take sums in another order, "elastic" where there may be more or fewer; the checkpoint that
+        the run starts from by its files, so that ``start_from`` has to be its folder (`runs.load.located`).
+        Raises UsageError for a variant that cannot be imported, or where there is no such checkpoint.
         """
         parts: dict[str, Any] = {
             "defaults": DEFAULTS_VERSION,
@@ -213,7 +213,7 @@ class RunConfig(Frozen):
         }
         if sources := _sources(parts["run"]):
             parts["sources"] = sources
-        if workers > 1:
+        if workers not in (0, 1):
             parts["workers"] = workers
         if self.optim.on_divergence == "rewind":
             # where it goes back to

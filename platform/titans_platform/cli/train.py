@@ -36,14 +36,30 @@ if TYPE_CHECKING:
     from titans_platform.runs.spec import Resources, Tracking
 
 
+class Workers(click.ParamType):
+    """A number of workers, or the least and the most of them: `4`, `2:8`. 0 is 1."""
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        least, _, most = str(value).partition(":")
+        try:
+            found = max(1, int(least)), int(most or max(1, int(least)))
+        except ValueError:
+            self.fail(f"{value}: give a number, or the least and the most, as 2:8")
+        if int(least) < 0 or found[0] > found[1]:
+            self.fail(f"{value}: give a number of at least 0, or the least and then the most, as 2:8")
+        return found if found[0] < found[1] else found[0]
+
+
 @click.command()
 @config_options
 @click.option(
     "--workers",
-    type=click.IntRange(0),
-    default=1,
+    type=Workers(),
+    default="1",
     show_default=True,
-    help="Ray Train workers; one trains in this process.",
+    help="Ray Train workers; one trains in this process. 2:8: as many as there are.",
 )
 @click.option("--gpus", type=click.FloatRange(0), default=0, show_default=True, help="GPUs of each worker.")
 @checkpoint_option
@@ -54,7 +70,7 @@ def train(
     config: Path,
     overrides: tuple[str, ...],
     root: Path,
-    workers: int,
+    workers: int | tuple[int, int],
     gpus: float,
     checkpoint_every: tuple[str, ...],
     name: str | None,
@@ -77,7 +93,7 @@ def train(
 
     console = Console(stderr=as_json)
     cfg = located(load_config(config, overrides + checkpoint_every), root)
-    resources = Resources(workers=max(1, workers), cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
+    resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
@@ -121,7 +137,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     if line := go_on_from_shorter(spec, data.fingerprint):
         console.print(line, highlight=False, soft_wrap=True)
-    alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
+    alone = nullcontext() if resources.most == 1 else ray_session(resources.cpus, resources.gpus)
     with alone, _display(spec.folder, console):
         result = execute(spec, wait=10)
     for line in send_left(root):
@@ -196,7 +212,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
         objective.check(data)
-        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.workers))
+        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.named))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
     plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
     if as_json:

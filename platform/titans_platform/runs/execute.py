@@ -104,7 +104,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
 
     resources, storage = spec.resources, spec.root.resolve() / "ray"
     gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
-    several = resources.workers > 1
+    several = resources.most > 1
 
     def fit() -> Outcome:
         kept = kept_steps(spec)
@@ -171,7 +171,7 @@ def _worker(task: dict[str, Any]) -> Outcome | TitansError:
     from ray.train.torch import get_device
 
     spec: RunSpec = task["spec"]
-    if spec.resources.workers > 1:
+    if spec.resources.most > 1:
         die_with_parent()
     try:
         return work(spec, task["until"], get_device())
@@ -230,6 +230,7 @@ class _Worker:
             restored = checkpoint.restore(checkpoints, trainer)
             if restored is None and self.cfg.start_from:
                 checkpoint.load_model(Path(self.cfg.start_from), trainer.model)
+        _note_world(trainer)
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
@@ -244,7 +245,7 @@ class _Worker:
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer) -> Hooks:
         reporter, model = self.reporter, trainer.model
         assert isinstance(model, Model)
-        notice = Notice(self.spec.folder, world_size() > 1)
+        notice = Notice(self.spec.folder, self.spec.resources.most > 1)
         # what a checkpoint covers is kept for MLflow before the checkpoint counts
         flush = reporter.flush if reporter else None
 
@@ -273,7 +274,9 @@ class _Worker:
     def _rewind(self, saver: checkpoint.Saver, trainer: Trainer) -> bool:
         """Back to the last checkpoint that was due; whether there is one."""
         saver.finish()
-        return checkpoint.rewind(saver.folder, trainer, saver.every) is not None
+        found = checkpoint.rewind(saver.folder, trainer, saver.every)
+        _note_world(trainer)
+        return found is not None
 
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """These columns, all if none is given."""
@@ -320,6 +323,14 @@ class _Worker:
             "telemetry": progress.telemetry,
             "batches_left_out": progress.offset,
             "rewinds": progress.rewinds,
+            "world_sizes": progress.worlds,
             "mlflow_run_id": self.reporter.run_id,
             **self.spec.labels,
         }
+
+
+def _note_world(trainer: Trainer) -> None:
+    """Write down from which step on so many workers train."""
+    worlds, size = trainer.progress.worlds, world_size()
+    if not worlds or worlds[-1][1] != size:
+        worlds.append([trainer.progress.step, size])

@@ -70,7 +70,7 @@ def _earlier(spec: RunSpec, data_fingerprint: str) -> Iterator[Earlier]:
         if objective is None or _but_schedule(objective.cfg) != wanted or folder.is_held():
             continue
         # the name says that data, evaluation and number of workers are ours too
-        if objective.run_name(data_fingerprint, spec.resources.workers) == folder.name != spec.name:
+        if objective.run_name(data_fingerprint, spec.resources.named) == folder.name != spec.name:
             optim, target = objective.cfg.optim, spec.config.optim
             exact = equal_rates(optim, target)
             # the loss that a result tells is of the last twentieth of the steps, none of which are done

@@ -117,7 +117,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
             "row, run with the same seeds.",
         )
     r = record["resources"]
-    workers = plural(r["workers"], "worker") + (", each" if r["workers"] > 1 else "")
+    workers = _workers(r["workers"])
     _say(
         console,
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
@@ -126,6 +126,12 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
     if not record["refused"]:
         guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
         _say(console, f"Time: about {guess} (from {record['estimate_basis']}).")
+
+
+def _workers(workers: int | list[int]) -> str:
+    if isinstance(workers, int):
+        return plural(workers, "worker") + (", each" if workers > 1 else "")
+    return f"{workers[0]} to {workers[1]} workers, each"
 
 
 def run_study(

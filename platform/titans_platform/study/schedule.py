@@ -87,7 +87,7 @@ def output_to(path: Path) -> Iterator[None]:
 def ray_for(run: StudyRun, plan: Plan) -> Iterator[None]:
     """A Ray session as large as the plan needs; inside a job the cluster's."""
     resources = run.resources
-    cpus = resources.workers * resources.cpus_per_worker * plan.concurrency + (resources.workers > 1)
+    cpus = resources.most * resources.cpus_per_worker * plan.concurrency + (resources.most > 1)
     with ray_session(cpus, resources.gpus * plan.concurrency):
         yield
 
@@ -140,7 +140,7 @@ def run_trials(
     """
     from ray import tune
 
-    alone = run.resources.workers == 1
+    alone = run.resources.most == 1
     share = {"CPU": run.resources.cpus_per_worker, "GPU": run.resources.gpus_per_worker} if alone else {}
     storage = run.folder / "tune"
     shutil.rmtree(storage, ignore_errors=True)

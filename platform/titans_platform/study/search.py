@@ -271,7 +271,7 @@ def run_trial(space: dict[str, Any]) -> None:
 def _trial_spec(shared: TrialContext, params: dict[str, Any]) -> RunSpec:
     run = shared.tracker.run
     config = located(trial_config(run, shared.search, params), run.root)
-    name = build_objective(config).run_name(shared.data, run.resources.workers)
+    name = build_objective(config).run_name(shared.data, run.resources.named)
     title = f"trial {_number(run, name, params)}"
     searched = trial_row(run, next(iter(shared.search.corners())))
     return shared.tracker.spec(Cell(title, config.seed, config, name), title, [searched])

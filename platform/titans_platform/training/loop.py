@@ -130,6 +130,8 @@ class Progress:
     """Batches that were left out, by on_divergence; ``step + offset`` is the data position."""
     skipped_in_a_row: int = 0
     rewinds: int = 0
+    worlds: list[list[int]] = field(default_factory=list)
+    """The step from which on so many workers trained, for each number of them: [step, workers]."""
     recent: list[float] = field(default_factory=list)
     """Losses of the last steps, where spikes are looked for."""
     seconds: float = 0.0
