@@ -107,7 +107,6 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
     several = resources.most > 1
 
     def fit() -> Outcome:
-        kept = kept_steps(spec)
         trainer = TorchTrainer(
             _worker,
             train_loop_config={"spec": spec, "until": until},
@@ -124,15 +123,20 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
                 failure_config=FailureConfig(max_failures=MAX_FAILURES),
             ),
         )
-        try:
-            return _outcome(trainer)
-        except WorkersFailed:
-            # weeks may see any number of deaths
-            if kept_steps(spec) > kept:
-                return fit()
-            raise
+        return _outcome(trainer)
 
-    outcome = _in_thread(fit) if several else fit()
+    def fit_through_deaths() -> Outcome:
+        # weeks may see any number of them
+        while True:
+            kept = kept_steps(spec)
+            try:
+                return fit()
+            except WorkersFailed:
+                if kept_steps(spec) <= kept:
+                    raise
+
+    in_main = threading.current_thread() is threading.main_thread()
+    outcome = _in_thread(fit_through_deaths) if several and in_main else fit_through_deaths()
     # what Ray keeps of a run in order to start it again is of no use once it is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)
     return outcome

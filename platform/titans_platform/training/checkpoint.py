@@ -168,11 +168,10 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.finish()
-        except TitansError as error:
             if kind is None:
-                raise
-            log.warning("checkpoint %s", error)
+                self.finish()
+            elif error := self._wait():
+                log.warning("checkpoint %s", error)
         finally:
             if self._group:
                 dist.destroy_process_group(self._group)
