@@ -8,7 +8,7 @@ JOBS ?= 2
 # A file stays on one process, and files keep the order that tests/conftest.py gives them.
 SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: ablation test test-fast check bench test-gpu clean
+.PHONY: ablation test test-fast check bench chaos test-gpu clean
 
 ablation: .venv/ready
 	$(BIN)/titans sweep run ablation --scale $(SCALE)
@@ -29,6 +29,12 @@ check: .venv/ready
 bench: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[peers]'
 	$(BIN)/titans bench memory --against titans-pytorch
+
+# Faults at random moments; the table goes to the end. FAULTS=10 is a short one.
+FAULTS ?= 100
+SEED ?= 0
+chaos: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 # Needs torch, Triton, numpy, click and pytest only, and installs nothing: with .venv where it is made.
 test-gpu:

@@ -30,6 +30,9 @@ NOT_IN_NAMES: dict[str, Any] = {
 }
 """Fields that change no number, and those that enter a name by their content."""
 
+_SAVED = 10
+"""Checkpoints of a run whose config leaves that open; in a long one there is one every 500 steps."""
+
 BYTE_VOCABULARY = 260
 """Ids of the byte tokenizer: 256 bytes, document start, pad, rounded up to a multiple of 4."""
 
@@ -111,6 +114,11 @@ class OptimConfig(Frozen):
     beta2: Fraction = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
+    on_divergence: Literal["stop", "skip", "rewind"] = "stop"
+    """When the loss or its gradient is no number, or a spike: end the run; leave the batch out; or go back to
+    the last checkpoint that was due, and leave out what came since. The batch is kept in the run's folder."""
+    spike: Annotated[float, Field(gt=1)] | None = None
+    """A loss above so many times the median of the last 64 steps is a spike; None: none is."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """With several workers: each holds the whole model (ddp), or a share of its parameters (fsdp, FSDP2), or
     the workers of a node share one copy (hsdp)."""
@@ -142,7 +150,7 @@ class EvalConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """How often a run is saved. It changes no number, and so no name."""
+    """How often a run is saved. It changes no number, and so no name, but where on_divergence is rewind."""
 
     every: PositiveInt | None = None
     """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
@@ -191,15 +199,20 @@ class RunConfig(Frozen):
         """Tokens the run trains on."""
         return self.optim.steps * self.tokens_per_step
 
-    def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int = 1) -> str:
+    @property
+    def checkpoint_interval(self) -> int:
+        """Optimiser steps between checkpoints."""
+        return self.checkpoint.every or min(500, max(1, self.optim.steps // _SAVED))
+
+    def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int | str = 1) -> str:
         """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
 
         Only fields that differ from their defaults enter, so that a new field renames nothing. The data
         enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the paths it was
         read from; a variant named by import path also by its source; ``workers`` where there are several,
-        since they take sums in another order; the checkpoint that the run starts from by its files, so that
-        ``start_from`` has to be its folder (`runs.load.located`). Raises UsageError for a variant that cannot
-        be imported, or where there is no such checkpoint.
+        since they take sums in another order, "elastic" where there may be more or fewer; the checkpoint that
+        the run starts from by its files, so that ``start_from`` has to be its folder (`runs.load.located`).
+        Raises UsageError for a variant that cannot be imported, or where there is no such checkpoint.
         """
         parts: dict[str, Any] = {
             "defaults": DEFAULTS_VERSION,
@@ -209,8 +222,11 @@ class RunConfig(Frozen):
         }
         if sources := _sources(parts["run"]):
             parts["sources"] = sources
-        if workers > 1:
+        if workers not in (0, 1):
             parts["workers"] = workers
+        if self.optim.on_divergence == "rewind":
+            # where it goes back to
+            parts["checkpoints"] = self.checkpoint_interval
         if self.start_from:
             parts["start_from"] = _content_of(self.start_from)
         return digest(parts)

@@ -29,6 +29,18 @@ class ClusterError(TitansError):
     exit_code = 3
 
 
+class StorageError(TitansError):
+    """Storage that is full, slow or gone, for longer than a run waits for it. Exit code 3."""
+
+    exit_code = 3
+
+
+class Interrupted(TitansError):
+    """The run was asked to end, and has, at a checkpoint. Exit code 130."""
+
+    exit_code = 130
+
+
 def one_line(error: BaseException, most: int = 300) -> str:
     """What an error of somebody else's code says, as a part of a line of ours of ``most`` characters."""
     return textwrap.shorten(str(error), most, placeholder=" ...") or type(error).__name__

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import StorageError, TitansError, UsageError
+
+log = logging.getLogger(__name__)
+Value = TypeVar("Value")
+
+PATIENCE = 300.0
+"""Seconds that storage which fails is waited for."""
+PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY),
+    *(errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED),
+    *(errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+}
+"""Errors of a disk that is full and of storage that is gone: both may be over in a minute."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a failure of storage may be over later."""
+    if isinstance(error, OSError):
+        return error.errno in PASSING
+    # what torch makes of a full disk
+    return isinstance(error, StorageError) or "PytorchStreamWriter" in str(error)
+
+
+def backoff(patience: float) -> Iterator[float]:
+    """Seconds to wait before each further try: 1, 2, 4 to 30, ``patience`` together."""
+    waited, wait = 0.0, 1.0
+    while waited < patience:
+        yield wait
+        waited, wait = waited + wait, min(2 * wait, 30.0)
+
+
+def patiently(do: Callable[[], Value], patience: float = PATIENCE) -> Value:
+    """The value of ``do``, tried again while storage fails in a way that may pass. Raises StorageError."""
+    for seconds in backoff(patience):
+        try:
+            return do()
+        except (OSError, RuntimeError) as error:
+            if not may_pass(error):
+                raise
+            log.warning("storage: %s; trying again in %.0f s", error, seconds)
+        time.sleep(seconds)
+    try:
+        return do()
+    except OSError as error:
+        raise StorageError(f"storage: {error}; the same command goes on once it is there") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -49,7 +95,8 @@ def not_written(path: Path, error: OSError) -> TitansError:
     """What to raise for a file that could not be written: a full disk, a folder that is read-only."""
     # some libraries put their own words in the place of the system's
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return TitansError(f"{path}: cannot be written: {reason}; make room there, or give another --root")
+    kind = StorageError if may_pass(error) else TitansError
+    return kind(f"{path}: cannot be written: {reason}; make room there, or give another --root")
 
 
 def _try_lock(descriptor: int, shared: bool = False) -> bool:

@@ -21,7 +21,7 @@ from titans_platform.runs.extend import go_on_from_shorter
 from titans_platform.runs.load import load_run, located
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
-from titans_platform.training.loop import before_decay, equal_rates
+from titans_platform.training.rates import before_decay, equal_rates
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
 

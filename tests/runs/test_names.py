@@ -10,6 +10,7 @@ from titans_core.presets import preset
 from titans_platform.config import DEFAULTS_VERSION, RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
+from titans_platform.runs.spec import Resources
 
 DEFAULTS = {
     "model": {
@@ -71,6 +72,8 @@ DEFAULTS = {
         "beta2": 0.95,
         "grad_clip": 1.0,
         "precision": "fp32",
+        "on_divergence": "stop",
+        "spike": None,
         "parallel": "ddp",
         "shard_workers": None,
         "recompute": False,
@@ -132,10 +135,23 @@ def test_each_field_that_differs_gives_another_name():
     assert len({run().fingerprint(d, e) for d, e in (("a", "b"), ("a", "c"), ("b", "b"))}) == 3
 
 
+def test_where_a_run_may_go_back_to_is_part_of_its_name():
+    every = [name(run(f'{{"checkpoint": {{"every": {n}}}}}')) for n in (5, 7)]
+    assert every[0] == every[1] == name(run())
+    rewinds = '{{"checkpoint": {{"every": {}}}, "optim": {{"on_divergence": "rewind"}}}}'
+    assert len({name(run(rewinds.format(n))) for n in (5, 7)}) == 2
+
+
 def test_several_workers_are_part_of_the_name():
     # they take sums in another order, so that the last digits differ; one worker gives what no worker gives
     assert name(run(), workers=0) == name(run(), workers=1) == name(run())
     assert len({name(run(), workers=n) for n in (1, 2, 4)}) == 3
+
+
+def test_how_many_elastic_workers_there_were_is_not_part_of_the_name():
+    names = {name(run(), workers=Resources(workers=w).named) for w in ((1, 4), (2, 8))}
+    assert len(names) == 1
+    assert names.isdisjoint(name(run(), workers=Resources(workers=w).named) for w in (1, 2, (4, 4)))
 
 
 def test_a_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):

@@ -76,52 +76,42 @@ def test_many_and_long_params_are_taken(store):
     assert params["key229"] == "229"
 
 
+def points(*steps: int, **values: float) -> list[tuple[int, int, dict[str, float]]]:
+    return [(step, 1000 + step, values or {"loss": 1 / step}) for step in steps]
+
+
 def test_steps_are_logged_once_across_a_restart(store):
     run_id = store.cell_run("resumed", "resumed")
-    before = store.run(run_id)
-    for step in range(1, 31):
-        before.metrics(step, {"loss": 1 / step})
-    before.flush()
+    store.run(run_id).send(points(*range(1, 31)))
     after = open_store(store.uri).run(run_id)
-    for step in range(21, 51):
-        after.metrics(step, {"loss": 1 / step})
+    after.send(points(*range(21, 41)))
+    after.send(points(*range(31, 51)))
     after.close()
     assert [step for step, _ in history(store, run_id, "loss")] == list(range(1, 51))
     assert store.client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_more_than_one_call_takes_keeps_steps_whole(store, monkeypatch):
-    log = store.run(store.cell_run("many", "many"))
-    sizes, whole = [], store.client.log_batch
+def test_a_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
+    log, answers = store.run(store.cell_run("lost", "lost")), store.client.log_batch
 
-    def log_batch(run_id, metrics=(), **other):
-        sizes.append(len(metrics))
-        assert {m.key for m in metrics if m.step == metrics[-1].step} == {f"m{k}" for k in range(7)}
-        whole(run_id, metrics, **other)
+    def lost(*arguments, **options):
+        answers(*arguments, **options)
+        raise MlflowException("connection reset by peer")
 
-    monkeypatch.setattr(store.client, "log_batch", log_batch)
-    monkeypatch.setattr("titans_platform.tracking._BATCH_METRICS", 1000)
-    log._flush_every = math.inf
-    for step in range(400):
-        log._pending += [m for k in range(7) for m in [_metric(f"m{k}", step)]]
-    log.flush()
-    assert sum(sizes) == 2800
-    assert max(sizes) <= 1000
+    monkeypatch.setattr(store.client, "log_batch", lost)
+    with pytest.raises(MlflowException):
+        log.send(points(1, 2, 3))
+    monkeypatch.setattr(store.client, "log_batch", answers)
+    log.send(points(1, 2, 3, 4))
+    assert [step for step, _ in history(store, log.run_id, "loss")] == [1, 2, 3, 4]
 
 
-def _metric(key: str, step: int):
-    from mlflow.entities import Metric
-
-    return Metric(key, 1.0, 0, step)
-
-
-def test_what_is_no_number_is_left_out(store):
+def test_numbers_that_are_none_are_left_out_of_a_summary(store):
     run_id = store.cell_run("nan", "nan")
     log = store.run(run_id)
-    log.metrics(1, {"loss": 2.0, "surprise": math.nan})
     log.summary({"column.reasoning": 0.5, "column.broken": math.inf})
     log.close("FAILED")
-    assert store.client.get_run(run_id).data.metrics == {"loss": 2.0, "column.reasoning": 0.5}
+    assert store.client.get_run(run_id).data.metrics == {"column.reasoning": 0.5}
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
@@ -137,7 +127,7 @@ def test_data_are_inputs_named_once(store):
 
 def test_measures_stand_at_the_last_step_and_are_amended_there(store):
     log = store.run(store.cell_run("last", "last"))
-    log.metrics(8, {"loss": 2.0})
+    log.send(points(8, loss=2.0))
     log.summary({"acc": 0.25}, 8)
     log.close()
     store.amend(log.run_id, {"acc": 25.0}, 8)
@@ -149,8 +139,7 @@ def test_measures_stand_at_the_last_step_and_are_amended_there(store):
 def test_a_column_named_like_a_curve_is_no_point_of_it(store):
     log = store.run(store.cell_run("named loss", "named loss"))
     for step in (1, 2):
-        log.metrics(step, {"loss": 3.0 - step})
-    log.flush()
+        log.send(points(step, loss=3.0 - step))
     time.sleep(0.01)
     log.summary({"loss": 9.0}, 2)
     assert store.curves([log.run_id]) == {log.run_id: [(1, 2.0), (2, 1.0)]}
@@ -207,28 +196,11 @@ def test_parent_takes_table_figure_and_links(store, tmp_path):
     assert run_id in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
-def test_a_store_that_does_not_answer_costs_no_value(store, monkeypatch, caplog):
-    run_id = store.cell_run("locked", "locked")
-    log, answers = store.run(run_id), store.client.log_batch
-
-    def locked(*arguments, **options):
-        raise MlflowException("database is locked")
-
-    log.metrics(1, {"loss": 3.0})
-    monkeypatch.setattr(store.client, "log_batch", locked)
-    log.flush()
-    assert "not logged for now: database is locked" in caplog.text
-    monkeypatch.setattr(store.client, "log_batch", answers)
-    log.metrics(2, {"loss": 2.0})
-    log.close()
-    assert history(store, run_id, "loss") == [(1, 3.0), (2, 2.0)]
-
-
 def test_curves_are_read_back_by_run(store):
     run_id = store.cell_run("curve", "curve")
     log = store.run(run_id)
     for step in (5, 10):
-        log.metrics(step, {"loss": 1 / step})
+        log.send(points(step))
     log.close()
     assert store.curves([run_id, "no such run"]) == {run_id: [(5, 0.2), (10, 0.1)]}
 
@@ -299,7 +271,7 @@ def test_first_writers_at_once_all_succeed(tmp_path):
     code = (
         "import sys; from pathlib import Path; from titans_platform.tracking import open_store;"
         "s = open_store(Path(sys.argv[1])); r = s.run(s.cell_run(sys.argv[2], 'x'));"
-        "r.metrics(1, {'loss': 1.0}); r.close()"
+        "r.send([(1, 0, {'loss': 1.0})]); r.close()"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), f"cell{i}"]) for i in range(2)]
     assert [writer.wait(240) for writer in writers] == [0, 0]

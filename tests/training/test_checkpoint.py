@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.training.small import Tied, trainer
-from titans_platform.errors import TitansError, UsageError
-from titans_platform.training import checkpoint
+from titans_platform.errors import StorageError, TitansError, UsageError
+from titans_platform.files import PATIENCE
+from titans_platform.training import checkpoint, manifest
 from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import Hooks, Phases, Trainer
 
@@ -143,10 +146,10 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 def rewrite(point: Path, **changes) -> None:
     """Change fields of a manifest and give it the hash it should have."""
-    path = point / checkpoint.MANIFEST
+    path = point / manifest.MANIFEST
     content = json.loads(path.read_text()) | changes
     content.pop("hash", None)
-    path.write_text(json.dumps(content | {"hash": checkpoint._hash_of(content)}))
+    path.write_text(json.dumps(content | {"hash": manifest._hash_of(content)}))
 
 
 @pytest.mark.parametrize(
@@ -187,14 +190,76 @@ def test_a_checkpoint_of_the_first_format_says_so(tmp_path):
         checkpoint.restore(tmp_path, trainer())
 
 
-def test_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
+class Disk:
+    """A disk that is full for its next ``writes``; waiting for room takes no time."""
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
-    with pytest.raises(TitansError, match=r"step-00000003: cannot be written: .*No space left"):
+    def __init__(self, monkeypatch, writes: float):
+        self.writes, self.waited = writes, 0.0
+        write = filesystem._write_item
+
+        def full(*arguments, **options):
+            self.writes -= 1
+            if self.writes >= 0:
+                raise OSError(28, "No space left on device")
+            return write(*arguments, **options)
+
+        def sleep(seconds: float) -> None:
+            self.waited += seconds
+
+        monkeypatch.setattr(filesystem, "_write_item", full)
+        monkeypatch.setattr("time.sleep", sleep)
+
+
+def test_a_disk_that_stays_full_is_one_line_and_its_own_exit_code(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, math.inf)
+    with pytest.raises(StorageError, match=r"step-00000003: cannot be written: .*No space left") as raised:
         interrupted(tmp_path, 3)
-    assert checkpoint.newest(tmp_path) is None
+    assert raised.value.exit_code == 3
+    assert disk.waited >= PATIENCE
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_goes_on_while_the_disk_is_full_for_a_while(tmp_path, monkeypatch, caplog):
+    straight, t = trainer(5), trainer(5)
+    straight.run(Hooks())
+    Disk(monkeypatch, 2)
+    with Saver(tmp_path, t, keep=9) as saver:
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=3))
+    assert same(weights(straight), weights(t))
+    assert [path.name[-2:] for path in checkpoint.saved(tmp_path)] == ["12", "09"]
+    assert "step-00000003: cannot be written: " in caplog.text
+    assert "the next checkpoint tries again" in caplog.text
+
+
+def test_a_full_disk_is_borne_for_so_long(tmp_path, monkeypatch):
+    t = trainer(5)
+    with Saver(tmp_path, t) as saver:
+        saver.save()
+        saver.finish()
+        Disk(monkeypatch, math.inf)
+        t.step()
+        with pytest.raises(StorageError, match=r"step-00000001: cannot be written"):  # noqa: PT012
+            saver.save()
+            for seconds in (0, 200, 301):
+                monkeypatch.setattr("time.monotonic", lambda now=1000 + seconds: now)
+                saver.save()
+                assert seconds < 300
+        saver._writing = None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
+def test_storage_that_is_gone_for_a_while_does_not_cost_the_newest_checkpoint(tmp_path, monkeypatch):
+    interrupted(tmp_path, 6)
+    read, failing = Path.read_bytes, iter(range(3))
+
+    def stale(path: Path) -> bytes:
+        if next(failing, None) is not None:
+            raise OSError(116, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert checkpoint.restore(tmp_path, trainer(6)) == tmp_path / "step-00000006"
 
 
 def test_a_save_that_fails_at_its_end_leaves_the_one_before(tmp_path, monkeypatch):
@@ -260,7 +325,7 @@ def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, monkeypatch):
     t = trainer()
     with (
         pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*No space left"),
-        Saver(tmp_path, t) as saver,
+        Saver(tmp_path, t, patience=0) as saver,
     ):
         t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4))
     assert t.progress.step == 8
@@ -269,19 +334,15 @@ def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, monkeypatch):
 def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):
     t = trainer()
     t.step()
-    seen: list[tuple[int, list[str], int]] = []
-
-    def flush() -> None:
-        seen.append((t.progress.step, [p.name for p in tmp_path.iterdir()], threading.get_ident()))
-
-    save(tmp_path, t, flush)
-    assert seen == [(1, [], threading.get_ident())]
+    seen: list[list[str]] = []
+    save(tmp_path, t, lambda: seen.append([p.name for p in tmp_path.iterdir()]))
+    assert seen == [[".partial-step-00000001"]]
 
     def fails() -> None:
-        raise TitansError("the tracking server does not answer")
+        raise TitansError("what was logged cannot be kept")
 
     t.step()
-    with pytest.raises(TitansError, match="does not answer"):
+    with pytest.raises(TitansError, match="cannot be kept"):
         save(tmp_path, t, fails)
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
 
@@ -320,6 +381,17 @@ def test_as_many_are_kept_as_asked(tmp_path):
     with Saver(tmp_path, t, keep=1) as saver:
         t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000012"]
+
+
+def test_one_that_was_not_due_pushes_none_out_that_was(tmp_path):
+    t = trainer()
+    with Saver(tmp_path, t, keep=1, every=4) as saver:
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4), until=4)
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=5), until=5)
+        saver.finish()
+        assert [p.name[-1] for p in checkpoint.saved(tmp_path)] == ["5", "4"]
+        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4), until=8)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000008"]
 
 
 def test_another_shape_is_refused_by_name(tmp_path):

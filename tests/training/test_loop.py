@@ -20,8 +20,8 @@ from titans_platform.training.loop import (
     adamw,
     batches_ahead,
     deterministic,
-    learning_rate,
 )
+from titans_platform.training.rates import learning_rate
 
 
 def test_loss_weighs_rows_not_positions():

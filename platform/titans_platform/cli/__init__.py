@@ -140,7 +140,7 @@ def cli(debug: bool) -> None:
     """Titans: models that learn to memorize at test time. Train them, and make the paper's tables.
 
     \b
-    Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 cluster or authentication,
+    Exit codes: 0 done, 1 failed, 2 bad usage or config, 3 cluster, authentication or storage,
     4 study incomplete, 130 interrupted.
 
     \b

@@ -37,14 +37,30 @@ if TYPE_CHECKING:
     from titans_platform.runs.spec import Resources, Tracking
 
 
+class Workers(click.ParamType):
+    """A number of workers, or the least and the most of them: `4`, `2:8`. 0 is 1."""
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        least, _, most = str(value).partition(":")
+        try:
+            found = max(1, int(least)), int(most or max(1, int(least)))
+        except ValueError:
+            self.fail(f"{value}: give a number, or the least and the most, as 2:8")
+        if int(least) < 0 or found[0] > found[1]:
+            self.fail(f"{value}: give a number of at least 0, or the least and then the most, as 2:8")
+        return found if found[0] < found[1] else found[0]
+
+
 @click.command()
 @config_options
 @click.option(
     "--workers",
-    type=click.IntRange(0),
-    default=1,
+    type=Workers(),
+    default="1",
     show_default=True,
-    help="Ray Train workers; one trains in this process.",
+    help="Ray Train workers; one trains in this process. 2:8: as many as there are.",
 )
 @click.option("--gpus", type=click.FloatRange(0), default=0, show_default=True, help="GPUs of each worker.")
 @checkpoint_option
@@ -58,7 +74,7 @@ def train(
     config: Path,
     overrides: tuple[str, ...],
     root: Path,
-    workers: int,
+    workers: int | tuple[int, int],
     gpus: float,
     checkpoint_every: tuple[str, ...],
     profile: bool,
@@ -82,7 +98,7 @@ def train(
 
     console = Console(stderr=as_json)
     cfg = located(load_config(config, overrides + checkpoint_every), root)
-    resources = Resources(workers=max(1, workers), cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
+    resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
@@ -108,6 +124,7 @@ def _run(
     from titans_platform.runs.execute import execute
     from titans_platform.runs.extend import go_on_from_shorter
     from titans_platform.runs.ray_session import ray_session
+    from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import check_store
 
     objective = build_objective(cfg)
@@ -115,6 +132,7 @@ def _run(
     check_resources(cfg, resources, shared=True)
     check_start(cfg)
     check_store(root)
+    send_left(root)
     with console.status("preparing data"):
         data = objective.prepare(root)
     spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
@@ -126,9 +144,11 @@ def _run(
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     if line := go_on_from_shorter(spec, data.fingerprint):
         console.print(line, highlight=False, soft_wrap=True)
-    alone = nullcontext() if resources.workers == 1 else ray_session(resources.cpus, resources.gpus)
+    alone = nullcontext() if resources.most == 1 else ray_session(resources.cpus, resources.gpus)
     with alone, _display(spec.folder, console):
         result = execute(spec, wait=10)
+    for line in send_left(root):
+        console.print(line, highlight=False, soft_wrap=True)
     if profile:
         console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True, highlight=False)
     return result
@@ -201,7 +221,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
         objective.check(data)
-        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.workers))
+        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.named))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
     plan |= {"tokens": cfg.tokens} | _cost(cfg, resources)
     if as_json:

@@ -42,9 +42,12 @@ def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dr
       titans ui --port 5001
       titans ui --store https://mlflow.example.org
     """
+    from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import open_store
 
     opened = open_store(store or _local(root))
+    for line in [] if dry_run else send_left(root):
+        click.echo(line, err=True)
     if opened.server:
         _show(opened, opened.server, no_browser or dry_run)
         return 0

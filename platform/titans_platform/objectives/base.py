@@ -161,7 +161,7 @@ class Objective(ABC, Generic[D]):
         found = evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
         return found["columns"]["validation"]
 
-    def run_name(self, data_fingerprint: str, workers: int = 1) -> str:
+    def run_name(self, data_fingerprint: str, workers: int | str = 1) -> str:
         """The run's name: a hash of all that its numbers are a function of.
 
         Options at their defaults do not enter it, so that a new one renames nothing; of an objective in a

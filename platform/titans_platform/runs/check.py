@@ -28,7 +28,7 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     Raises UsageError where the data are not prepared.
     """
     objective = build_objective(cfg)
-    name = objective.run_name(objective.open(root).fingerprint, resources.workers)
+    name = objective.run_name(objective.open(root).fingerprint, resources.named)
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
@@ -62,7 +62,12 @@ def check_start(cfg: RunConfig) -> None:
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:
     """Whether the rows of a step divide among workers and micro-batches. Raises UsageError."""
-    rows, workers, micro = cfg.optim.global_batch_size, resources.workers, cfg.optim.micro_batch_size
+    for workers in range(resources.least, resources.most + 1):
+        _check_share(cfg, workers)
+
+
+def _check_share(cfg: RunConfig, workers: int) -> None:
+    rows, micro = cfg.optim.global_batch_size, cfg.optim.micro_batch_size
     if rows < workers:
         raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
     if rows % workers and cfg.optim.parallel != "ddp":
@@ -78,9 +83,10 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Refuse what this machine cannot hold at the very least."""
-    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // resources.workers
+    workers = resources.most
+    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // workers
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
-    have = torch.cuda.mem_get_info()[1] if on_gpu else _machine_memory() // resources.workers
+    have = torch.cuda.mem_get_info()[1] if on_gpu else _machine_memory() // workers
     needed = least_memory(cfg, resources)
     if needed.total <= have:
         return

@@ -102,8 +102,8 @@ class Needed(NamedTuple):
 
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Bytes that each worker needs at the very least."""
-    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.workers)
-    copies = resources.workers if cfg.optim.parallel == "fsdp" else 1
+    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.most)
+    copies = resources.most if cfg.optim.parallel == "fsdp" else 1
     return Needed(
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies,
         0 if resources.gpus_per_worker else PROCESS_BYTES,

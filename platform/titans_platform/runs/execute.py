@@ -7,8 +7,10 @@ record of failures, one account of time.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,23 +18,30 @@ from typing import Any, NamedTuple
 import torch
 
 from titans_core import Model
-from titans_platform.errors import TitansError
+from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.cost import training_flops
-from titans_platform.runs.folder import CHECKPOINTS
+from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
+from titans_platform.runs.notice import Notice, interruptible, listening
 from titans_platform.runs.ray_session import die_with_parent, quiet
 from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Trainer, before_decay, deterministic
+from titans_platform.training.divergence import Diverged, save_batch
+from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 from titans_platform.training.parallel import rank, world_size
+from titans_platform.training.rates import before_decay
 from titans_platform.training.speed import profiled
 
 MAX_FAILURES = 2
-"""Times that workers which died are started again; each goes on from the last checkpoint."""
+"""Times that workers which died are started again without having come to a further checkpoint."""
 # optimiser steps of a run at which the inner memory's telemetry is recorded
 _WATCHED = 50
+
+
+class WorkersFailed(TitansError):
+    """The workers died once more than MAX_FAILURES."""
 
 
 class Outcome(NamedTuple):
@@ -51,6 +60,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dic
 
     Raises:
         Busy: another process still works on the run after ``wait`` seconds.
+        Interrupted: the run was asked to end, and the next call goes on.
         UsageError, Diverged: another try would end the same way. Whatever ends a run is kept in its folder.
     """
     folder = spec.folder
@@ -61,15 +71,24 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dic
         if folder.begin(spec.commit) and spec.tracking:
             _discard_log(spec)
         try:
-            outcome = _fit(spec, until)
+            with interruptible(folder):
+                outcome = _fit(spec, until)
             seconds = outcome.seconds
+        except Interrupted:
+            raise
         except Exception as error:
             folder.record_failure(error, spec.commit)
             raise
         finally:
+            folder.has_ended()
             folder.record_time(began, seconds)
         folder.drop_stale()
         return outcome.result
+
+
+def kept_steps(spec: RunSpec) -> int:
+    """The step of the run's newest checkpoint, whole or not; 0 where there is none."""
+    return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
 
 
 def _discard_log(spec: RunSpec) -> None:
@@ -88,26 +107,56 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
 
     resources, storage = spec.resources, spec.root.resolve() / "ray"
     gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
-    several = resources.workers > 1
-    trainer = TorchTrainer(
-        _worker,
-        train_loop_config={"spec": spec, "until": until},
-        scaling_config=ScalingConfig(
-            # 0: this process; another one for a single worker would only cost its start
-            num_workers=resources.workers if several else 0,
-            use_gpu=resources.gpus_per_worker > 0,
-            resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
-        ),
-        run_config=RunConfig(
-            name=spec.name,
-            storage_path=str(storage),
-            failure_config=FailureConfig(max_failures=MAX_FAILURES),
-        ),
-    )
-    outcome = _outcome(trainer)
+    several = resources.most > 1
+
+    def fit() -> Outcome:
+        trainer = TorchTrainer(
+            _worker,
+            train_loop_config={"spec": spec, "until": until},
+            torch_config=listening() if several else None,
+            scaling_config=ScalingConfig(
+                # 0: this process; another one for a single worker would only cost its start
+                num_workers=resources.workers if several else 0,
+                use_gpu=resources.gpus_per_worker > 0,
+                resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
+            ),
+            run_config=RunConfig(
+                name=spec.name,
+                storage_path=str(storage),
+                failure_config=FailureConfig(max_failures=MAX_FAILURES),
+            ),
+        )
+        return _outcome(trainer)
+
+    def fit_through_deaths() -> Outcome:
+        # weeks may see any number of them
+        while True:
+            kept = kept_steps(spec)
+            try:
+                return fit()
+            except WorkersFailed:
+                if kept_steps(spec) <= kept:
+                    raise
+
+    in_main = threading.current_thread() is threading.main_thread()
+    outcome = _in_thread(fit_through_deaths) if several and in_main else fit_through_deaths()
     # what Ray keeps of a run in order to start it again is of no use once it is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)
     return outcome
+
+
+def _in_thread(call: Callable[[], Outcome]) -> Outcome:
+    """Run ``call`` beside the main thread, where Train puts no handler of its own on Ctrl-C."""
+    future: Future[Outcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="train").start()
+    return future.result()
 
 
 def _outcome(trainer: Any) -> Outcome:
@@ -117,7 +166,7 @@ def _outcome(trainer: Any) -> Outcome:
         outcome = trainer.fit().return_value
     except TrainingFailedError as error:
         reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), "unknown")
-        raise TitansError(f"the workers failed: {reason.strip()}") from error
+        raise WorkersFailed(f"the workers failed: {reason.strip()}") from error
     if isinstance(outcome, TitansError):
         # raised anew, so that every way of running ends in the same error
         raise outcome
@@ -129,7 +178,7 @@ def _worker(task: dict[str, Any]) -> Outcome | TitansError:
     from ray.train.torch import get_device
 
     spec: RunSpec = task["spec"]
-    if spec.resources.workers > 1:
+    if spec.resources.most > 1:
         die_with_parent()
     try:
         return work(spec, task["until"], get_device())
@@ -188,10 +237,15 @@ class _Worker:
             restored = checkpoint.restore(checkpoints, trainer)
             if restored is None and self.cfg.start_from:
                 checkpoint.load_model(Path(self.cfg.start_from), trainer.model)
+        _note_world(trainer)
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
-        saver = checkpoint.Saver(checkpoints, trainer, keep=keep, pinned=pinned, phases=self.phases)
+        # a run that may go back keeps those that any other attempt at it would have
+        every = self.cfg.checkpoint_interval if self.cfg.optim.on_divergence == "rewind" else 1
+        saver = checkpoint.Saver(
+            checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
+        )
         if trainer.device.type == "cuda" and (flops := training_flops(self.cfg)):
             trainer.flops_per_token = flops / self.cfg.data.sequence_length
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
@@ -203,23 +257,39 @@ class _Worker:
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, model = self.reporter, trainer.model
         assert isinstance(model, Model)
+        notice = Notice(self.spec.folder, self.spec.resources.most > 1)
+        # what a checkpoint covers is kept for MLflow before the checkpoint counts
+        flush = reporter.flush if reporter else None
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
                 reporter.on_step(step, metrics)
             stepped()
+            notice.look(saver, flush)
 
         return Hooks(
             on_step=on_step,
-            # what a checkpoint covers is in MLflow before the checkpoint counts
-            on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
+            on_checkpoint=lambda: saver.save(flush),
+            on_divergence=self._keep_batch(trainer),
+            rewind=lambda: self._rewind(saver, trainer),
             validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
-            checkpoint_every=self.spec.checkpoint_interval,
+            checkpoint_every=self.cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
             validate_every=self.cfg.eval.every or 0,
             telemetry_every=max(1, self.cfg.optim.steps // _WATCHED),
             phases=self.phases,
         )
+
+    def _keep_batch(self, trainer: Trainer) -> Callable[[Any, Diverged], str]:
+        folder = self.spec.folder.path / DIVERGED
+        return lambda batch, error: save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
+
+    def _rewind(self, saver: checkpoint.Saver, trainer: Trainer) -> bool:
+        """Back to the last checkpoint that was due; whether there is one."""
+        saver.finish()
+        found = checkpoint.rewind(saver.folder, trainer, saver.every)
+        _note_world(trainer)
+        return found is not None
 
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """These columns, all if none is given."""
@@ -264,6 +334,16 @@ class _Worker:
             "tokens": progress.step * trainer.tokens_per_step,
             "final_train_loss": progress.final_loss,
             "telemetry": progress.telemetry,
+            "batches_left_out": progress.offset,
+            "rewinds": progress.rewinds,
+            "world_sizes": progress.worlds,
             "mlflow_run_id": self.reporter.run_id,
             **self.spec.labels,
         }
+
+
+def _note_world(trainer: Trainer) -> None:
+    """Write down from which step on so many workers train."""
+    worlds, size = trainer.progress.worlds, world_size()
+    if not worlds or worlds[-1][1] != size:
+        worlds.append([trainer.progress.step, size])

@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from titans_platform.config import OptimConfig, RunConfig
+from titans_platform.config import CheckpointConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, RunFolder
 from titans_platform.runs.reporter import mlflow_run
 from titans_platform.runs.spec import RunSpec
-from titans_platform.training.checkpoint import adopt, fault, saved, step_of
-from titans_platform.training.loop import Progress, equal_rates, warmup_steps
+from titans_platform.training.checkpoint import adopt, saved, step_of
+from titans_platform.training.loop import Progress
+from titans_platform.training.manifest import fault
+from titans_platform.training.rates import equal_rates, warmup_steps
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that decide the rate of each step, and nothing else."""
@@ -68,7 +70,7 @@ def _earlier(spec: RunSpec, data_fingerprint: str) -> Iterator[Earlier]:
         if objective is None or _but_schedule(objective.cfg) != wanted or folder.is_held():
             continue
         # the name says that data, evaluation and number of workers are ours too
-        if objective.run_name(data_fingerprint, spec.resources.workers) == folder.name != spec.name:
+        if objective.run_name(data_fingerprint, spec.resources.named) == folder.name != spec.name:
             optim, target = objective.cfg.optim, spec.config.optim
             exact = equal_rates(optim, target)
             # the loss that a result tells is of the last twentieth of the steps, none of which are done
@@ -87,12 +89,13 @@ def _objective_of(path: Path) -> Objective | None:
 def _but_schedule(cfg: RunConfig) -> RunConfig:
     """The config with what is of no account at its default."""
     defaults = {name: OptimConfig.model_fields[name].default for name in SCHEDULE}
-    plain = RunConfig()
+    plain, rewinds = RunConfig(), cfg.optim.on_divergence == "rewind"
     return cfg.model_copy(
         update={
             "optim": cfg.optim.model_copy(update=defaults),
             "eval": cfg.eval.model_copy(update={"every": None}),
-            "checkpoint": plain.checkpoint,
+            # a rewind goes back to a checkpoint
+            "checkpoint": CheckpointConfig(every=cfg.checkpoint_interval) if rewinds else plain.checkpoint,
             "log": plain.log,
         }
     )
@@ -119,7 +122,7 @@ def _take(spec: RunSpec, earlier: Earlier) -> str:
         adopt(point, spec.folder.path / CHECKPOINTS, _begun)
         result = read_json(earlier.folder.path / RESULT) or {}
         if spec.tracking and (logged := result.get("mlflow_run_id")):
-            store, run_id = mlflow_run(spec, spec.tracking)
+            store, run_id = mlflow_run(spec.folder, spec.tracking)
             store.copy_curves(logged, run_id, step)
     return f"going on from step {step} of run {earlier.folder.name}, which trained the same steps"
 

@@ -27,10 +27,15 @@ FAILED = "failed.json"
 PROGRESS = "progress.json"
 ORIGIN = "origin.json"
 RUNGS = "rungs.json"
+LOGGED = ("mlflow.jsonl", "mlflow.json")
+"""What the run logs for MLflow, and how much of it is there."""
 STOPPED = "stopped.json"
+INTERRUPT = "interrupt.json"
 TIME = "time.json"
 """When the last attempt began and ended, where, and its seconds by phase."""
 CHECKPOINTS = "checkpoints"
+DIVERGED = "diverged"
+"""The batches at which the loss was no number, or leapt."""
 LOCK = "lock"
 ALIVE = 120.0
 """Seconds without a sign of life after which a run on another machine counts as dead."""
@@ -114,6 +119,21 @@ class RunFolder:
         """Whether a search has ended the run before its last step."""
         return (self.path / STOPPED).exists()
 
+    def ask_to_end(self) -> bool:
+        """Ask whoever trains the run to end at a checkpoint; false where it is past training."""
+        if (self.progress() or {}).get("phase", "train") != "train":
+            return False
+        write_json(self.path / INTERRUPT, {"time": time.time()})
+        return True
+
+    def is_asked_to_end(self) -> bool:
+        """Whether somebody has asked, and it has not ended."""
+        return (self.path / INTERRUPT).exists()
+
+    def has_ended(self) -> None:
+        """Nobody has to ask any more."""
+        (self.path / INTERRUPT).unlink(missing_ok=True)
+
     def record_failure(self, error: BaseException, commit: str) -> None:
         """Keep the reason for the table and for the next run."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -138,8 +158,10 @@ class RunFolder:
         restarted = self.commit() not in (None, commit)
         if restarted:
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-            (self.path / RUNGS).unlink(missing_ok=True)
+            for name in (RUNGS, *LOGGED):
+                (self.path / name).unlink(missing_ok=True)
         self.forget_failure()
+        self.has_ended()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})
         return restarted
 

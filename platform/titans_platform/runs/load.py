@@ -12,7 +12,8 @@ from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG
-from titans_platform.training.checkpoint import MANIFEST, load_model, newest
+from titans_platform.training.checkpoint import load_model, newest
+from titans_platform.training.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from titans_platform.data import Tokenizer

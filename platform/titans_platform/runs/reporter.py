@@ -1,16 +1,20 @@
-"""What a run reports while it goes on: progress.json once a second, and its MLflow run."""
+"""What a run reports while it goes on: progress.json once a second, and its log, which goes to MLflow."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_platform.files import write_json
-from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT
+from titans_platform.errors import Interrupted, StorageError
+from titans_platform.files import read_json, write_json
+from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT, RunFolder
+from titans_platform.runs.journal import STATE, Journal, unsent
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
@@ -30,13 +34,17 @@ class Reporter:
 
     def __init__(self, spec: RunSpec, inputs: Sequence[Input] = ()):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
-        self._log = _open_log(spec, inputs)
+        self._log: Journal | None = None
         self._written = 0.0
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         write_json(self.folder.path / CONFIG, spec.config.model_dump(mode="json"))
         self._write()
+        if spec.tracking:
+            keep_tracking(self.folder, spec.tracking)
+            self._log = Journal(self.folder.path, lambda: connected(self.folder, inputs))
+            self._log.start()
 
     @property
     def run_id(self) -> str | None:
@@ -71,9 +79,9 @@ class Reporter:
             self._log.metrics(step, metrics)
 
     def flush(self) -> None:
-        """Send what is gathered to MLflow. A checkpoint counts only after this: no step before it is lost."""
+        """Bring what is logged to the disk. A checkpoint counts only after this, so no step is lost."""
         if self._log:
-            self._log.flush()
+            self._log.sync()
 
     def phase(self, name: str) -> None:
         """What the run does now: train, evaluate, done."""
@@ -85,29 +93,40 @@ class Reporter:
         self.folder.record_rung(rung.step, columns[rung.column])
         if self._log:
             self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
-            self._log.flush()
+            # the next rung begins a log of its own
+            self._end(lambda run: None, None)
         return columns
 
     def finish(self, result: dict[str, Any]) -> None:
-        """End the MLflow run, then write the result: whoever sees it finds everything else complete."""
-        if self._log:
-            try:
-                log_result(self._log, result)
-            except Exception as error:  # the numbers are in result.json whatever became of the store
-                log.warning("run %s: its MLflow run is not complete: %s", self.folder.name, error)
+        """End the MLflow run, then write the result: whoever sees it finds everything else complete.
+
+        The numbers are in result.json whatever became of the store.
+        """
+        self._end(lambda run: log_result(run, result), "FINISHED")
         self.phase("done")
         write_json(self.folder.path / RESULT, result)
 
     def fail(self, error: BaseException) -> None:
         """End the MLflow run: KILLED where it was interrupted, else FAILED."""
         if self._log:
-            killed = isinstance(error, KeyboardInterrupt | SystemExit)
+            killed = isinstance(error, KeyboardInterrupt | SystemExit | Interrupted)
+            status = "KILLED" if killed else "FAILED"
             with suppress(Exception):
-                self._log.close("KILLED" if killed else "FAILED")
+                self._log.sync()
+            self._end(lambda run: run.close(status), status)
+
+    def _end(self, end: Callable[[RunLog], object], status: str | None) -> None:
+        if self._log and (left := self._log.close(end, status)):
+            # the command that runs it tries once more, and says what is left
+            log.info(left)
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        write_json(self.folder.path / PROGRESS, self._state)
+        try:
+            write_json(self.folder.path / PROGRESS, self._state)
+        except StorageError as error:
+            # a full disk is borne by the checkpoints, or stops the run there
+            log.warning("%s", error)
 
 
 def log_result(run: RunLog, result: dict[str, Any], ended: float | None = None) -> None:
@@ -130,32 +149,57 @@ def log_result(run: RunLog, result: dict[str, Any], ended: float | None = None) 
     run.close(ended=ended)
 
 
-def mlflow_run(spec: RunSpec, tracking: Tracking) -> tuple[Store, str]:
+def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
     """The store that a run is logged to, and the run's id there; created the first time."""
     # a second of imports that a run which is not tracked need not wait for
     from titans_platform.tracking import open_store
 
     store = open_store(tracking.uri)
     run_id = store.cell_run(
-        spec.name,
+        folder.name,
         tracking.title,
         parent=tracking.parent,
         params=tracking.params,
-        config=spec.config.model_dump(mode="json"),
+        config=read_json(folder.path / CONFIG),
         tags=tracking.tags,
     )
     return store, run_id
 
 
-def _open_log(spec: RunSpec, inputs: Sequence[Input]) -> RunLog | None:
-    if spec.tracking is None:
-        return None
-    store, run_id = mlflow_run(spec, spec.tracking)
-    log = store.run(run_id, system_metrics=spec.config.log.system_metrics)
+def keep_tracking(folder: RunFolder, tracking: Tracking) -> None:
+    """Write down where a run is logged, for a later command that sends what is left."""
+    state = read_json(folder.path / STATE) or {}
+    write_json(folder.path / STATE, state | {"tracking": asdict(tracking), "ended": None})
+
+
+def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
+    """The MLflow run of a run's folder, created where there is none. Raises what MLflow does, UsageError."""
+    state = read_json(folder.path / STATE) or {}
+    config = read_json(folder.path / CONFIG) or {}
+    store, run_id = mlflow_run(folder, Tracking(**state["tracking"]))
+    log = store.run(run_id, system_metrics=bool(inputs) and config["log"]["system_metrics"])
     for one in inputs:
         use = "training" if one.trained_on else "validation"
         log.dataset(one.name, one.digest, one.where, one.about, use)
     return log
+
+
+def send_left(root: Path) -> list[str]:
+    """Send to MLflow what runs under ``root`` that nobody works on could not; a line on each that stays."""
+    lines = []
+    for path in sorted((root / "cells").glob(f"*/{STATE}")):
+        folder = RunFolder(root, path.parent.name)
+        if unsent(folder.path) and not folder.is_held():
+            lines.append(_send_rest(folder))
+    return [line for line in lines if line]
+
+
+def _send_rest(folder: RunFolder) -> str | None:
+    journal = Journal(folder.path, lambda: connected(folder))
+    if result := folder.result():
+        return journal.close(lambda run: log_result(run, result, folder.ended()), "FINISHED")
+    status = "FAILED" if folder.failure() else "FINISHED" if folder.was_stopped() else "KILLED"
+    return journal.close(lambda run: run.close(status, folder.ended()), status)
 
 
 def _average(before: float, now: float) -> float:

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.folder import RunFolder
 
-_SAVED = 10
-"""Checkpoints of a run whose config leaves that open; in a long one there is one every 500 steps."""
 DRIVER_CPU = 0.01
 """CPUs of a trial that only drives other workers; Tune refuses to give it none."""
 
@@ -25,19 +23,49 @@ class Resources(Frozen):
     """What one run asks of the machine: one worker trains in the process it is started in, several under
     Ray Train."""
 
-    workers: PositiveInt = 1
+    workers: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    """A number, or the least and the most: such a run goes on with as many as there are."""
     cpus_per_worker: PositiveInt = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+
+    @field_validator("workers")
+    @classmethod
+    def _in_order(cls, workers: int | tuple[int, int]) -> int | tuple[int, int]:
+        if isinstance(workers, int):
+            return workers
+        if workers[0] > workers[1]:
+            raise ValueError(f"the least, {workers[0]}, is more than the most, {workers[1]}")
+        return workers if workers[0] < workers[1] else workers[0]
+
+    @property
+    def least(self) -> int:
+        """Workers that there must be."""
+        return self.workers if isinstance(self.workers, int) else self.workers[0]
+
+    @property
+    def most(self) -> int:
+        """Workers that are used where there are so many."""
+        return self.workers if isinstance(self.workers, int) else self.workers[1]
+
+    @property
+    def named(self) -> int | str:
+        """What enters the run's name: not how many there happened to be."""
+        return self.workers if isinstance(self.workers, int) else "elastic"
 
     @property
     def cpus(self) -> float:
         """CPUs of all workers, with the process that drives them where there are several."""
-        return self.workers * self.cpus_per_worker + DRIVER_CPU * (self.workers > 1)
+        return self.most * self.cpus_per_worker + DRIVER_CPU * (self.most > 1)
 
     @property
     def gpus(self) -> float:
         """GPUs of all workers."""
-        return self.workers * self.gpus_per_worker
+        return self.most * self.gpus_per_worker
+
+    @property
+    def at_least(self) -> Resources:
+        """The same with no more workers than there must be."""
+        return self.model_copy(update={"workers": self.least})
 
 
 @dataclass(frozen=True)
@@ -67,7 +95,7 @@ class Rung:
 class RunSpec:
     """All that `execute` needs to know. `titans train`, a cell of a grid and a trial of a search make one.
 
-    Of these only ``config`` and ``resources.workers`` decide the run's numbers, and so its name.
+    Of these only ``config`` and ``resources.named`` decide the run's numbers, and so its name.
     """
 
     config: RunConfig
@@ -93,11 +121,6 @@ class RunSpec:
     def trace(self) -> Path:
         """Where the trace of a profiled run goes; other workers' lie beside it."""
         return self.folder.path / "profile" / "worker-0.json.gz"
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Optimiser steps between checkpoints."""
-        return self.config.checkpoint.every or min(500, max(1, self.config.optim.steps // _SAVED))
 
 
 @dataclass(frozen=True)
@@ -152,27 +175,32 @@ def concurrency(resources: Resources, machine: Machine, requested: int | None = 
     Raises UsageError, for a cluster ClusterError, where not one fits; UsageError where fewer fit than
     requested.
     """
-    fit = machine.workers(resources) // resources.workers
-    if machine.nodes and resources.workers > 1:
-        fit = min(fit, int(machine.cpus / resources.cpus))
+    fit = _fit(resources, machine) or min(1, _fit(resources.at_least, machine))
     if fit < 1:
         where = "cluster" if machine.nodes else "machine"
         refused = ClusterError if machine.nodes else UsageError
-        raise refused(f"{_shortage(resources, machine)}; choose a smaller scale or a larger {where}")
+        raise refused(f"{_shortage(resources.at_least, machine)}; choose a smaller scale or a larger {where}")
     if requested is not None and not 1 <= requested <= fit:
         raise UsageError(f"--concurrency {requested}: {_shortage(resources, machine)}; give 1 to {fit}")
     return requested or fit
 
 
+def _fit(resources: Resources, machine: Machine) -> int:
+    fit = machine.workers(resources) // resources.most
+    if machine.nodes and resources.most > 1:
+        fit = min(fit, int(machine.cpus / resources.cpus))
+    return fit
+
+
 def _shortage(resources: Resources, machine: Machine) -> str:
     """What a run takes, what there is, and what is missing."""
-    cpus, gpus = resources.workers * resources.cpus_per_worker, resources.gpus
-    spread = f" on {resources.workers} workers" if resources.workers > 1 else ""
+    cpus, gpus = resources.most * resources.cpus_per_worker, resources.gpus
+    spread = f" on {resources.most} workers" if resources.most > 1 else ""
     need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
     text = f"resources: a run takes {need}{spread}, there are {have}"
     if lack := _amount(max(0, cpus - machine.cpus), max(0, gpus - machine.gpus)):
         return f"{text}: {lack} missing"
-    if machine.workers(resources) < resources.workers:
+    if machine.workers(resources) < resources.most:
         each = _amount(resources.cpus_per_worker, resources.gpus_per_worker)
         return f"{text}, but only {machine.workers(resources)} workers of {each} fit on its nodes"
     return text

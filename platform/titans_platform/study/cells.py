@@ -130,7 +130,7 @@ def _with_names(run: StudyRun, cells: Iterable[Cell], data: Prepare) -> tuple[Ce
                 # a checkpoint is hashed to be found, so once
                 starts[given] = located(cell.config, run.root).start_from
             config = cell.config.model_copy(update={"start_from": starts[given]})
-            name = build_objective(config).run_name(fingerprint, run.resources.workers)
+            name = build_objective(config).run_name(fingerprint, run.resources.named)
             cell = replace(cell, config=config, name=name)
         named.append(cell)
     return tuple(named)

@@ -17,6 +17,7 @@ from titans_platform.files import write_json
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import note_command
 from titans_platform.runs.cost import sizes
+from titans_platform.runs.reporter import send_left
 from titans_platform.runs.spec import Machine
 from titans_platform.study.cells import check_against_data, check_dry, named
 from titans_platform.study.grid import Cell
@@ -116,7 +117,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
             "row, run with the same seeds.",
         )
     r = record["resources"]
-    workers = plural(r["workers"], "worker") + (", each" if r["workers"] > 1 else "")
+    workers = _workers(r["workers"])
     _say(
         console,
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
@@ -125,6 +126,12 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
     if not record["refused"]:
         guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
         _say(console, f"Time: about {guess} (from {record['estimate_basis']}).")
+
+
+def _workers(workers: int | list[int]) -> str:
+    if isinstance(workers, int):
+        return plural(workers, "worker") + (", each" if workers > 1 else "")
+    return f"{workers[0]} to {workers[1]} workers, each"
 
 
 def run_study(
@@ -147,6 +154,7 @@ def run_study(
         from titans_platform.tracking import check_store
 
         check_store(run.root)
+        send_left(run.root)
     with only_driver(run), ExitStack() as stack:
         run = _prepare(run, console)
         plan = make_plan(run, rerun_stale, concurrency)
@@ -175,6 +183,8 @@ def run_study(
             ledger = account(marks, plan.todo, run.root, plan.concurrency)
             write_json(run.folder / LEDGER, ledger)
             _say(console, ledger_line(ledger))
+            for line in send_left(run.root):
+                _say(console, line)
         return drawn
 
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import Interrupted, TitansError, UsageError
 from titans_platform.files import held, write_json
-from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import Busy
+from titans_platform.runs.execute import execute, kept_steps
+from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.notice import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec
 from titans_platform.study.ledger import Marks
@@ -24,7 +25,7 @@ MANIFEST, STUDY = "cells.json", "study.json"
 SEARCH = "search.json"
 """The record of a study's search: its trials, a line on how it went, and what it found."""
 MAX_DEATHS = 3
-"""Times a trial whose process died is started again."""
+"""Times a trial whose process died is started again without having come further."""
 
 
 @contextmanager
@@ -86,21 +87,30 @@ def output_to(path: Path) -> Iterator[None]:
 def ray_for(run: StudyRun, plan: Plan) -> Iterator[None]:
     """A Ray session as large as the plan needs; inside a job the cluster's."""
     resources = run.resources
-    cpus = resources.workers * resources.cpus_per_worker * plan.concurrency + (resources.workers > 1)
+    cpus = resources.most * resources.cpus_per_worker * plan.concurrency + (resources.most > 1)
     with ray_session(cpus, resources.gpus * plan.concurrency):
         yield
 
 
 def _tune(run: StudyRun, plan: Plan, specs: Sequence[RunSpec]) -> None:
-    """Every run as a trial, first come first served."""
+    """Every run as a trial, first come first served.
+
+    One whose process kept dying is begun again for as long as it comes further in between.
+    """
     from ray import tune
 
-    space = {"spec": tune.grid_search(list(specs))}
-    for result in run_trials(run, _trial, space, plan.concurrency):
-        # a trial whose process kept dying could not record it
-        if result.error is not None:
-            died = TitansError(f"its process died {MAX_DEATHS + 1} times")
-            result.config["spec"].folder.record_failure(died, run.commit)
+    left = list(specs)
+    while left:
+        space = {"spec": tune.grid_search(left)}
+        folders, kept = [spec.folder for spec in left], {spec.name: kept_steps(spec) for spec in left}
+        results = run_trials(run, _trial, space, plan.concurrency, lambda folders=folders: folders)
+        died = [result.config["spec"] for result in results if result.error is not None]
+        left = [spec for spec in died if kept_steps(spec) > kept[spec.name]]
+        for spec in died:
+            if spec not in left:
+                # it could not record it itself
+                error = TitansError(f"its process died {MAX_DEATHS + 1} times")
+                spec.folder.record_failure(error, run.commit)
 
 
 def _trial(space: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +118,8 @@ def _trial(space: dict[str, Any]) -> dict[str, Any]:
     die_with_parent()
     try:
         execute(space["spec"])
+    except Interrupted:
+        return {"state": "interrupted"}
     except Exception as error:
         return {"state": "busy" if isinstance(error, Busy) else "failed"}
     return {"state": "done"}
@@ -118,15 +130,17 @@ def run_trials(
     trainable: Callable[[dict[str, Any]], Any],
     space: dict[str, Any],
     slots: int,
+    runs: Callable[[], Sequence[RunFolder]],
     **config: Any,
 ) -> Any:
     """The results of Tune's trials of ``trainable`` over ``space``; ``config`` is for its TuneConfig.
 
-    Tune keeps nothing: what a trial leaves is in its run's folder.
+    ``runs`` gives their folders: when interrupted, those in progress end at a checkpoint. Tune keeps nothing:
+    what a trial leaves is in its run's folder.
     """
     from ray import tune
 
-    alone = run.resources.workers == 1
+    alone = run.resources.most == 1
     share = {"CPU": run.resources.cpus_per_worker, "GPU": run.resources.gpus_per_worker} if alone else {}
     storage = run.folder / "tune"
     shutil.rmtree(storage, ignore_errors=True)
@@ -149,6 +163,10 @@ def run_trials(
             failure_config=tune.FailureConfig(max_failures=MAX_DEATHS),
         ),
     )
-    results = tuner.fit()
+    try:
+        results = tuner.fit()
+    except KeyboardInterrupt:
+        end_at_checkpoints(runs())
+        raise
     shutil.rmtree(storage, ignore_errors=True)
     return results

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import Interrupted, TitansError, UsageError
 from titans_platform.files import held, read_json, write_json
 from titans_platform.loading import overlay
 from titans_platform.objectives import build_objective
@@ -215,6 +215,7 @@ def run_search(run: StudyRun, known: Searched, data: str, slots: int) -> None:
             run_trial,
             {"shared": TrialContext(tracker, search, data)},
             slots,
+            lambda: [RunFolder(run.root, path.stem) for path in (run.folder / TRIALS).glob("*.json")],
             search_alg=_sampler(search, mode, [trial.params for trial in known.trials]),
             scheduler=asha,
             num_samples=search.trials,
@@ -270,7 +271,7 @@ def run_trial(space: dict[str, Any]) -> None:
 def _trial_spec(shared: TrialContext, params: dict[str, Any]) -> RunSpec:
     run = shared.tracker.run
     config = located(trial_config(run, shared.search, params), run.root)
-    name = build_objective(config).run_name(shared.data, run.resources.workers)
+    name = build_objective(config).run_name(shared.data, run.resources.named)
     title = f"trial {_number(run, name, params)}"
     searched = trial_row(run, next(iter(shared.search.corners())))
     return shared.tracker.spec(Cell(title, config.seed, config, name), title, [searched])
@@ -301,7 +302,7 @@ def _measured(spec: RunSpec, rung: Rung) -> float | None:
     try:
         found = execute(spec, None if last else rung)
     except TitansError as error:
-        if not isinstance(error, Busy):
+        if not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
             folder.stop(str(error))
         return None

@@ -7,25 +7,22 @@ passed over for the one before.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import random
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -33,25 +30,30 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from titans_platform.errors import TitansError, UsageError
-from titans_platform.files import not_written
+from titans_platform.errors import StorageError, TitansError, UsageError
+from titans_platform.files import PATIENCE, backoff, may_pass, not_written, patiently
 from titans_platform.training.loop import Phases, Progress, Trainer
+from titans_platform.training.manifest import MANIFEST, fault, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
-MANIFEST = "manifest.json"
+TRIES = 3
+"""Writes in a row that must have failed before a run stops."""
 
 
 class Saver:
     """Writes a trainer's checkpoints to ``folder`` while it goes on training, and keeps the last ``keep``.
 
-    The one of step ``pinned`` is kept beside them.
+    Those count whose step is a multiple of ``every``; the one of step ``pinned``, and a newest one at another
+    step, are kept beside them.
 
     Every worker makes one and calls `save` and `finish` at the same steps; a ``with`` block finishes at its
     end. ``phases`` is told how long training stood still: "checkpoint" for the copy of the state to CPU
     memory, "checkpoint wait" for a write that was not done when the next was due, or at the end.
+
+    A write that fails in a way that may pass (a full disk, storage that is gone) costs a warning: the next
+    checkpoint tries again. After ``patience`` seconds of that the run is stopped.
     """
 
     def __init__(
@@ -60,51 +62,100 @@ class Saver:
         trainer: Trainer,
         *,
         keep: int = 2,
+        every: int = 1,
         pinned: int | None = None,
         phases: Phases | None = None,
+        patience: float = PATIENCE,
     ):
-        self.folder, self.trainer, self.keep, self.pinned = folder, trainer, keep, pinned
+        self.folder, self.trainer, self.keep, self.every = folder, trainer, keep, every
+        self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
         # the write runs beside the training: its messages must not mix with those of the steps
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing: tuple[Path, Future[Any]] | None = None
+        self._before_commit: Callable[[], object] | None = None
+        self._failures, self._failing_since = 0, 0.0
 
     def save(self, before_commit: Callable[[], object] | None = None) -> Path:
         """Copy the state and begin to write it to ``folder/step-XXXXXXXX``; the path it will have.
 
-        ``before_commit`` is called on the first worker before the write begins: what it stores is there
-        before the checkpoint counts. Raises TitansError: the write before failed.
+        ``before_commit`` is called on the first worker, by the thread that writes: what it stores is there
+        before the checkpoint counts. Raises TitansError: writes have failed for too long.
         """
-        self.finish()
-        with self.phases.phase("checkpoint"):
-            final = at_step(self.folder, self.trainer.progress.step)
-            if rank() == 0:
-                if before_commit:
-                    before_commit()
-                self.folder.mkdir(parents=True, exist_ok=True)
-                for cut_short in self.folder.glob(".partial-*"):
-                    shutil.rmtree(cut_short, ignore_errors=True)
-            if self._group:
-                dist.barrier(self._group)
-            self._writing = final, self._begin(final)
-        return final
+        if error := self._wait():
+            self._bear(error)
+        self._before_commit = before_commit
+        return self._begin()
 
     def finish(self) -> None:
-        """Wait for the write that is going on. Raises TitansError with its path and reason: it failed."""
+        """Wait for the write that is going on; if it fails, write what there is now, for up to ``patience``.
+
+        Raises TitansError with its path and reason.
+        """
+        error = self._wait()
+        for seconds in backoff(self.patience):
+            if not isinstance(error, StorageError):
+                break
+            log.warning("%s; trying again in %.0f s", error, seconds)
+            time.sleep(seconds)
+            self._begin()
+            error = self._wait()
+        if error:
+            raise error
+
+    def most(self, value: int) -> int:
+        """The largest of what the workers say; all of them must ask."""
+        if self._group is None:
+            return value
+        said = torch.tensor(value)
+        dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
+        return int(said)
+
+    def _wait(self) -> TitansError | None:
+        """Why the write that was going on failed, the same on all workers; None where it did not."""
         if self._writing is None:
-            return
+            return None
         (final, future), self._writing = self._writing, None
         with self.phases.phase("checkpoint wait"):
             try:
                 future.result()
-            except CheckpointException as error:
-                raise TitansError(f"{final}: cannot be written: {_reason(error)}") from error
+            except CheckpointException as failed:
+                if rank() == 0:
+                    shutil.rmtree(_partial(final), ignore_errors=True)
+                cause = next(iter(failed.failures.values()))[0]
+                kind = StorageError if may_pass(cause) else TitansError
+                return kind(f"{final}: cannot be written: {_reason(failed)}")
+        self._failures = 0
+        return None
 
-    def _begin(self, final: Path) -> Future[Any]:
+    def _bear(self, error: TitansError) -> None:
+        """Let training go on after a write that failed, unless there have been too many."""
+        now = time.monotonic()
+        self._failures += 1
+        if self._failures == 1:
+            self._failing_since = now
+        too_long = now - self._failing_since >= self.patience
+        tried = self._failures >= (TRIES if self.patience else 1)
+        if not isinstance(error, StorageError) or self.most(too_long and tried):
+            raise error
+        log.warning("%s; the next checkpoint tries again", error)
+
+    def _begin(self) -> Path:
+        with self.phases.phase("checkpoint"):
+            final = at_step(self.folder, self.trainer.progress.step)
+            if rank() == 0:
+                for cut_short in self.folder.glob(".partial-*"):
+                    shutil.rmtree(cut_short, ignore_errors=True)
+            if self._group:
+                dist.barrier(self._group)
+            self._writing = final, self._start(final)
+        return final
+
+    def _start(self, final: Path) -> Future[Any]:
         # said from the thread that writes, where a filter of this block would not hold
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         with _quiet():
-            writer = _Writer(final, deepcopy(self.trainer.progress), self.keep, self.pinned)
+            writer = _Writer(final, deepcopy(self.trainer.progress), self)
             group = self._group
             future = async_save(
                 _state(self.trainer), storage_writer=writer, process_group=group, no_dist=group is None
@@ -117,11 +168,10 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.finish()
-        except TitansError as error:
             if kind is None:
-                raise
-            log.warning("checkpoint %s", error)
+                self.finish()
+            elif error := self._wait():
+                log.warning("checkpoint %s", error)
         finally:
             if self._group:
                 dist.destroy_process_group(self._group)
@@ -131,29 +181,40 @@ class Saver:
 class _Writer(FileSystemWriter):
     """Commits a checkpoint when all its files are there, in the thread that writes them."""
 
-    def __init__(self, final: Path, progress: Any, keep: int, pinned: int | None):
-        self.partial = final.with_name(f".partial-{final.name}")
+    def __init__(self, final: Path, progress: Any, saver: Saver):
+        self.partial = _partial(final)
         super().__init__(self.partial)
-        self.final, self.progress, self.keep = final, progress, keep
-        self.pinned = at_step(final.parent, pinned) if pinned else None
+        self.final, self.progress = final, progress
+        self.keep, self.every, self.before_commit = saver.keep, saver.every, saver._before_commit
+        self.pinned = at_step(final.parent, saver.pinned) if saver.pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Called on the first worker, after all workers have written."""
         super().finish(metadata, results)
         write_manifest(self.partial, self.progress)
+        if self.before_commit:
+            self.before_commit()
         # a run that passed over a damaged checkpoint comes to its step again
         shutil.rmtree(self.final, ignore_errors=True)
         os.replace(self.partial, self.final)
         # later ones are damaged and will be written again; they must not push this one out
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
-        for old in written[self.keep :]:
-            if old != self.pinned:
+        kept = [self.final, self.pinned, *[p for p in written if step_of(p) % self.every == 0][: self.keep]]
+        for old in written:
+            if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def newest(folder: Path) -> Path | None:
-    """The latest checkpoint that is whole; one that is not is named in the log and passed over."""
-    for path in saved(folder):
+def _partial(final: Path) -> Path:
+    return final.with_name(f".partial-{final.name}")
+
+
+def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Path | None:
+    """The latest checkpoint that is whole; one that is not is named in the log and passed over.
+
+    ``among`` says of which steps. Raises StorageError.
+    """
+    for path in filter(lambda path: among(step_of(path)), saved(folder)):
         wrong = fault(path)
         if wrong is None:
             return path
@@ -164,9 +225,10 @@ def newest(folder: Path) -> Path | None:
 def restore(folder: Path, trainer: Trainer) -> Path | None:
     """Bring the trainer to its newest whole checkpoint; its path, or None where none was ever written.
 
-    Every worker calls it; the first chooses. Raises UsageError: none is whole, or it is another model's.
+    Every worker calls it; the first chooses. Raises UsageError: none is whole, or it is another model's;
+    StorageError.
     """
-    path = _chosen(folder)
+    path = _chosen(lambda: newest(folder))
     if path is None:
         if latest := next(iter(saved(folder)), None):
             raise UsageError(
@@ -174,6 +236,24 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
                 "to train from the start"
             )
         return None
+    _bring(path, trainer)
+    return path
+
+
+def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
+    """Bring the trainer back to the last whole checkpoint among those of every ``every`` steps.
+
+    One that was written for another reason is none: whether a run was interrupted must not decide where it
+    goes back to. Its path; None where there is none, and nothing is changed.
+    """
+    step = trainer.progress.step
+    path = _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0))
+    if path is not None:
+        _bring(path, trainer)
+    return path
+
+
+def _bring(path: Path, trainer: Trainer) -> None:
     state = _state(trainer)
     _load(path, state)
     set_state_dict(
@@ -181,12 +261,11 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     )
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         _set_rng(own)
-    trainer.progress = read_manifest(path).progress
-    return path
+    trainer.progress = patiently(lambda: read_manifest(path)).progress
 
 
-def _chosen(folder: Path) -> Path | None:
-    choice = [newest(folder) if rank() == 0 else None]
+def _chosen(choose: Callable[[], Path | None]) -> Path | None:
+    choice = [choose() if rank() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(choice)
     return choice[0]
@@ -234,9 +313,18 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     _check_shapes(path, there, state["model"])
     # a run that resumes with more workers has ranks whose RNG nobody saved: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
+
+    def load() -> None:
+        try:
+            load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            # the same on all workers, so that all try again
+            cause = next(iter(error.failures.values()))[0]
+            raise cause if may_pass(cause) else error from None
+
     try:
         with _quiet():
-            load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
+            patiently(load)
     except CheckpointException as error:
         raise UsageError(f"{path}: cannot be loaded: {_reason(error)}; delete this folder") from error
 
@@ -267,8 +355,8 @@ def _reason(error: CheckpointException) -> str:
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first, whole or not."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    """The checkpoints in a folder, the newest first, whole or not. Raises StorageError."""
+    return patiently(lambda: sorted(folder.glob("step-*"), reverse=True))
 
 
 def step_of(path: Path) -> int:
@@ -306,67 +394,3 @@ def _quiet() -> Iterator[None]:
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module="torch.distributed.*")
         yield
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What ``manifest.json`` holds beside its own hash, which covers all of it."""
-
-    schema: int
-    progress: Progress
-    files: dict[str, str]
-    """BLAKE2b of each other file of the folder, by its name."""
-
-
-def write_manifest(folder: Path, progress: Progress) -> None:
-    """Hash every file of ``folder`` and write its manifest."""
-    files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
-    content = asdict(Manifest(SCHEMA, progress, files))
-    (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of ``folder``. Raises OSError, and ValueError with the reason in a line."""
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-    except ValueError:
-        raise ValueError(f"{MANIFEST} is not valid JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{MANIFEST} does not hold a JSON object")
-    if content.get("schema") == 1:
-        raise ValueError(f"written in format 1, without hashes; this version reads format {SCHEMA}")
-    if content.pop("hash", None) != _hash_of(content):
-        raise ValueError(f"{MANIFEST} does not have the hash it was written with")
-    if content.get("schema") != SCHEMA:
-        raise ValueError(f"written in format {content.get('schema')!r}; this version reads format {SCHEMA}")
-    try:
-        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ValueError(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
-def fault(folder: Path) -> str | None:
-    """What is wrong with the checkpoint in ``folder``; None where every file is as it was written."""
-    try:
-        for name, expected in read_manifest(folder).files.items():
-            if _hash(folder / name) != expected:
-                return f"{name} does not have the hash it was written with"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, _blake).hexdigest()
-
-
-def _hash_of(content: dict[str, object]) -> str:
-    return _blake(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _blake(data: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(data, digest_size=16)

@@ -5,6 +5,7 @@ B rows of a worker, T tokens of a row, V the vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -23,53 +24,15 @@ from torch.utils.data import DataLoader, Dataset
 from titans_core import Model
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
-from titans_platform.errors import TitansError
+from titans_platform.training.divergence import REWINDS, SKIPS, WINDOW, Diverged, judge
 from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
+from titans_platform.training.rates import learning_rate
 from titans_platform.training.speed import device_metrics
+
+log = logging.getLogger(__name__)
 
 AHEAD = 2
 """Batches that wait, or are being made, while a step runs."""
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "linear": lambda done: 1 - done,
-    "constant": lambda done: 1.0,
-    "wsd": lambda done: min(1.0, 5 * (1 - done)),
-}
-"""From 1 at the end of the warm-up to 0 at the last step, by the share in [0, 1] of the steps between that
-is done. wsd (warm-up, stable, decay) falls in a line over the last fifth of them."""
-
-
-def learning_rate(step: int, cfg: OptimConfig) -> float:
-    """Rate of optimiser step ``step`` (0 is the first): linear warm-up to lr, then ``cfg.schedule``.
-
-    A schedule's 1 is lr and its 0 is min_lr_ratio * lr.
-    """
-    warmup = warmup_steps(cfg)
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, cfg.steps - 1 - warmup)
-    high = SCHEDULES[cfg.schedule](min(1.0, done))
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * high)
-
-
-def warmup_steps(cfg: OptimConfig) -> int:
-    """Steps of the warm-up; the last of them has the full rate."""
-    given = cfg.warmup_steps
-    return max(1, round(cfg.warmup_fraction * cfg.steps) if given is None else given)
-
-
-def equal_rates(one: OptimConfig, other: OptimConfig) -> int:
-    """How many steps from the first on have the same rate in both."""
-    both = min(one.steps, other.steps)
-    return next((s for s in range(both) if learning_rate(s, one) != learning_rate(s, other)), both)
-
-
-def before_decay(cfg: OptimConfig) -> int | None:
-    """Steps that a wsd run makes before its rate falls: from there it can be given more; None for others."""
-    if cfg.schedule != "wsd":
-        return None
-    return next((s for s in range(warmup_steps(cfg), cfg.steps) if learning_rate(s, cfg) < cfg.lr), None)
 
 
 def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
@@ -130,10 +93,6 @@ class CrossEntropy:
         return batch.loss.any(1)
 
 
-class Diverged(TitansError):
-    """The loss or its gradient stopped being a number. Another try would do the same."""
-
-
 @dataclass(frozen=True)
 class Hooks:
     """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due.
@@ -141,12 +100,15 @@ class Hooks:
     ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` count steps; 0 is never. There is a
     checkpoint after step ``checkpoint_at`` too. ``validate()`` gives the validation loss, which goes to
     ``on_step``. ``phases`` is told how long the steps waited for their batches, as "data wait", and how long
-    validation took.
+    validation took. ``on_divergence(batch, error)`` keeps a batch and says where; ``rewind()`` brings the
+    trainer back to a checkpoint; false where there is none.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_checkpoint: Callable[[], object] = lambda: None
     validate: Callable[[], float] = lambda: math.nan
+    on_divergence: Callable[[Any, Diverged], str] = lambda batch, error: ""
+    rewind: Callable[[], bool] = lambda: False
     checkpoint_every: int = 0
     checkpoint_at: int | None = None
     telemetry_every: int = 0
@@ -159,11 +121,24 @@ class Progress:
     """Where a run is, and what its result says of the way there. All of it is in the checkpoint."""
 
     step: int = 0
-    """Optimiser steps done, which is the data position too."""
+    """Optimiser steps done."""
+    offset: int = 0
+    """Batches that were left out, by on_divergence; ``step + offset`` is the data position."""
+    skipped_in_a_row: int = 0
+    rewinds: int = 0
+    worlds: list[list[int]] = field(default_factory=list)
+    """The step from which on so many workers trained, for each number of them: [step, workers]."""
+    recent: list[float] = field(default_factory=list)
+    """Losses of the last steps, where spikes are looked for."""
     seconds: float = 0.0
     tail_loss: float = 0.0
     tail_steps: int = 0
     telemetry: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def position(self) -> int:
+        """The batch of the next step, counted from the first of the run."""
+        return self.step + self.offset
 
     @property
     def final_loss(self) -> float:
@@ -203,20 +178,23 @@ class Trainer:
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
         """Train from the current step to the last, or to step ``until``. Raises Diverged."""
-        progress, steps = self.progress, self.cfg.steps
+        steps = self.cfg.steps
         last = min(steps, until or steps)
-        ahead = batches_ahead(self.stream, range(progress.step, last), self.device)
         self.model.train()
-        with closing(ahead) as batches:
-            while progress.step < last:
-                number = progress.step + 1
+        with closing(self._batches(last)) as batches:
+            while self.progress.step < last:
+                number = self.progress.step + 1
                 started = time.perf_counter()
                 with hooks.phases.phase("data wait"):
                     batch = next(batches)
                 waited = time.perf_counter() - started
-                metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
+                try:
+                    metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
+                except Diverged as error:
+                    self._leave_out(batch, error, hooks)
+                    continue
                 seconds = time.perf_counter() - started
-                progress.seconds += seconds
+                self.progress.seconds += seconds
                 metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
                 if _due(number, hooks.validate_every, steps):
                     with hooks.phases.phase("validate"):
@@ -224,7 +202,38 @@ class Trainer:
                 hooks.on_step(number, metrics)
                 if _due(number, hooks.checkpoint_every, last) or number == hooks.checkpoint_at:
                     hooks.on_checkpoint()
-        return progress
+        return self.progress
+
+    def _batches(self, last: int) -> Generator[Any, None, None]:
+        """The batches up to step ``last``, made ahead; made again from the new position after one was left
+        out."""
+        while self.progress.step < last:
+            offset = self.progress.offset
+            places = range(self.progress.position, last + offset)
+            with closing(batches_ahead(self.stream, places, self.device)) as ahead:
+                for batch in ahead:
+                    yield batch
+                    if self.progress.offset != offset:
+                        break
+
+    def _leave_out(self, batch: Any, error: Diverged, hooks: Hooks) -> None:
+        """Go on with the next batch, from here or from a checkpoint, as the config says; else raise."""
+        before, policy = self.progress, self.cfg.on_divergence
+        message = "; ".join(filter(None, (str(error), hooks.on_divergence(batch, error))))
+        if policy == "skip" and before.skipped_in_a_row < SKIPS:
+            before.skipped_in_a_row += 1
+            before.offset += 1
+        elif policy == "rewind" and before.rewinds < REWINDS:
+            self.optimizer.zero_grad(set_to_none=True)
+            if not hooks.rewind():
+                raise Diverged(f"{message}; there is no checkpoint to go back to yet") from error
+            # all since the checkpoint, up to the batch at fault
+            self.progress.offset = before.position + 1 - self.progress.step
+            self.progress.rewinds, self.progress.seconds = before.rewinds + 1, before.seconds
+        else:
+            tried = {"skip": f"{SKIPS} batches in a row were left out; ", "rewind": f"{REWINDS} rewinds; "}
+            raise Diverged(tried.get(policy, "") + message) from error
+        log.warning("%s; going on with batch %d", message, self.progress.position)
 
     def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
         """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry.
@@ -236,14 +245,17 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        batch = self.stream.batch(progress.step) if batch is None else batch
+        batch = self.stream.batch(progress.position) if batch is None else batch
         loss, seen = self._backward(batch, telemetry)
         norm = clip_gradients(self.model, self.cfg.grad_clip)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(self._advice(loss, norm))
+        if wrong := judge(loss, norm, progress.recent, self.cfg.spike):
+            raise self._diverged(wrong, loss, norm)
         progress.telemetry = seen or progress.telemetry
         self.optimizer.step()
         progress.step += 1
+        progress.skipped_in_a_row = 0
+        if self.cfg.spike:
+            progress.recent = [*progress.recent, loss][-WINDOW:]
         if progress.step > 0.95 * self.cfg.steps:
             progress.tail_loss += loss
             progress.tail_steps += 1
@@ -281,12 +293,14 @@ class Trainer:
             dist.all_reduce(value)
         return value
 
-    def _advice(self, loss: float, norm: float) -> str:
+    def _diverged(self, wrong: str, loss: float, norm: float) -> Diverged:
         seen = ", ".join(f"{k} {v:.3g}" for k, v in self.progress.telemetry.items()) or "none yet"
-        return (
-            f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}; last telemetry: "
+        error = Diverged(
+            f"step {self.progress.step + 1}: {wrong}; last telemetry: "
             f"{seen}; try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
         )
+        error.loss, error.norm = loss, norm
+        return error
 
 
 class _Steps(Dataset[Any]):

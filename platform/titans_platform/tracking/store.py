@@ -1,15 +1,10 @@
-"""The one file that talks to MLflow: a store, a parent run for a study, a child run for each cell.
-
-The driver opens the store (which creates and migrates it once) and creates the runs; a worker resumes its
-run by id, so that a run which was killed and restarted stays one run with each step logged once.
-"""
+"""An MLflow store: a parent run for a study, a child run for each cell."""
 
 from __future__ import annotations
 
 import base64
 import json
 import logging
-import math
 import os
 import sqlite3
 import time
@@ -22,14 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import (
-    MLFLOW_DATASET_CONTEXT,
     MLFLOW_PARENT_RUN_ID,
     MLFLOW_SOURCE_NAME,
     MLFLOW_SOURCE_TYPE,
@@ -37,12 +29,7 @@ from mlflow.utils.mlflow_tags import (
 
 from titans_platform.errors import UsageError
 from titans_platform.text import flatten
-
-# alembic tells of every migration, mlflow of every table
-for _name in ("mlflow", "alembic"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
-# the traceback of what is raised as well
-logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+from titans_platform.tracking.run_log import RunLog, first_line, log_entries, log_new, tags_of
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +39,12 @@ STORE = "TITANS_MLFLOW"
 CELL_TAG = "titans.cell"
 STUDY_TAG = "titans.study"
 _VIEW = "mlflow.sharedViewState."
-# what MLflow takes in one call
-_BATCH_METRICS, _BATCH_PARAMS, _PARAM_LENGTH = 1000, 100, 6000
+_PARAM_LENGTH = 6000
+"""Characters of a param that MLflow takes."""
+
+
+class Unreachable(UsageError):
+    """A server that does not answer, or not now."""
 
 
 def store_uri(root: Path) -> str:
@@ -127,14 +118,16 @@ def _check_server(uri: str) -> None:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10).close()
     except urllib.error.HTTPError as error:
         # a server that wants a password says so here and to nobody else
+        if error.code >= 500:
+            raise Unreachable(str(_refused(uri, first_line(error), "is the server well?"))) from None
         if error.code not in (401, 403):
-            raise _refused(uri, _first_line(error), "is it an MLflow server?") from None
+            raise _refused(uri, first_line(error), "is it an MLflow server?") from None
     except (OSError, ValueError) as error:
         raise _refused(uri, "no answer", "is the server up?", error) from None
 
 
 def _refused(store: Path | str, what: str, fix: str, error: Exception | None = None) -> UsageError:
-    why = f": {_first_line(error)}" if error else ""
+    why = f": {first_line(error)}" if error else ""
     return UsageError(f"tracking store {store}: {what}{why}; {fix}")
 
 
@@ -152,7 +145,7 @@ class Store:
     def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
         """The parent run of a study, created the first time; its run id."""
         run_id = self.find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
-        self._log(run_id, tags=_tags(tags or {}))
+        log_entries(self.client, run_id, tags=tags_of(tags or {}))
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
@@ -175,10 +168,10 @@ class Store:
             nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self._create(name, {CELL_TAG: cell} | nested)
             columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
-            self._log(run_id, _BATCH_PARAMS, params=columns)
+            log_entries(self.client, run_id, params=columns)
             if config:
                 self.client.log_dict(run_id, dict(config), "config.json")
-        self._log(run_id, tags=_tags(tags or {}))
+        log_entries(self.client, run_id, tags=tags_of(tags or {}))
         return run_id
 
     def discard_cell(self, cell: str) -> None:
@@ -188,7 +181,7 @@ class Store:
 
     def run(self, run_id: str, system_metrics: bool = False) -> RunLog:
         """The run's log, continued where it stopped; the run counts as running from now on."""
-        return RunLog(self, run_id, system_metrics=system_metrics)
+        return RunLog(self.client, run_id, self.uri, system_metrics)
 
     def end(self, run_id: str, status: str, ended: float | None = None) -> None:
         """End a run without logging to it: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
@@ -209,12 +202,9 @@ class Store:
 
     def amend(self, run_id: str, values: Mapping[str, float], step: int) -> None:
         """Set final numbers, of its last step, of a run that has ended; what it has is not written again."""
-        try:
-            have = self.client.get_run(run_id).data.metrics
-        except MlflowException:
-            # of a store that is no longer there
-            return
-        self._log(run_id, metrics=[new for new in _metrics(values, step) if new.value != have.get(new.key)])
+        # else of a store that is no longer there
+        with suppress(MlflowException):
+            log_new(self.client, run_id, values, step)
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; a run that is not there has none."""
@@ -235,7 +225,8 @@ class Store:
                 # one step alone: a number of the end
                 if len({point.step for point in history}) > 1 and not key.startswith("system/"):
                     points = [point for point in history if 0 < point.step <= last]
-                    self._log(target, metrics=[Metric(key, p.value, p.timestamp, p.step) for p in points])
+                    copied = [Metric(key, p.value, p.timestamp, p.step) for p in points]
+                    log_entries(self.client, target, metrics=copied)
 
     def url(self, run_id: str) -> str:
         """Where `titans ui` shows the run, below the address of the server."""
@@ -286,115 +277,3 @@ class Store:
     def _create(self, name: str, tags: dict[str, str]) -> str:
         tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags
         return self.client.create_run(self.experiment, tags=tags, run_name=name).info.run_id
-
-    def _log(self, run_id: str, batch: int = _BATCH_METRICS, **entries: list[Any]) -> None:
-        """Log params, metrics or tags, in as many calls as it takes."""
-        ((kind, values),) = entries.items()
-        for start in range(0, len(values), batch):
-            part: dict[str, Any] = {kind: values[start : start + batch]}
-            self.client.log_batch(run_id, **part)
-
-
-class RunLog:
-    """One run: metrics by step, gathered and written in batches; tables, texts and figures at once."""
-
-    def __init__(self, store: Store, run_id: str, flush_every: float = 5.0, system_metrics: bool = False):
-        self.run_id, self._store, self._client = run_id, store, store.client
-        self._flush_every, self._flushed = flush_every, time.monotonic()
-        self._pending: list[Metric] = []
-        logged = self._client.get_metric_history(run_id, "loss")
-        self._last_step = max((metric.step for metric in logged), default=-1)
-        self._client.update_run(run_id, status="RUNNING")
-        self._monitor = _monitor(run_id, store.uri) if system_metrics else None
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values at a step. A step logged before the run was interrupted is not logged again."""
-        if step <= self._last_step:
-            return
-        self._pending += _metrics(values, step)
-        if time.monotonic() - self._flushed > self._flush_every or len(self._pending) > _BATCH_METRICS // 2:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is gathered; the values of one step go together, so a step is logged whole or not.
-
-        A store that does not answer costs a warning, not the run: the values wait for the next flush.
-        """
-        self._flushed = time.monotonic()
-        while self._pending:
-            cut = min(len(self._pending), _BATCH_METRICS)
-            while cut < len(self._pending) and self._pending[cut - 1].step == self._pending[cut].step:
-                cut -= 1
-            try:
-                self._client.log_batch(self.run_id, metrics=self._pending[:cut])
-            except MlflowException as error:
-                log.warning("run %s: not logged for now: %s", self.run_id, _first_line(error))
-                return
-            del self._pending[:cut]
-
-    def summary(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log the run's final numbers, at its last step; the latest value is the one shown."""
-        self._store._log(self.run_id, metrics=_metrics(values, step))
-
-    def dataset(self, name: str, digest: str, where: str, about: Mapping[str, Any], context: str) -> None:
-        """Name one of the run's inputs; ``context`` is "training" or "validation". A second time is none."""
-        source, profile = json.dumps({"uri": where}), json.dumps(dict(about))
-        entry = Dataset(name, digest, "local", source, profile=profile)
-        used = DatasetInput(entry, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
-        self._client.log_inputs(self.run_id, [used])
-
-    def tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags."""
-        self._store._log(self.run_id, tags=_tags(tags))
-
-    def note(self, markdown: str) -> None:
-        """The description MLflow shows at the top of the run; the place for links to other runs."""
-        self._client.set_tag(self.run_id, "mlflow.note.content", markdown)
-
-    def table(self, rows: Iterable[Mapping[str, Any]], name: str) -> None:
-        """Put a table (``name`` ends in .json) on the run, in place of an earlier one of that name."""
-        listed = list(rows)
-        columns = list(listed[0]) if listed else []
-        data = [[row.get(key) for key in columns] for row in listed]
-        # log_table appends to the table of an earlier call
-        self._client.log_dict(self.run_id, {"columns": columns, "data": data}, name)
-        tag = json.dumps([{"path": name, "type": "table"}])
-        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tag)
-
-    def artifact(self, path: Path, folder: str | None = None) -> None:
-        """Put a file on the run."""
-        self._client.log_artifact(self.run_id, str(path), folder)
-
-    def close(self, status: str = "FINISHED", ended: float | None = None) -> None:
-        """Write what is left and end the run: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
-        if self._monitor:
-            self._monitor.finish()
-        self.flush()
-        self._store.end(self.run_id, status, ended)
-
-
-def _monitor(run_id: str, uri: str) -> Any:
-    """MLflow's own thread that logs the use of CPU, memory and GPUs, started. Raises UsageError."""
-    try:
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-    except ModuleNotFoundError as error:
-        fix = f"{error.name} is not installed; pip install {error.name}, or leave it out"
-        raise UsageError(f"log.system_metrics: {fix}") from None
-    monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
-    monitor.start()
-    return monitor
-
-
-def _metrics(values: Mapping[str, float], step: int = 0) -> list[Metric]:
-    """The finite ones: a NaN would be shown as a run's latest value for ever; @ is not allowed in a name."""
-    now = int(time.time() * 1000)
-    finite = {key.replace("@", "/"): float(v) for key, v in values.items() if math.isfinite(v)}
-    return [Metric(key, value, now, step) for key, value in finite.items()]
-
-
-def _tags(tags: Mapping[str, str]) -> list[RunTag]:
-    return [RunTag(key, str(value)) for key, value in tags.items()]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

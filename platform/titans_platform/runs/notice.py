@@ -1,0 +1,136 @@
+"""How a run that has to end writes a checkpoint first: who says so, and how its workers find out.
+
+A driver that gets Ctrl-C or SIGTERM puts a file into the folder of each run; a worker process that gets
+SIGTERM, as from Slurm or Kubernetes, remembers it; Ray tells of nodes that are about to be taken away. The
+workers of a run look together at the end of each step, so that all of them stop at the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from titans_platform.errors import Interrupted
+from titans_platform.runs.folder import RunFolder
+from titans_platform.training.checkpoint import Saver
+from titans_platform.training.parallel import rank
+
+GRACE = 60.0
+"""Seconds a run has to come to the end of its step and write a checkpoint."""
+_SAVE, _LEAVE, _END = 1, 2, 3
+_terminated = threading.Event()
+
+
+class Leaving(Exception):
+    """A worker's process was told to end. Not a fault of the run: Ray starts its workers again."""
+
+
+class Notice:
+    """One worker's part in ending at a checkpoint; ``several``: it is one of Ray's."""
+
+    def __init__(self, folder: RunFolder, several: bool):
+        self._folder, self._several, self._saved = folder, several, False
+
+    def look(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
+        """At the end of a step: where any worker has been told to end, write a checkpoint, and raise.
+
+        All workers call it at the same steps. Raises Interrupted: the run was asked to end; Leaving.
+        """
+        told = saver.most(self._told())
+        if not told:
+            return
+        self._saved = True
+        saver.save(before_commit)
+        saver.finish()
+        step = saver.trainer.progress.step
+        if told == _END:
+            raise Interrupted(f"interrupted after step {step}, at a checkpoint; the same command goes on")
+        if told == _LEAVE:
+            raise Leaving(f"told to end; the checkpoint of step {step} is written")
+
+    def _told(self) -> int:
+        if rank() == 0 and self._folder.is_asked_to_end():
+            return _END
+        if _terminated.is_set():
+            return _LEAVE
+        return _SAVE if self._several and not self._saved and _preempted() else 0
+
+
+def _preempted() -> bool:
+    """Whether Ray knows that a node of this run is about to be taken away."""
+    from ray.train import get_preemption_info
+
+    return get_preemption_info() is not None
+
+
+def listen() -> None:
+    """In a worker process: the first SIGTERM is remembered, a second one ends it."""
+
+    def told(signum: int, frame: Any) -> None:
+        _terminated.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, told)
+
+
+def listening() -> Any:
+    """Train's settings for torch, with `listen` called in the main thread of each worker."""
+    from ray.train.torch import TorchConfig
+
+    class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            super().on_start(worker_group, backend_config)
+            worker_group.execute(listen)
+
+    class Config(TorchConfig):
+        @property
+        def backend_cls(self) -> Any:
+            return Backend
+
+    return Config()
+
+
+@contextmanager
+def interruptible(folder: RunFolder) -> Iterator[None]:
+    """In the main thread: the first Ctrl-C or SIGTERM asks the run to end at a checkpoint.
+
+    A second one, or GRACE seconds, end it at once with KeyboardInterrupt. In another thread nothing happens.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    timer = threading.Timer(GRACE, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+
+    def at_once(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    def first(signum: int, frame: Any) -> None:
+        for number in before:
+            signal.signal(number, at_once)
+        if not folder.ask_to_end():
+            raise KeyboardInterrupt
+        timer.start()
+        # what is printed by others may be held by a lock at this moment
+        os.write(2, b"\nending at a checkpoint; once more ends at once\n")
+
+    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_checkpoints(folders: Sequence[RunFolder]) -> None:
+    """Ask the runs that are being worked on to end, and wait until they have, for up to GRACE seconds."""
+    asked = [folder for folder in folders if folder.is_held() and folder.ask_to_end()]
+    deadline = time.monotonic() + GRACE
+    while any(f.is_asked_to_end() and f.is_held() for f in asked) and time.monotonic() < deadline:
+        time.sleep(0.1)

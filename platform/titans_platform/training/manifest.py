@@ -1,0 +1,89 @@
+"""A checkpoint's manifest: how far its run was, and a hash of every file, by which damage is seen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from titans_platform.files import may_pass, patiently
+from titans_platform.training.loop import Progress
+
+SCHEMA = 2
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` holds beside its own hash, which covers all of it."""
+
+    schema: int
+    progress: Progress
+    files: dict[str, str]
+    """BLAKE2b of each other file of the folder, by its name."""
+
+
+def write_manifest(folder: Path, progress: Progress) -> None:
+    """Hash every file of ``folder`` and write its manifest."""
+    files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
+    content = asdict(Manifest(SCHEMA, progress, files))
+    (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of ``folder``. Raises OSError, and ValueError with the reason in a line."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except ValueError:
+        raise ValueError(f"{MANIFEST} is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{MANIFEST} does not hold a JSON object")
+    if content.get("schema") == 1:
+        raise ValueError(f"written in format 1, without hashes; this version reads format {SCHEMA}")
+    if content.pop("hash", None) != _hash_of(content):
+        raise ValueError(f"{MANIFEST} does not have the hash it was written with")
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"written in format {content.get('schema')!r}; this version reads format {SCHEMA}")
+    try:
+        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with the checkpoint in ``folder``; None where every file is as it was written.
+
+    Storage that fails for a while is waited for. Raises StorageError.
+    """
+    return patiently(lambda: _fault(folder))
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        for name, expected in read_manifest(folder).files.items():
+            if _hash(folder / name) != expected:
+                return f"{name} does not have the hash it was written with"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError) as error:
+        if may_pass(error):
+            raise
+        return str(error)
+    return None
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _blake).hexdigest()
+
+
+def _hash_of(content: dict[str, object]) -> str:
+    return _blake(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _blake(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)

@@ -1,0 +1,39 @@
+"""`make chaos`: kill runs at random moments, compare them with undisturbed ones, print a table."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+
+def main() -> int:
+    from tests.chaos import cluster, local
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=100, help="how many in all, shared out over the kinds")
+    parser.add_argument("--a-run", type=int, default=5, help="faults that strike one run at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="kinds, with semicolons between them")
+    given = parser.parse_args()
+    kinds = [k for k in local.FAULTS + cluster.FAULTS if not given.only or k in given.only.split(";")]
+    draw, lines = random.Random(given.seed), []
+    with tempfile.TemporaryDirectory(prefix="titans-chaos-") as folder, ExitStack() as stack:
+        made = stack.enter_context(cluster.nodes()) if set(kinds) & set(cluster.FAULTS) else None
+        for i, kind in enumerate(kinds):
+            share = given.faults // len(kinds) + (i < given.faults % len(kinds))
+            arguments = (Path(folder), kind, draw, share, given.a_run)
+            if kind in cluster.FAULTS and made:
+                lines.append(cluster.series(*arguments, made))
+            else:
+                lines.append(local.series(*arguments))
+            print(lines[-1].row(), flush=True)
+    print(local.HEAD, *(line.row() for line in lines), sep="\n")
+    return int(any(line.equal < line.runs or line.lost or line.repeated for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""One try at a run, in a process that will be killed: the run as it is, its samples written down.
+
+What a fault needs inside of the process is read from the environment and from the run's folder, so that the
+same code runs in a process of ours and in Ray's workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SAMPLES = "samples"
+FULL = "full"
+"""While there is a file of this name under the root, nothing can be written to a checkpoint."""
+
+
+def patch() -> None:
+    """Slow steps, a log of samples, poisoned batches and a disk that fills up, as CHAOS says."""
+    from torch.distributed.checkpoint import filesystem
+
+    from titans_platform.training.loop import Trainer
+    from titans_platform.training.parallel import rank, world_size
+
+    options = json.loads(os.environ["CHAOS"])
+    root, poisoned = Path(options["root"]), set(options["poisoned"])
+    step, backward, write = Trainer.step, Trainer._backward, filesystem._write_item
+
+    def slow(self: Trainer, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
+        time.sleep(options["seconds"])
+        position = self.progress.position
+        found = step(self, batch, telemetry)
+        rows = [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch[0].cpu()]
+        entry = {"step": self.progress.step, "position": position, "rows": rows, "time": time.time()}
+        entry |= {"rank": rank(), "world": world_size()}
+        with (root / f"{SAMPLES}-{rank()}-{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return found
+
+    def poison(self: Trainer, batch: Any, telemetry: bool) -> Any:
+        loss, seen = backward(self, batch, telemetry)
+        return (float("nan") if self.progress.position in poisoned else loss), seen
+
+    def full(*arguments: Any, **keywords: Any) -> Any:
+        if (root / FULL).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments, **keywords)
+
+    Trainer.step, Trainer._backward = slow, poison
+    filesystem._write_item = full
+
+
+def attempt(config: str, root: str, uri: str | None, options: dict[str, Any]) -> None:
+    """Train as `titans train` does; the exit code is its own."""
+    os.environ["CHAOS"] = json.dumps({"root": root} | options)
+    patch()
+    from titans_platform.cli import _interrupt
+    from titans_platform.config import RunConfig
+    from titans_platform.errors import TitansError
+    from titans_platform.runs.check import spec_for
+    from titans_platform.runs.execute import execute
+    from titans_platform.runs.spec import Tracking
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    tracking = Tracking(uri, "chaos") if uri else None
+    try:
+        execute(spec_for(RunConfig.model_validate_json(config), Path(root), name="run", tracking=tracking))
+    except TitansError as error:
+        print(f"{error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

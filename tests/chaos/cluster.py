@@ -1,0 +1,171 @@
+"""Runs of two workers on several Ray nodes of one machine: a worker killed, a node lost, a driver killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.local import BATCH, Line, config, samples, weights
+from tests.small import RUN
+
+FAULTS = ("worker killed", "node lost", "driver of workers killed", "worker told to end", "elastic shrink")
+STEPS = 150
+TOLERANCE = 0.02
+"""Nats by which the final loss may differ where the number of workers changed on the way."""
+
+DRIVER = """
+import json, os, sys
+from pathlib import Path
+import ray
+from titans_platform.config import RunConfig
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+from titans_platform.runs.ray_session import quiet
+from titans_platform.runs.spec import Resources
+config, root, address, workers = sys.argv[1:]
+quiet()
+ray.init(address=address, log_to_driver=False, runtime_env={
+    "worker_process_setup_hook": "tests.chaos.attempt.patch", "env_vars": {"CHAOS": os.environ["CHAOS"]}})
+resources = Resources.model_validate_json('{"workers": %s}' % workers)
+execute(spec_for(RunConfig.model_validate_json(config), Path(root), resources, name="run"))
+"""
+
+
+class Nodes:
+    """A head that trains nothing, and nodes of one CPU each that can be lost and come back."""
+
+    def __init__(self, count: int = 2):
+        from ray.cluster_utils import Cluster
+
+        os.environ.setdefault("RAY_health_check_period_ms", "1000")
+        os.environ.setdefault("RAY_health_check_failure_threshold", "3")
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = [self.cluster.add_node(num_cpus=1) for _ in range(count)]
+        self.cluster.wait_for_nodes()
+
+    def lose(self, draw: random.Random) -> None:
+        """A node goes without a word."""
+        node = self.nodes.pop(draw.randrange(len(self.nodes)))
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def bring_back(self, count: int = 2) -> None:
+        """As many nodes as there were."""
+        while len(self.nodes) < count:
+            self.nodes.append(self.cluster.add_node(num_cpus=1))
+        self.cluster.wait_for_nodes()
+
+
+@contextmanager
+def nodes() -> Iterator[Nodes]:
+    """A cluster of two nodes, ended with the block."""
+    made = Nodes()
+    try:
+        yield made
+    finally:
+        made.cluster.shutdown()
+
+
+def start(root: Path, address: str, workers: str, seconds: float = 0.02) -> subprocess.Popen:
+    """A driver that trains from where the run is."""
+    options = {"root": str(root), "poisoned": [], "seconds": seconds}
+    command = [sys.executable, "-c", DRIVER, config(steps=STEPS), str(root), address, workers]
+    return subprocess.Popen(command, env=os.environ | {"CHAOS": json.dumps(options)})
+
+
+def progress(root: Path) -> dict[str, Any]:
+    path = root / "cells/run/progress.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Nodes) -> int:
+    """A run to its end through ``hits`` faults at random moments; how many struck."""
+    workers = "[1, 2]" if fault == "elastic shrink" else "2"
+    struck, deadline = 0, time.monotonic() + 1800
+    process = start(root, made.cluster.address, workers)
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, "it hangs"
+            pid, step = progress(root).get("pid"), progress(root).get("step", 0)
+            if struck < hits and pid and step < STEPS - 10 and Path(f"/proc/{pid}").exists():
+                time.sleep(draw.uniform(0, 2))
+                struck += strike(fault, process, pid, draw, made)
+                if "driver" in fault:
+                    process.wait(60)
+                    process = start(root, made.cluster.address, workers)
+                # the next one is to meet other processes
+                while process.poll() is None and progress(root).get("pid") == pid:
+                    time.sleep(0.05)
+            time.sleep(0.05)
+        assert process.returncode == 0, process.returncode
+    finally:
+        process.kill()
+        process.wait()
+    made.bring_back()
+    return struck
+
+
+def strike(fault: str, process: subprocess.Popen, pid: int, draw: random.Random, made: Nodes) -> int:
+    """One fault; whether it met a run."""
+    if "driver" in fault:
+        process.kill()
+        return 1
+    if fault in ("node lost", "elastic shrink"):
+        made.lose(draw)
+        if fault == "node lost":
+            made.bring_back()
+        return 1
+    try:
+        os.kill(pid, signal.SIGTERM if fault == "worker told to end" else signal.SIGKILL)
+    except ProcessLookupError:
+        return 0
+    return 1
+
+
+def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int, made: Nodes) -> Line:
+    """Runs with one fault until it has struck ``hits`` times, at most ``a_run`` times in each."""
+    from titans_platform.config import RunConfig
+    from titans_platform.data import prepare
+
+    line, straight = Line(fault), folder / "straight-workers"
+    data = RunConfig.model_validate_json(json.dumps(RUN)).data
+    if not straight.exists():
+        prepare(data, straight)
+        assert start(straight, made.cluster.address, "2", 0.0).wait(900) == 0
+    expected, wanted, loss = weights(straight), samples(straight), final_loss(straight)
+    while line.hits < hits:
+        root = folder / f"{fault.replace(' ', '-')}-{line.runs}"
+        prepare(data, root)
+        most = 1 if fault == "elastic shrink" else min(a_run, hits - line.hits)
+        line.hits += disturbed(root, fault, draw, most, made)
+        line.runs += 1
+        found = samples(root)
+        if fault == "elastic shrink":
+            apart = abs(final_loss(root) - loss)
+            line.equal += apart < TOLERANCE
+            line.notes.append(f"loss within {TOLERANCE}: {apart:.1e}")
+        else:
+            line.equal += weights(root) == expected
+        rows = sorted(row for _, of in found.values() for row in of)
+        every = sorted(row for _, of in wanted.values() for row in of)
+        missing = len(every) - sum((min(rows.count(row), every.count(row))) for row in set(every))
+        line.lost += missing
+        line.repeated += max(0, len(rows) - len(every) + missing)
+        assert len(every) == STEPS * BATCH
+    return line
+
+
+def final_loss(root: Path) -> float:
+    return float(json.loads((root / "cells/run/result.json").read_text())["final_train_loss"])

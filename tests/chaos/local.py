@@ -1,0 +1,189 @@
+"""Runs in a process of this machine's own, killed again and again, and compared with one that was not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing as mp
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.attempt import FULL, SAMPLES, attempt
+from tests.runs.test_journal import Server
+from tests.small import RUN
+
+STEPS, EVERY, BATCH = 60, 5, 4
+FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip", "NaN, rewind")
+POISONED = (13, 14, 31, 48)
+
+
+@dataclass
+class Line:
+    """What became of the runs with one fault."""
+
+    fault: str
+    runs: int = 0
+    equal: int = 0
+    hits: int = 0
+    lost: int = 0
+    repeated: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        cells = (
+            self.fault,
+            self.runs,
+            self.hits,
+            self.equal,
+            self.lost,
+            self.repeated,
+            "; ".join(self.notes),
+        )
+        return "| " + " | ".join(map(str, cells)) + " |"
+
+
+HEAD = """| fault | runs | faults that struck | bit-equal runs | samples lost | repeated | notes |
+|---|--:|--:|--:|--:|--:|---|"""
+
+
+def config(policy: str = "stop", steps: int = STEPS) -> str:
+    optim = RUN["optim"] | {"steps": steps, "on_divergence": policy, "global_batch_size": BATCH}
+    return json.dumps(RUN | {"optim": optim, "checkpoint": {"every": EVERY}})
+
+
+def weights(root: Path) -> str:
+    """Hash of the weights of the last step."""
+    from titans_platform.config import RunConfig
+    from titans_platform.objectives import build_objective
+    from titans_platform.training.checkpoint import load_model, newest
+
+    cfg = RunConfig.model_validate_json((root / "cells/run/config.json").read_text())
+    model, point = build_objective(cfg).build_model(), newest(root / "cells/run/checkpoints")
+    assert point is not None
+    assert load_model(point, model) == cfg.optim.steps
+    return hashlib.sha256(b"".join(v.numpy().tobytes() for v in model.state_dict().values())).hexdigest()
+
+
+def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
+    """By step the place in the stream and the rows, of the last time that the step was made."""
+    entries: list[dict[str, Any]] = []
+    for path in root.glob(f"{SAMPLES}-*.jsonl"):
+        # the last line may have been cut off
+        entries += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    made: dict[int, dict[int, dict[str, Any]]] = {}
+    for entry in sorted(entries, key=lambda entry: entry["time"]):
+        ranks = made.setdefault(entry["step"], {})
+        ranks[entry["rank"]] = entry
+        # of a try with more workers
+        made[entry["step"]] = {rank: of for rank, of in ranks.items() if rank < entry["world"]}
+    return {
+        step: (ranks[0]["position"], [row for rank in sorted(ranks) for row in ranks[rank]["rows"]])
+        for step, ranks in sorted(made.items())
+    }
+
+
+def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], seconds: float = 0.01) -> Any:
+    """A process that trains from where the run is; forked from one that has imported everything."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tests.chaos.attempt"]
+    )
+    options = {"poisoned": poisoned, "seconds": seconds}
+    process = context.Process(target=attempt, args=(text, str(root), uri, options))
+    process.start()
+    return process
+
+
+def wait_for_training(root: Path, process: Any) -> None:
+    """Until the process has begun: kills are to strike all of a run, not the imports before it."""
+    path = root / "cells/run/origin.json"
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    while process.is_alive() and (path.stat().st_mtime_ns if path.exists() else 0) == before:
+        time.sleep(0.005)
+
+
+def disturbed(root: Path, fault: str, draw: random.Random, hits: int, server: Server | None) -> int:
+    """A run to its end through ``hits`` faults at random moments; how many struck."""
+    struck, policy = 0, fault.rpartition(" ")[2] if fault.startswith("NaN") else "stop"
+    poisoned, uri = POISONED if policy != "stop" else (), server.uri if server else None
+    deadline = time.monotonic() + 1200
+    while True:
+        process = start(root, config(policy), uri, poisoned)
+        wait_for_training(root, process)
+        if struck < hits and process.is_alive():
+            time.sleep(draw.uniform(0, 3))
+            struck += strike(root, fault, process, draw, server)
+        process.join(300)
+        (root / FULL).unlink(missing_ok=True)
+        if server and server.server is None:
+            server.up()
+        assert process.exitcode is not None, "it hangs"
+        assert time.monotonic() < deadline
+        if process.exitcode == 0:
+            return struck
+        assert process.exitcode in (-signal.SIGKILL, -signal.SIGTERM, 130), process.exitcode
+
+
+def strike(root: Path, fault: str, process: Any, draw: random.Random, server: Server | None) -> int:
+    """One fault; whether it met a run."""
+    if fault == "disk full":
+        (root / FULL).touch()
+        time.sleep(draw.uniform(0, 1))
+        if draw.random() < 0.5:
+            # a disk that is full does not spare a run the rest
+            process.kill()
+    elif fault == "MLflow away":
+        assert server
+        server.lose = draw.randint(0, 2)
+        server.down()
+        time.sleep(draw.uniform(0, 1))
+        process.kill()
+    else:
+        struck = process.is_alive()
+        os.kill(process.pid, signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
+        return struck
+    return 1
+
+
+def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int) -> Line:
+    """Runs with one fault until it has struck ``hits`` times, at most ``a_run`` times in each."""
+    from titans_platform.config import RunConfig
+    from titans_platform.data import prepare
+
+    line = Line(fault)
+    policy = fault.rpartition(" ")[2] if fault.startswith("NaN") else "stop"
+    straight = folder / f"straight-{policy}"
+    cfg = RunConfig.model_validate_json(config(policy))
+    if not straight.exists():
+        prepare(cfg.data, straight)
+        process = start(straight, config(policy), None, POISONED if policy != "stop" else (), 0.0)
+        process.join(600)
+        assert process.exitcode == 0
+    expected, wanted = weights(straight), samples(straight)
+    while line.hits < hits:
+        root = folder / f"{fault.replace(' ', '-').replace(',', '')}-{line.runs}"
+        prepare(cfg.data, root)
+        server = Server() if fault == "MLflow away" else None
+        if server:
+            server.up()
+        line.hits += disturbed(root, fault, draw, min(a_run, hits - line.hits), server)
+        line.runs += 1
+        found = samples(root)
+        line.equal += weights(root) == expected and found == wanted
+        places = [place for place, _ in found.values()]
+        line.lost += BATCH * len({place for place, _ in wanted.values()} - set(places))
+        line.repeated += BATCH * (len(places) - len(set(places)))
+        if server:
+            from titans_platform.runs.reporter import send_left
+
+            left = send_left(root)
+            server.down()
+            whole = not left and server.steps() == list(range(1, cfg.optim.steps + 1))
+            line.notes.append("points whole, each once" if whole else f"points {len(server.steps())} {left}")
+    line.notes = sorted(set(line.notes))
+    return line

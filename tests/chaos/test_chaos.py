@@ -1,0 +1,23 @@
+"""The short one of `make chaos`: each kind of fault once, and the numbers of a run that met none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.chaos.local import FAULTS, series
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("chaos")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_changes_no_number_and_costs_no_sample(folder, fault):
+    line = series(folder, fault, random.Random(fault), hits=1, a_run=1)
+    assert (line.runs, line.equal, line.lost, line.repeated) == (1, 1, 0, 0), line
+    assert line.notes in ([], ["points whole, each once"])

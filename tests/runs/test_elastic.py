@@ -1,0 +1,56 @@
+"""Resources with a least and a most of workers: what is checked, what fits, and how they are given."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from pydantic import ValidationError
+
+from tests.runs.test_execute import changed
+from titans_platform.cli.train import Workers
+from titans_platform.errors import ClusterError, UsageError
+from titans_platform.runs.check import check_batch
+from titans_platform.runs.spec import Machine, Resources, concurrency
+
+
+def resources(workers) -> Resources:
+    return Resources.model_validate_json(json.dumps({"workers": workers}))
+
+
+def test_a_range_is_a_least_and_a_most():
+    both = resources([2, 8])
+    assert (both.least, both.most, both.cpus) == (2, 8, 8.01)
+    assert resources([3, 3]) == resources(3)
+    with pytest.raises(ValidationError, match="the least, 4, is more than the most, 2"):
+        resources([4, 2])
+
+
+def test_the_batch_is_shared_by_every_number_of_them(tiny_run):
+    check_batch(changed(tiny_run, optim={"global_batch_size": 12}), resources([1, 4]))
+    with pytest.raises(UsageError, match="8 rows do not divide among 3 workers"):
+        check_batch(changed(tiny_run, optim={"global_batch_size": 8, "parallel": "fsdp"}), resources([1, 4]))
+    with pytest.raises(UsageError, match="8 rows cannot be shared by 9 workers"):
+        check_batch(changed(tiny_run, optim={"global_batch_size": 8}), resources([1, 9]))
+
+
+def test_it_fits_where_the_least_do():
+    cluster = [{"CPU": 2}, {"CPU": 2}]
+    assert concurrency(resources([2, 8]), Machine.of([{"CPU": 0.5}, *cluster])) == 1
+    assert concurrency(resources([1, 2]), Machine.of([{"CPU": 1}, *cluster])) == 2
+    with pytest.raises(ClusterError, match="a run takes 6 CPU on 6 workers"):
+        concurrency(resources([6, 8]), Machine.of(cluster))
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"), [("0", 1), ("1", 1), ("4", 4), ("2:8", (2, 8)), ("4:4", 4), ("0:2", (1, 2))]
+)
+def test_a_range_is_written_with_a_colon(text, workers):
+    assert Workers().convert(text, None, None) == workers
+
+
+@pytest.mark.parametrize("text", ["x", "4:2", "-1", "2:x"])
+def test_what_is_no_range_is_refused(text):
+    with pytest.raises(click.BadParameter, match=r"as 2:8"):
+        Workers().convert(text, None, None)

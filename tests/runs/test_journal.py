@@ -1,0 +1,244 @@
+"""A run's log while MLflow is away: nothing waits for it, nothing is lost, and no point is there twice."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from titans_platform.data import prepare
+from titans_platform.errors import StorageError
+from titans_platform.runs import journal
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+from titans_platform.runs.journal import Journal, unsent
+from titans_platform.runs.reporter import send_left
+from titans_platform.runs.spec import Tracking
+
+
+class Server:
+    """As much of MLflow's REST interface as a run needs, which can be away, or lose its answers."""
+
+    def __init__(self, port: int = 0):
+        self.points: list[tuple[str, int, float]] = []
+        self.runs: list[dict[str, Any]] = []
+        self.lose = 0
+        self.server: ThreadingHTTPServer | None = None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            self.port = free.getsockname()[1]
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Server:
+        self.up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    def up(self) -> None:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer()
+
+            do_POST = do_PATCH = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                query = {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()}
+                name = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
+                found = outer.handle(name, json.loads(body or b"{}") | query)
+                if outer.lose and name == "runs/log-batch":
+                    outer.lose -= 1
+                    self.connection.close()
+                    return
+                content = json.dumps(found).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                self.wfile.write(content)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def down(self) -> None:
+        if self.server:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None
+
+    def handle(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        experiment = {"experiment_id": "1", "name": "titans", "lifecycle_stage": "active"}
+        if name.startswith("experiments/"):
+            return {"experiment": experiment, "experiment_id": "1"}
+        if name == "runs/create":
+            info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING"}
+            info |= {"start_time": 1, "artifact_uri": "/nowhere", "lifecycle_stage": "active"}
+            self.runs = [{"info": info, "data": {"tags": body.get("tags", [])}}]
+            return {"run": self.runs[0]}
+        if name == "runs/search":
+            return {"runs": self.runs}
+        if name == "runs/update":
+            self.runs[0]["info"]["status"] = body.get("status")
+            return {"run_info": self.runs[0]["info"]}
+        if name == "runs/get":
+            return {"run": self.runs[0]}
+        if name == "metrics/get-history":
+            of = [p for p in self.points if p[0] == body["metric_key"]]
+            return {"metrics": [{"key": k, "step": s, "value": v, "timestamp": 1} for k, s, v in of]}
+        if name == "runs/log-batch":
+            self.points += [(m["key"], m.get("step", 0), m["value"]) for m in body.get("metrics", [])]
+        return {}
+
+    def steps(self, key: str = "loss") -> list[int]:
+        return [step for name, step, _ in self.points if name == key]
+
+
+class Sink:
+    """A run's log that remembers; what raises is asked first."""
+
+    run_id = "r1"
+
+    def __init__(self, fails=lambda: None):
+        self.points: list[int] = []
+        self.fails = fails
+
+    def send(self, points) -> None:
+        self.fails()
+        self.points += [step for step, _, _ in points]
+
+
+def opened(folder: Path, sink: Sink) -> Journal:
+    found = Journal(folder, lambda: sink)  # type: ignore[arg-type]
+    found.start()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch) -> None:
+    monkeypatch.setattr(journal, "SEND_EVERY", 0.05)
+    monkeypatch.setattr(journal, "END_SECONDS", 5.0)
+
+
+def test_what_is_logged_is_in_the_file_and_sent_in_order(tmp_path):
+    sink = Sink()
+    log = opened(tmp_path, sink)
+    for step in range(1, 301):
+        log.metrics(step, {"loss": 1 / step, "surprise": float("nan")})
+    log.sync()
+    lines = [json.loads(line) for line in (tmp_path / "mlflow.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 301))
+    assert lines[0]["values"] == {"loss": 1.0}
+    assert unsent(tmp_path)
+    assert log.close(lambda run: None, "FINISHED") is None
+    assert sink.points == list(range(1, 301))
+    assert not unsent(tmp_path)
+
+
+def test_a_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
+    first = Journal(tmp_path, lambda: pytest.fail("connected"))
+    for step in (1, 2, 3):
+        first.metrics(step, {"loss": 1.0})
+    with (tmp_path / "mlflow.jsonl").open("a") as file:
+        file.write('{"step": 4, "ti')
+    sink = Sink()
+    log = opened(tmp_path, sink)
+    # the checkpoint was of step 1
+    for step in (2, 3, 4, 5):
+        log.metrics(step, {"loss": 1.0})
+    assert log.close(lambda run: None, "FINISHED") is None
+    assert sink.points == [1, 2, 3, 4, 5]
+
+
+def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "END_SECONDS", 0.3)
+    over = threading.Event()
+    log = opened(tmp_path, Sink(lambda: over.wait(60)))
+    started = time.monotonic()
+    for step in range(1, 50):
+        log.metrics(step, {"loss": 1.0})
+    log.sync()
+    line = log.close(lambda run: None, "FINISHED")
+    assert time.monotonic() - started < 5
+    assert "49 steps of its log did not reach MLflow" in (line or "")
+    over.set()
+
+
+def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
+    log = Journal(tmp_path, lambda: pytest.fail("connected"))
+    log.metrics(1, {"loss": 1.0})
+    whole = (tmp_path / "mlflow.jsonl").read_bytes()
+
+    def full(self, *arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        log.metrics(2, {"loss": 1.0})
+        with pytest.raises(StorageError, match=r"mlflow\.jsonl: cannot be written: No space left"):
+            log.sync()
+    assert (tmp_path / "mlflow.jsonl").read_bytes() == whole
+    log.metrics(3, {"loss": 1.0})
+    log.sync()
+    lines = (tmp_path / "mlflow.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
+    prepare(tiny_run.data, tmp_path)
+    server = Server()
+    # away from the start to the end
+    spec = spec_for(tiny_run, tmp_path, tracking=Tracking(server.uri, "away"))
+    result = execute(spec)
+    assert result["mlflow_run_id"] is None
+    (line,) = send_left(tmp_path)
+    assert line.startswith(f"run {spec.name}: 20 steps of its log did not reach MLflow")
+    with server:
+        server.lose = 1
+        (line,) = send_left(tmp_path)
+        # its answer was lost
+        assert "20 steps" in line
+        assert server.steps() == list(range(1, 21))
+        assert send_left(tmp_path) == []
+    assert server.steps() == list(range(1, 21))
+    assert server.runs[0]["info"]["status"] == "FINISHED"
+    assert ("reasoning", 20, result["columns"]["reasoning"]) in server.points
+
+
+def test_a_server_that_comes_and_goes_gets_every_point_once(tmp_path):
+    from titans_platform.tracking import open_store
+
+    server = Server()
+    server.up()
+    log = Journal(tmp_path, lambda: open_store(server.uri).run(open_store(server.uri).cell_run("c", "c")))
+    log.start()
+    for step in range(1, 61):
+        log.metrics(step, {"loss": 1 / step})
+        if step == 20:
+            assert log.run_id == "r1"
+            server.down()
+        if step == 40:
+            time.sleep(0.3)
+            server.lose = 1
+            server.up()
+        time.sleep(0.01)
+    assert log.close(lambda run: run.close(), "FINISHED") is None
+    server.down()
+    assert server.steps() == list(range(1, 61))

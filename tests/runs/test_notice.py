@@ -1,0 +1,161 @@
+"""Ctrl-C, SIGTERM and a notice to a worker: a checkpoint first, then the end; the numbers stay the same."""
+
+# ruff: noqa: PT012  what raises is a signal, at any of a block's statements
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs.test_execute import UNLIKE, changed, run, weights_hash
+from titans_platform.config import RunConfig
+from titans_platform.data import prepare
+from titans_platform.errors import Interrupted
+from titans_platform.runs import notice
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.notice import interruptible
+from titans_platform.runs.spec import Resources
+from titans_platform.training.checkpoint import newest, saved
+
+# a run of 80 steps that takes long enough to be met on its way, and whose next checkpoint is far
+SLOW = """
+import sys, time
+import titans_platform.training.loop as loop
+step = loop.Trainer.step
+def slow(self, *arguments, **options):
+    time.sleep(0.05)
+    return step(self, *arguments, **options)
+loop.Trainer.step = slow
+from titans_platform.cli import main
+main(sys.argv[1:])
+"""
+
+
+def steps_of(folder: RunFolder) -> int:
+    return int((folder.progress() or {}).get("step", 0))
+
+
+def until(what, timeout: float = 240.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not what():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cfg(tiny_run) -> RunConfig:
+    return changed(tiny_run, optim={"steps": 80}, checkpoint={"every": 70})
+
+
+def started(cfg: RunConfig, root: Path, *more: str) -> tuple[subprocess.Popen, RunFolder]:
+    """`titans train` in a process of its own, when it has done a few steps."""
+    prepare(cfg.data, root)
+    config = root / "run.yaml"
+    config.write_text(cfg.model_dump_json())
+    command = [sys.executable, "-c", SLOW, "train", str(config), "--root", str(root), *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return process, RunFolder(root, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_path, sent):
+    process, _ = started(cfg, tmp_path)
+    folder = spec_for(cfg, tmp_path).folder
+    until(lambda: steps_of(folder) > 2)
+    process.send_signal(sent)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, out
+    (point,) = saved(folder.path / "checkpoints")
+    step = int(point.name[-3:])
+    assert 2 < step < 70
+    assert f"error: interrupted after step {step}, at a checkpoint; the same command goes on" in out
+    assert folder.state() == "interrupted"
+    again = execute(spec_for(cfg, tmp_path))
+    straight = run(cfg, tmp_path, name="straight")
+    assert {k: v for k, v in again.items() if k not in UNLIKE | {"cell"}} == {
+        k: v for k, v in straight.items() if k not in UNLIKE | {"cell"}
+    }
+    assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(tmp_path, "straight"))
+
+
+def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
+    prepare(cfg.data, tmp_path)
+    spec = spec_for(cfg, tmp_path)
+    look = notice.Notice.look
+
+    def ask(self, saver, before_commit):
+        if saver.trainer.progress.step == 5:
+            spec.folder.ask_to_end()
+        look(self, saver, before_commit)
+
+    monkeypatch.setattr(notice.Notice, "look", ask)
+    with pytest.raises(Interrupted, match="after step 5"):
+        execute(spec)
+    assert newest(spec.folder.path / "checkpoints").name == "step-00000005"
+    assert not spec.folder.is_asked_to_end()
+    assert spec.folder.failure() is None
+    monkeypatch.undo()
+    assert execute(spec)["cell"] == spec.name
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    folder = RunFolder(tmp_path, "run")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), interruptible(folder):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert folder.is_asked_to_end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("it went on")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_step_that_does_not_end_is_waited_for_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(notice, "GRACE", 0.2)
+    folder = RunFolder(tmp_path, "run")
+    with pytest.raises(KeyboardInterrupt), interruptible(folder):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+
+def test_past_training_there_is_nothing_to_wait_for(tmp_path):
+    folder = RunFolder(tmp_path, "run")
+    folder.path.mkdir(parents=True)
+    (folder.path / "progress.json").write_text(json.dumps({"phase": "evaluate"}))
+    with pytest.raises(KeyboardInterrupt), interruptible(folder):
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_is_told_to_end_writes_a_checkpoint_first(tiny_run, tmp_path):
+    import threading
+
+    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290})
+    prepare(cfg.data, tmp_path)
+    straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
+    folder = RunFolder(tmp_path, "told")
+    kept: list[str] = []
+
+    def tell() -> None:
+        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid())
+        os.kill(folder.progress()["pid"], signal.SIGTERM)
+        until(lambda: saved(folder.path / "checkpoints"))
+        kept.extend(path.name for path in saved(folder.path / "checkpoints"))
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    told = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="told"))
+    teller.join(10)
+    assert int(kept[-1][-3:]) < 290
+    for key in ("final_train_loss", "columns", "telemetry"):
+        assert told[key] == straight[key]

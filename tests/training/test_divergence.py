@@ -1,0 +1,175 @@
+"""A loss that is no number, or leaps: the run stops, leaves the batch out, or goes back to a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.training.small import Batch, Rows, Tied, trainer
+from tests.training.test_checkpoint import same, weights
+from titans_platform.training import checkpoint
+from titans_platform.training.checkpoint import Saver
+from titans_platform.training.divergence import REWINDS, SKIPS, Diverged, judge, save_batch
+from titans_platform.training.loop import Hooks, Trainer
+
+EVERY = 4
+
+
+class Poisoned(Rows):
+    """Batches at some places make the loss no number; what is trained on is written down."""
+
+    def __init__(self, *places: int):
+        super().__init__()
+        self.places, self.read = places, []
+
+    def batch(self, step: int) -> Batch:
+        batch = super().batch(step)
+        if step in self.places:
+            # the model below takes this token to be infinite
+            batch.tokens[0, 0] = 0
+            batch.starts[0, 0] = True
+        return batch
+
+
+class Sick(Tied):
+    """A model that a row with a document start in it makes infinite."""
+
+    def forward(self, tokens_BT, document_starts=None, targets_BT=None):
+        out = super().forward(tokens_BT, targets_BT=targets_BT)
+        if document_starts is not None and document_starts.any():
+            out.losses = out.losses * torch.inf
+        return out
+
+
+def sick(*places: int, **optim) -> Trainer:
+    t = trainer(3, Sick(), **({"steps": 20} | optim))
+    t.stream = Poisoned(*places)
+    return t
+
+
+def hooks(saver: Saver, folder: Path, **more) -> Hooks:
+    """What a run gives its loop."""
+    t = saver.trainer
+
+    def rewind() -> bool:
+        saver.finish()
+        return checkpoint.rewind(saver.folder, t, EVERY) is not None
+
+    return Hooks(
+        on_checkpoint=saver.save,
+        checkpoint_every=EVERY,
+        on_divergence=lambda batch, error: save_batch(folder, batch, t.progress.step + 1, 0, error),
+        rewind=rewind,
+        **more,
+    )
+
+
+def train(t: Trainer, folder: Path, until: int | None = None, **more) -> Trainer:
+    with Saver(folder / "checkpoints", t, every=EVERY) as saver:
+        t.run(hooks(saver, folder / "diverged", **more), until)
+    return t
+
+
+def test_a_spike_is_measured_by_the_median_of_what_was():
+    usual = [2.0] * 20
+    assert judge(5.9, 1.0, usual, 3.0) is None
+    assert "loss 6.1 after a median of 2" in (judge(6.1, 1.0, usual, 3.0) or "")
+    assert judge(6.1, 1.0, usual, None) is None
+    assert judge(6.1, 1.0, usual[:10], 3.0) is None
+    assert "loss nan, gradient norm 1" in (judge(math.nan, 1.0, [], None) or "")
+    assert judge(2.0, math.inf, [], None)
+
+
+def test_the_batch_at_fault_is_kept_and_named(tmp_path):
+    t = sick(6)
+    with pytest.raises(Diverged, match=r"step 7: loss nan.*surprise_bound.*step-00000007-rank0") as raised:
+        train(t, tmp_path)
+    assert t.progress.step == 6
+    path = tmp_path / "diverged" / "step-00000007-rank0.safetensors"
+    assert str(path) in str(raised.value)
+    with safe_open(path, "pt") as kept:
+        assert kept.metadata()["step"] == "7"
+        assert math.isnan(float(kept.metadata()["loss"]))
+        assert torch.equal(kept.get_tensor("tokens"), t.stream.batch(6).tokens)
+
+
+def test_a_batch_is_left_out_and_the_next_takes_its_place(tmp_path):
+    t = train(sick(6, 11, on_divergence="skip"), tmp_path)
+    assert (t.progress.step, t.progress.offset) == (20, 2)
+    healthy = [place for place in range(22) if place not in (6, 11)]
+
+    class Healthy(Rows):
+        def batch(self, step: int) -> Batch:
+            return super().batch(healthy[step])
+
+    straight = trainer(3, Sick(), steps=20)
+    straight.stream = Healthy()
+    straight.run(Hooks())
+    assert same(weights(t), weights(straight))
+
+
+def test_when_every_batch_is_at_fault_the_run_stops(tmp_path):
+    t = sick(*range(5, 100), on_divergence="skip")
+    with pytest.raises(Diverged, match=f"{SKIPS} batches in a row were left out; step 6: loss nan"):
+        train(t, tmp_path)
+    assert t.progress.step == 5
+
+
+def test_it_goes_back_and_past_what_it_had_read(tmp_path):
+    t = train(sick(10, on_divergence="rewind"), tmp_path)
+    # back to step 8; batches 8, 9 and 10 are passed over
+    assert (t.progress.step, t.progress.offset, t.progress.rewinds) == (20, 3, 1)
+    places = [*range(8), *range(11, 23)]
+
+    class Past(Rows):
+        def batch(self, step: int) -> Batch:
+            return super().batch(places[step])
+
+    straight = trainer(3, Sick(), steps=20)
+    straight.stream = Past()
+    straight.run(Hooks())
+    assert same(weights(t), weights(straight))
+
+
+def test_rewinds_are_bounded(tmp_path):
+    t = sick(*range(10, 100), on_divergence="rewind")
+    with pytest.raises(Diverged, match=f"{REWINDS} rewinds; step 9: loss nan"):
+        train(t, tmp_path)
+
+
+def test_before_the_first_checkpoint_there_is_none_to_go_back_to(tmp_path):
+    with pytest.raises(Diverged, match=r"step 3: loss nan.* no checkpoint to go back to yet"):
+        train(sick(2, on_divergence="rewind"), tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("killed", [6, 9, 10, 11, 14, 18])
+def test_killed_and_resumed_it_decides_the_same(tmp_path, policy, killed):
+    options = {"on_divergence": policy, "spike": 1.5}
+    straight = train(sick(10, 17, **options), tmp_path / "straight")
+    assert straight.progress.offset
+
+    class Killed(Exception):
+        pass
+
+    def kill(step: int, metrics: dict[str, float]) -> None:
+        if step == killed:
+            raise Killed
+
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        train(sick(10, 17, **options), folder, on_step=kill)
+    # asked to end at a step at which none was due
+    resumed = sick(10, 17, **options)
+    checkpoint.restore(folder / "checkpoints", resumed)
+    train(resumed, folder, until=min(20, resumed.progress.step + 3))
+    again = sick(10, 17, **options)
+    checkpoint.restore(folder / "checkpoints", again)
+    train(again, folder)
+    assert same(weights(straight), weights(again))
+    assert again.progress.offset == straight.progress.offset
+    assert again.progress.recent == straight.progress.recent
