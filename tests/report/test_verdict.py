@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from titans_platform.report.table import Entry
-from titans_platform.report.verdict import LockIn, counted, difference, lock_ins, verdicts
+from titans_platform.report.verdict import LockIn, counted, difference, lock_in_lines, lock_ins, verdicts
 from titans_platform.study.spec import Expectation, Row
 
 COLUMNS = {
@@ -108,6 +108,17 @@ def test_lock_in_compares_rates_of_tasks_with_two_kinds_of_outcome():
     (found,) = lock_ins(table(lmm, none))
     assert found == LockIn("A", "c/recall@64", 0, 5, 5, 5, found.p)
     assert found.p == pytest.approx(2 / math.comb(10, 5))
+
+
+def test_tasks_with_one_rate_share_a_line():
+    columns = {"lm_ppl": [5.0] * 5, "reasoning_acc": [0.5] * 5}
+    solved, failed = [0.9] * 5, [0.3] * 5
+    tasks = ("c/recall@256", "c/recall@64", "d/counting")
+    lmm = row("LMM", columns, {}, dict.fromkeys(tasks, solved))
+    none = row("A", columns, {}, dict.fromkeys(tasks, failed))
+    assert lock_in_lines(table(lmm, none)) == [
+        "A solves 3 tasks in 0 of 5 seeds, the first row in 5 of 5 (p = 0.008 each): recall@64/256, counting"
+    ]
 
 
 def test_the_study_file_s_expectation_stands_where_the_paper_has_no_number():

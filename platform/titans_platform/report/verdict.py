@@ -238,10 +238,27 @@ def _solved(row: TableRow, task: str) -> list[bool]:
 
 
 def lock_in_lines(table: Table) -> list[str]:
-    """A sentence for each task and row whose rate of solving Fisher's test tells from the first row's."""
+    """A sentence for each row that solves tasks at another rate than the first row, by Fisher's test."""
+    rates: dict[tuple[str, tuple[int, ...], float], list[str]] = {}
+    for found in lock_ins(table):
+        if found.p < 1 - LEVEL:
+            counts = (found.solved, found.seeds, found.baseline_solved, found.baseline_seeds)
+            # without the column, which a task's name begins with
+            rates.setdefault((found.row, counts, found.p), []).append(found.task.partition("/")[2])
     return [
-        f"{found.task}: solved by {found.solved} of {found.seeds} seeds of {found.row}, and by "
-        f"{found.baseline_solved} of {found.baseline_seeds} of the first row (p = {found.p:.3f})"
-        for found in lock_ins(table)
-        if found.p < 1 - LEVEL
+        f"{row} solves {plural(len(tasks), 'task')} in {own} of {seeds} seeds, the first row in {base} of "
+        f"{of} (p = {p:.3f}{' each' if len(tasks) > 1 else ''}): {', '.join(_gathered(tasks))}"
+        for (row, (own, seeds, base, of), p), tasks in rates.items()
     ]
+
+
+def _gathered(tasks: Sequence[str]) -> list[str]:
+    """``a@1, a@2`` as one ``a@1/2``."""
+    lengths: dict[str, list[str]] = {}
+    for task in tasks:
+        name, _, length = task.partition("@")
+        lengths.setdefault(name, []).append(length)
+    by_size = {
+        name: sorted(found, key=lambda length: (len(length), length)) for name, found in lengths.items()
+    }
+    return [f"{name}@{'/'.join(found)}".rstrip("@") for name, found in by_size.items()]
