@@ -113,11 +113,11 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
             "tokens": train.info.tokens + validation.info.tokens,
             "train_tokens": train.info.tokens,
             "validation_tokens": validation.info.tokens,
-            "train_rows": source.count(train),
-            "validation_rows": source.count(validation),
+            "train_rows": len(train),
+            "validation_rows": len(validation),
             "bytes": sum(file.bytes for file in source.manifest.files),
             "fingerprint": source.manifest.content,
-            "folder": str(source.folder),
+            "folder": str(source.place),
         }
     return {
         "fingerprint": prepared.fingerprint,

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from titans_platform.config import DataConfig, digest
 from titans_platform.data.encode import Encoded, encode_documents, generate_items, task_identity
+from titans_platform.data.reading import Folder, SourceRows, read_table
 from titans_platform.data.shards import (
     MANIFEST,
     REPAIR,
@@ -30,12 +31,11 @@ from titans_platform.data.shards import (
     Manifest,
     SplitWriter,
     read_manifest,
-    read_table,
     write_manifest,
     write_table,
 )
 from titans_platform.data.sources import open_source
-from titans_platform.data.stream import Batch, RowStream, SourceRows, validation_batches
+from titans_platform.data.stream import Batch, RowStream, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes, write_json
@@ -72,7 +72,7 @@ class PreparedData:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, sources: list[SourceRows]):
         self.config, self.tokenizer, self.sources = config, tokenizer, sources
         for i, source in enumerate(sources):
-            if source.weight and not source.count(source.train):
+            if source.weight and not len(source.train):
                 raise UsageError(
                     f"data.sources.{i}: {source.manifest.train.tokens} training tokens make no row of "
                     f"{config.sequence_length} + 1; lower data.sequence_length or give it more text"
@@ -101,7 +101,7 @@ class PreparedData:
         parts = [np.empty(0, np.uint64)]
         for source in self.sources:
             if (info := source.manifest.items) is not None:
-                column = read_table(source.folder / info.file, info.rows).column("hash")
+                column = read_table(source.place.local(info), info.rows).column("hash")
                 parts.append(column.to_numpy(zero_copy_only=True))
         return ItemHashes(np.concatenate(parts))
 
@@ -111,7 +111,7 @@ class PreparedData:
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once in a fixed order. Raises UsageError where there are none."""
-        if not any(source.count(source.validation) for source in self.sources):
+        if not any(len(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             raise UsageError(
                 f"data.sources: {have} validation tokens make no row of {self.config.sequence_length} + 1; "
@@ -265,7 +265,8 @@ def _open_folders(
     sources = []
     for name, source in zip(folders, data.sources, strict=True):
         manifest = read_manifest(store / name, verify)
-        sources.append(SourceRows(store / name, manifest, data.sequence_length, tokenizer.pad, source.weight))
+        place = Folder(store / name)
+        sources.append(SourceRows(place, manifest, data.sequence_length, tokenizer.pad, source.weight))
     return PreparedData(data, tokenizer, sources)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -71,14 +70,6 @@ class Manifest(Frozen):
         return self.train.shards + self.validation.shards + items
 
 
-class Span(NamedTuple):
-    """Neighbouring tokens; all arrays have the same length."""
-
-    tokens: NDArray[np.unsignedinteger]
-    starts: BoolArray
-    loss: BoolArray
-
-
 class SplitWriter:
     """Gathers documents and writes a shard whenever one is full; holds one shard in memory."""
 
@@ -91,7 +82,7 @@ class SplitWriter:
         self._shards: list[ShardInfo] = []
         self._filled = 0
         flags = (np.empty(self.shard_tokens, np.bool_) for _ in range(2))
-        self._buffer = Span(np.empty(self.shard_tokens, dtype), *flags)
+        self._buffer = (np.empty(self.shard_tokens, dtype), *flags)
 
     def add(self, tokens: NDArray[np.integer], loss: BoolArray) -> None:
         """Append one document: its ids, bos first, and which of them count as targets."""
@@ -141,42 +132,6 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
     size, mtime_ns = path.stat().st_size, path.stat().st_mtime_ns
     rows, sha256 = batch.num_rows, _file_sha256(path)
     return ShardInfo(file=path.name, rows=rows, bytes=size, sha256=sha256, mtime_ns=mtime_ns)
-
-
-def read_table(path: Path, rows: int) -> pa.RecordBatch:
-    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds ``rows``."""
-    try:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_record_batch(0)
-    except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
-    if batch.num_rows != rows:
-        raise UsageError(f"{path}: holds {batch.num_rows} rows where the manifest says {rows}; {REPAIR}")
-    return batch
-
-
-class Split:
-    """The tokens of one split as one long sequence, read from its shards in place."""
-
-    def __init__(self, folder: Path, info: SplitInfo):
-        self.folder, self.info = folder, info
-        self._open: dict[int, pa.RecordBatch] = {}
-
-    def read(self, start: int, stop: int) -> Span:
-        """Tokens ``start`` up to ``stop`` of the split; a view where they lie in one shard."""
-        size = self.info.shard_tokens
-        parts = []
-        for shard in range(start // size, (stop - 1) // size + 1):
-            first, last = max(start - shard * size, 0), min(stop - shard * size, size)
-            columns = self._shard(shard).slice(first, last - first).columns
-            # flags lie eight to a byte in the file
-            parts.append(Span(*(column.to_numpy(zero_copy_only=False) for column in columns)))
-        return parts[0] if len(parts) == 1 else Span(*map(np.concatenate, zip(*parts, strict=True)))
-
-    def _shard(self, number: int) -> pa.RecordBatch:
-        if number not in self._open:
-            info = self.info.shards[number]
-            self._open[number] = read_table(self.folder / info.file, info.rows)
-        return self._open[number]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
