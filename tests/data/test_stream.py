@@ -14,8 +14,9 @@ from titans_platform.config import DataConfig
 from titans_platform.data import PreparedData, load_tokenizer, prepare
 from titans_platform.data.encode import interleave
 from titans_platform.data.order import shuffled
-from titans_platform.data.reading import Folder, Split
+from titans_platform.data.reading import Split
 from titans_platform.data.shards import SplitWriter
+from titans_platform.data.store import Folder
 from titans_platform.errors import UsageError
 
 

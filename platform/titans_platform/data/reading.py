@@ -5,11 +5,9 @@ R rows, W tokens each.
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +16,11 @@ from numpy.typing import NDArray
 
 from titans_platform.data.order import Integers
 from titans_platform.data.shards import REPAIR, BoolArray, Manifest, ShardInfo, SplitInfo
+from titans_platform.data.store import Place
 from titans_platform.errors import UsageError
 
 MANY_SHARDS = 16
-"""A split of more shards is cut shard by shard: a row lies in one shard, and a few shards are read at once."""
+"""A split of more shards is cut shard by shard: a row lies in one, and only a few are read at once."""
 LONG_ROW = 1 / 64
 """Rows that take more of a shard than this are read across the borders of shards, however many there are:
 what is cut off at the end of each would be too much."""
@@ -37,52 +36,22 @@ class Span(NamedTuple):
     loss: BoolArray
 
 
-class Place(Protocol):
-    """Where the files of a prepared source are."""
-
-    def local(self, info: ShardInfo) -> Path:
-        """The file on a local disk, fetched if need be. Raises UsageError, TitansError."""
-        ...
-
-    def ahead(self, infos: Sequence[ShardInfo]) -> None:
-        """These files will be needed next, in this order."""
-        ...
-
-
-class Folder:
-    """Files in a folder of this machine."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def local(self, info: ShardInfo) -> Path:
-        return self.path / info.file
-
-    def ahead(self, infos: Sequence[ShardInfo]) -> None:
-        """The system reads ahead by itself."""
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
-def read_table(path: Path, rows: int) -> pa.RecordBatch:
-    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds ``rows``."""
+def read_table(place: Place, info: ShardInfo) -> pa.RecordBatch:
+    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds its rows."""
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        batch = pa.ipc.open_file(pa.py_buffer(mapped)).get_record_batch(0)
+        batch = pa.ipc.open_file(pa.py_buffer(place.open(info))).get_record_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
-    if batch.num_rows != rows:
-        raise UsageError(f"{path}: holds {batch.num_rows} rows where the manifest says {rows}; {REPAIR}")
+        raise UsageError(f"{place}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
+    if batch.num_rows != info.rows:
+        what = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
+        raise UsageError(f"{place}/{info.file}: {what}; {REPAIR}")
     return batch
 
 
 class Shard:
     """One mapped shard."""
 
-    def __init__(self, path: Path, rows: int):
-        batch = read_table(path, rows)
+    def __init__(self, batch: pa.RecordBatch):
         self.tokens = batch.column("token").to_numpy(zero_copy_only=True)
         # flags lie eight to a byte in the file
         self.starts, self.loss = (
@@ -115,6 +84,10 @@ def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
     return found
 
 
+def _copy(found: Span, out: Span, rows: Integers) -> None:
+    out.tokens[rows], out.starts[rows], out.loss[rows] = found
+
+
 class Split:
     """The tokens of one split as one long sequence, read from its shards in place."""
 
@@ -144,11 +117,9 @@ class Split:
         for number in np.unique(shards[~crossing]).tolist():
             mine = np.flatnonzero((shards == number) & ~crossing)
             found = self.shard(number).rows(inside[mine], width)
-            for column, values in zip(out, found, strict=True):
-                column[into[mine]] = values
+            _copy(found, out, into[mine])
         for i in np.flatnonzero(crossing).tolist():
-            for column, values in zip(out, self.read(int(firsts[i]), int(firsts[i]) + width), strict=True):
-                column[into[i]] = values
+            _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 
     def shard_of(self, tokens: Integers) -> Integers:
         """The shard that each token of the sequence lies in."""
@@ -157,8 +128,7 @@ class Split:
     def shard(self, number: int) -> Shard:
         """A shard, mapped."""
         if number not in self._open:
-            info = self.info.shards[number]
-            self._open[number] = Shard(self.place.local(info), info.rows)
+            self._open[number] = Shard(read_table(self.place, self.info.shards[number]))
             if len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
@@ -173,14 +143,15 @@ class SplitRows(Split):
     """The training or validation rows of a source.
 
     Running text is cut into rows of T+1 tokens, T apart; a task item is a row of T tokens. A split of many
-    shards is cut shard by shard, and what is left at the end of each makes no row.
+    shards, or with ``gaps`` between them, is cut shard by shard, and what is left at the end of each makes
+    no row.
     """
 
-    def __init__(self, place: Place, info: SplitInfo, length: int, items: bool):
+    def __init__(self, place: Place, info: SplitInfo, length: int, items: bool, gaps: bool):
         super().__init__(place, info)
         self.length, self.width = length, length + (not items)
         held, largest = self.held, int(self.held.max(initial=0))
-        self.by_shard = len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW
+        self.by_shard = gaps or (len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW)
         if self.by_shard:
             self.counts = np.maximum(held - (self.width - length), 0) // length
         else:
@@ -208,7 +179,7 @@ class SourceRows:
         self.length, self.pad = sequence_length, pad
         self.items = manifest.item_tokens is not None
         self.train, self.validation = (
-            SplitRows(place, info, sequence_length, self.items)
+            SplitRows(place, info, sequence_length, self.items, bool(manifest.left_out))
             for info in (manifest.train, manifest.validation)
         )
 
@@ -221,6 +192,7 @@ class SourceRows:
         if not self.items:
             rows.gather(firsts, into, out)
             return
-        rows.gather(firsts, into, Span(*(column[:, : self.length] for column in out)))
-        for column, value in zip(out, (self.pad, False, False), strict=True):
-            column[into, self.length] = value
+        items = Span(*(column[:, : self.length] for column in out))
+        rows.gather(firsts, into, items)
+        out.tokens[into, self.length] = self.pad
+        out.starts[into, self.length] = out.loss[into, self.length] = False

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field, JsonValue
 
 from titans_core.config import Frozen
 from titans_platform.config import digest
 from titans_platform.errors import UsageError
-from titans_platform.files import not_written, write_json
+from titans_platform.files import not_written, write_bytes
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
@@ -62,6 +64,14 @@ class Manifest(Frozen):
     validation: SplitInfo
     items: ShardInfo | None = None
     """Sorted hashes of the task items."""
+    source: dict[str, JsonValue] = Field(default_factory=dict)
+    """The source's fields in the config, for people; what it names may have changed since."""
+    revision: str | None = None
+    """The commit of a Hub dataset."""
+    tokenizer: str | None = None
+    """The tokenizer's fingerprint."""
+    left_out: tuple[str, ...] = ()
+    """Shards that were damaged and are not read; never in a file."""
 
     @property
     def files(self) -> tuple[ShardInfo, ...]:
@@ -136,40 +146,58 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest with a digest of itself."""
+    write_bytes(folder / MANIFEST, signed(manifest))
+
+
+def signed(manifest: Manifest) -> bytes:
+    """The content of a manifest's file: JSON with a digest of itself."""
     fields = manifest.model_dump(mode="json")
-    write_json(folder / MANIFEST, fields | {"digest": digest(fields)})
+    return (json.dumps(fields | {"digest": digest(fields)}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_manifest(folder: Path, verify: bool = False) -> Manifest:
-    """The manifest of a prepared source, its files checked. Raises UsageError naming the file.
-
-    Sizes are always compared; a file's hash only where its time of writing is not the manifest's, or with
-    ``verify``: hashing a corpus at every start would take minutes.
-    """
-    path = folder / MANIFEST
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """The manifest in a file's content. Raises UsageError naming the file."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
-        manifest = Manifest.model_validate_json(json.dumps(fields))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: missing; {REPAIR}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: is not a manifest or was changed; {REPAIR}") from error
-    for info in manifest.files:
-        _check(folder / info.file, info, verify)
-    return manifest
+        return Manifest.model_validate_json(json.dumps(fields))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{where}: is not a manifest or was changed; {REPAIR}") from error
 
 
-def _check(path: Path, info: ShardInfo, verify: bool) -> None:
-    if not path.is_file():
-        raise UsageError(f"{path}: missing shard; {REPAIR}")
-    stat = path.stat()
+def without(manifest: Manifest, files: Collection[str]) -> Manifest:
+    """The manifest of what is left when shards are not read; its content is another."""
+
+    def kept(split: SplitInfo) -> SplitInfo:
+        shards = tuple(shard for shard in split.shards if shard.file not in files)
+        return split.model_copy(update={"shards": shards, "tokens": sum(shard.rows for shard in shards)})
+
+    names = sorted(files)
+    return manifest.model_copy(
+        update={
+            "train": kept(manifest.train), "validation": kept(manifest.validation), "left_out": tuple(names),
+            "content": digest([manifest.content, "without", names], 16),
+        }
+    )  # fmt: skip
+
+
+def file_problem(path: Path, info: ShardInfo, verify: bool) -> str | None:
+    """What is wrong with a file, in words that name it.
+
+    Its size is always compared; its hash only where its time of writing is not the manifest's, or with
+    ``verify``: hashing a corpus at every start would take minutes.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return f"{path}: missing shard"
     if stat.st_size != info.bytes:
-        raise UsageError(f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}; {REPAIR}")
+        return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
     touched = verify or stat.st_mtime_ns != info.mtime_ns
     if touched and _file_sha256(path) != info.sha256:
-        raise UsageError(f"{path}: corrupted shard, its hash is not the manifest's; {REPAIR}")
+        return f"{path}: corrupted shard, its hash is not the manifest's"
+    return None
 
 
 def _file_sha256(path: Path) -> str:
