@@ -192,7 +192,8 @@ class SourceRows:
         if not self.items:
             rows.gather(firsts, into, out)
             return
-        items = Span(*(column[:, : self.length] for column in out))
+        tokens, starts, loss = out
+        items = Span(tokens[:, : self.length], starts[:, : self.length], loss[:, : self.length])
         rows.gather(firsts, into, items)
         out.tokens[into, self.length] = self.pad
         out.starts[into, self.length] = out.loss[into, self.length] = False

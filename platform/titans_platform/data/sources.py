@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import JsonValue
-
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
 
@@ -41,10 +39,14 @@ MANY_FILES = 8
 """Files of a Hub dataset that is large where nothing says how large."""
 
 
+Part = Sequence[int]
+"""The files from the first number up to the second; or which shard of how many."""
+
+
 class Plan(NamedTuple):
     """What a source is read in."""
 
-    parts: Sequence[JsonValue] = ()
+    parts: Sequence[Part] = ()
     """What `TextSource.documents` takes for each part; none: the source is read in one."""
     revision: str | None = None
     """The commit of a Hub dataset; all parts are of one."""
@@ -82,7 +84,7 @@ class TextSource(ABC):
         return WHOLE
 
     @abstractmethod
-    def documents(self, part: JsonValue = None, revision: str | None = None) -> Iterator[Document]:
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         """The documents in order, of a part or of all. Raises UsageError naming what cannot be read."""
 
 
@@ -113,7 +115,7 @@ class StdlibSource(TextSource):
         """Version, and name and size of every file."""
         return [self.python, [[name, (self.folder / name).stat().st_size] for name in self.files()]]
 
-    def documents(self, part: JsonValue = None, revision: str | None = None) -> Iterator[Document]:
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         """The files in order; one that is not text in its declared encoding is left out."""
         files = self.files()
         for i, name in enumerate(files):
@@ -250,10 +252,10 @@ class FilesSource(RecordSource):
                 first, held = i + 1, 0
         return Plan(parts) if len(parts) > 1 else Plan()
 
-    def documents(self, part: JsonValue = None, revision: str | None = None) -> Iterator[Document]:
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         files = self.files()
         sizes = [file.bytes for file in files]
-        first, last = part if isinstance(part, list) else (0, len(files))
+        first, last = part or (0, len(files))
         for i, file in list(enumerate(files))[first:last]:
             # within a file nothing says how far the reader is
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
@@ -291,9 +293,9 @@ class HubSource(RecordSource):
         large = size > HUB_BYTES or (not size and shards >= MANY_FILES)
         return Plan([[i, shards] for i in range(shards)] if large and shards > 1 else (), revision)
 
-    def documents(self, part: JsonValue = None, revision: str | None = None) -> Iterator[Document]:
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         with self._opened(revision) as records:
-            if isinstance(part, list):
+            if part:
                 records = records.shard(index=part[0], num_shards=part[1])
             for text in self.texts(self.dataset, records, self.source.text_field):
                 yield Document(text, text, None)
