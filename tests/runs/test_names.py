@@ -72,6 +72,9 @@ DEFAULTS = {
         "grad_clip": 1.0,
         "precision": "fp32",
         "parallel": "ddp",
+        "shard_workers": None,
+        "recompute": False,
+        "compile": None,
     },
     "eval": {
         "columns": {

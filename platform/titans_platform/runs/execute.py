@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from titans_core import Model
 from titans_platform.errors import TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
+from titans_platform.runs.cost import training_flops
 from titans_platform.runs.folder import CHECKPOINTS
 from titans_platform.runs.ray_session import die_with_parent, quiet
 from titans_platform.runs.reporter import Reporter
@@ -24,6 +27,7 @@ from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Phases, Trainer, before_decay, deterministic
 from titans_platform.training.parallel import rank, world_size
+from titans_platform.training.speed import profiled
 
 MAX_FAILURES = 2
 """Times that workers which died are started again; each goes on from the last checkpoint."""
@@ -188,15 +192,25 @@ class _Worker:
             self.reporter.start(trainer.progress.step)
         keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
         saver = checkpoint.Saver(checkpoints, trainer, keep=keep, pinned=pinned, phases=self.phases)
-        with self.phases.phase("train"), saver:
-            trainer.run(self._hooks(saver, trainer), until.step if until else None)
+        if trainer.device.type == "cuda" and (flops := training_flops(self.cfg)):
+            trainer.flops_per_token = flops / self.cfg.data.sequence_length
+        trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
+        watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
+        with self.phases.phase("train"), saver, watched as stepped:
+            trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
         return trainer
 
-    def _hooks(self, saver: checkpoint.Saver, trainer: Trainer) -> Hooks:
+    def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, model = self.reporter, trainer.model
         assert isinstance(model, Model)
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            if reporter:
+                reporter.on_step(step, metrics)
+            stepped()
+
         return Hooks(
-            on_step=reporter.on_step if reporter else lambda step, metrics: None,
+            on_step=on_step,
             # what a checkpoint covers is in MLflow before the checkpoint counts
             on_checkpoint=lambda: saver.save(reporter.flush if reporter else None),
             validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
