@@ -55,10 +55,13 @@ class SourceConfig(Frozen):
     weight: NonNegative = 1.0
     """Share of the training rows; weights need not add up to 1. 0: validation only."""
     path: str | None = None
-    """files: a file, folder or glob of .txt, .py, .jsonl, .parquet (also .gz, .xz)."""
+    """files: a file, folder or glob of .txt, .py, .jsonl, .parquet, .arrow (also .gz, .xz), or a URL of one,
+    s3://bucket/folder, where the package is installed that fsspec reads it with."""
     dataset: str | None = None
     """hub: the dataset's name, e.g. HuggingFaceFW/fineweb-edu."""
     subset: str | None = None
+    revision: str | None = None
+    """hub: a commit or a branch; the newest commit where None, which the manifest records."""
     split: str = "train"
     text_field: str = "text"
     max_tokens: PositiveInt | None = None
@@ -80,6 +83,12 @@ class SourceConfig(Frozen):
             raise ValueError("rows: a source of kind task needs it")
         return self
 
+    def identity(self) -> dict[str, Any]:
+        """What decides the documents it gives. A field added since is left out at its default."""
+        return self.model_dump(
+            mode="json", exclude={"weight"} | ({"revision"} if not self.revision else set())
+        )
+
 
 class DataConfig(Frozen):
     """Sources, tokenizer and row length."""
@@ -91,6 +100,13 @@ class DataConfig(Frozen):
     """T, tokens of a training row."""
     seed: int = 0
     """Seed of what is generated and of how documents are split; the order of rows takes the run's seed."""
+    store: str | None = None
+    """Where prepared shards are kept: a folder, s3://bucket/folder, gs://bucket/folder; None: `data/` under
+    --root. It changes no number, and so no name."""
+    cache_gb: Annotated[float, Field(gt=0)] = 20.0
+    """Disk that shards of a remote store may take on each node, in the folder TITANS_CACHE names."""
+    on_corrupt: Literal["refuse", "skip"] = "refuse"
+    """Damaged shards: an error, or left out; the data's fingerprint says which were."""
 
 
 class OptimConfig(Frozen):

@@ -25,7 +25,7 @@ GOES_ON = "the same command goes on from the last checkpoint"
 AFTER_INTERRUPT = {
     "train": GOES_ON,
     "sweep": GOES_ON,
-    "data": "finished sources are kept; the same command begins the one in progress again",
+    "data": "what is finished is kept; the same command goes on with the rest",
 }
 """What an interrupted command leaves behind; the other commands leave nothing."""
 

@@ -119,6 +119,57 @@ def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) 
 
 
 @bench.command()
+@click.option(
+    "--gigabytes", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Data to write."
+)
+@click.option("--lengths", callback=_lengths, default="4096,64", show_default=True, help="Tokens of a row.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Times each is timed.")
+@click.option("--shards", type=click.IntRange(1), default=10_000, show_default=True, help="Shards to open.")
+@click.option(
+    "--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Disk to write to  [/tmp]"
+)
+@json_option
+def data(as_json: bool, **options: Any) -> None:
+    """Time reading prepared tokens, beside the iterable of `datasets` over the same Arrow files.
+
+    Ours gives batches of training: mixed rows as int64 tensors, with document starts and targets; that of
+    datasets gives its files from end to end, as arrays of a row's tokens. One core, CPU time.
+
+    \b
+    Example:
+      titans bench data --gigabytes 10
+    """
+    from rich.console import Console
+
+    from titans_platform import data_benchmark
+
+    with Console(stderr=True).status("starting") as status:
+        result = data_benchmark.run(**options, progress=status.update)
+    if as_json:
+        echo_json(result)
+    else:
+        click.echo("\n".join(lines_of_data(result)))
+
+
+def lines_of_data(result: dict[str, Any]) -> list[str]:
+    """The table of ``data_benchmark.run`` as text of 80 columns."""
+    lines = [
+        f"Reading {result['shards']} shards; one core, median of {result['rounds']}.",
+        f"{'T':>7} {'tokens/s':>14} {'datasets':>14} {'ratio':>20}",
+    ]
+    for row in result["rows"]:
+        r = row["times"]
+        ratio = f"{r['median']:.1f}x ({r['least']:.1f}-{r['most']:.1f})"
+        lines.append(f"{row['length']:>7} {row['ours']:>14,.0f} {row['datasets']:>14,.0f} {ratio:>20}")
+    return [
+        *lines,
+        f"Every row once, {result['tokens']:,} tokens: {result['epoch_rate']:,.0f} tokens/s, memory grew by",
+        f"{result['grown_mb']:.0f} MB; {result['mapped_mb']:,.0f} MB of files mapped at most.",
+        f"Opening {result['opened_shards']:,} shards to the first batch: {result['open_seconds']:.2f} s.",
+    ]
+
+
+@bench.command()
 @click.option("--preset", default="laptop", show_default=True, help="Size of the models.")
 @click.option(
     "--variants", default="lmm,mac,mag,mal,transformer", show_default=True, help="Variants, with commas."

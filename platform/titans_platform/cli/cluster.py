@@ -14,6 +14,7 @@ from titans_platform.clusters import known_clusters, load_cluster
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import DETACHED, Answer, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
+from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.study.grid import Cell
 
@@ -235,6 +236,18 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
     options = [part for option, value in named if value for part in (option, str(value))]
     options += ["--rerun-stale"] * given["rerun_stale"] + ["--json"] * given["as_json"]
     job = study_job(found, given["study"], given["scale"], root, options, cells)
+    return _submit(found, name, job, given["dry_run"], given["as_json"])
+
+
+def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
+    """Run the `data prepare` of ``context`` as a job on the cluster ``name``; its exit code."""
+    from titans_platform.clusters.packaging import data_job, root_on
+
+    given, found = context.params, load_cluster(name)
+    explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
+    options = [part for change in given["overrides"] for part in ("--set", change)]
+    options += ["--json"] * given["as_json"]
+    job = data_job(found, given["config"], root_on(found, given["root"], explicit), options, data)
     return _submit(found, name, job, given["dry_run"], given["as_json"])
 
 

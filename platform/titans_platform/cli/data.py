@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from titans_platform.cli import config_options, echo_json, json_option
+from titans_platform.cli import cluster_option, config_options, dry_run_option, echo_json, json_option
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,22 +27,59 @@ def data() -> None:
 
 @data.command(short_help="Tokenise sources into shards.")
 @config_options
+@click.option(
+    "--processes", type=click.IntRange(1), help="Processes that tokenise a large source  [all cores]"
+)
+@cluster_option
+@dry_run_option
 @json_option
-def prepare(config: Path, overrides: tuple[str, ...], root: Path, as_json: bool) -> None:
+def prepare(
+    config: Path,
+    overrides: tuple[str, ...],
+    root: Path,
+    processes: int | None,
+    cluster: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
     """Tokenise the sources under `data` of CONFIG (a run's YAML file) into shards.
 
-    What is prepared already stays; damaged shards are made anew.
+    What is prepared already stays, of a large source also the parts that are done; damaged shards are made
+    anew. On a cluster the parts are tasks of Ray Data. --dry-run shows the job there, and here what is not
+    prepared yet.
 
     \b
     Example:
       titans data prepare run.yaml --set data.sequence_length=1024
+      titans data prepare run.yaml --set data.store=s3://bucket/data --cluster lab
     """
+    from titans_platform.data.parts import by_processes, by_ray
+    from titans_platform.data.prepare import cores
     from titans_platform.data.prepare import prepare as prepare_data
+    from titans_platform.runs.ray_session import in_job, joined
 
-    loaded = _load(config, overrides)
-    with _progress_bars() as progress:
-        prepared = prepare_data(loaded, root, progress=progress, repair=True)
+    loaded = _load(config, overrides, tokenising=True)
+    if cluster not in (None, "local"):
+        from titans_platform.cli.cluster import prepare_on
+
+        return prepare_on(cluster, click.get_current_context(), loaded)
+    if dry_run:
+        _show_missing(loaded, root, as_json)
+        return 0
+    run = by_ray if in_job() else by_processes(processes or cores())
+    with joined(root), _progress_bars() as progress:
+        prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
     _show(prepared, as_json)
+    return 0
+
+
+def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
+    from titans_platform.data import NotPrepared, open_prepared
+
+    try:
+        _show(open_prepared(data, root), as_json)
+    except NotPrepared as error:
+        echo_json({"prepared": False}) if as_json else click.echo(str(error))
 
 
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
@@ -51,6 +88,8 @@ def prepare(config: Path, overrides: tuple[str, ...], root: Path, as_json: bool)
 @json_option
 def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_json: bool) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
+
+    With data.on_corrupt=skip, the damaged shards that --verify finds are left out from then on.
 
     \b
     Example:
@@ -61,17 +100,23 @@ def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_
     _show(open_prepared(_load(config, overrides), root, verify=verify), as_json)
 
 
-def _load(config: Path, overrides: tuple[str, ...]) -> DataConfig:
-    """The `data` of a run on text. Raises UsageError, also where the run's objective takes no text."""
+def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) -> DataConfig:
+    """The `data` of a run on text. Raises UsageError, also where the run's objective takes no text, and
+    before ``tokenising`` where the model has too few ids.
+    """
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
+    from titans_platform.objectives.next_token import NextToken
 
     cfg = load_config(config, overrides)
-    if (kind := build_objective(cfg).data_kind) != "tokens":
+    objective = build_objective(cfg)
+    if (kind := objective.data_kind) != "tokens":
         raise UsageError(
             f"objective.kind: {cfg.objective.kind} trains on {kind}, which titans train prepares by itself; "
             "titans data is for text"
         )
+    if tokenising and isinstance(objective, NextToken):
+        objective.check_vocabulary(objective.tokenizer())
     return cfg.data
 
 
@@ -113,11 +158,13 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
             "tokens": train.info.tokens + validation.info.tokens,
             "train_tokens": train.info.tokens,
             "validation_tokens": validation.info.tokens,
-            "train_rows": source.count(train),
-            "validation_rows": source.count(validation),
+            "train_rows": len(train),
+            "validation_rows": len(validation),
             "bytes": sum(file.bytes for file in source.manifest.files),
             "fingerprint": source.manifest.content,
-            "folder": str(source.folder),
+            "folder": str(source.place),
+            "revision": source.manifest.revision,
+            "left_out": list(source.manifest.left_out),
         }
     return {
         "fingerprint": prepared.fingerprint,
@@ -149,3 +196,9 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for label, source in described["sources"].items():
+        if source["left_out"]:
+            names = ", ".join(source["left_out"])
+            console.print(
+                f"{label}: {len(source['left_out'])} damaged shards left out: {names}", soft_wrap=True
+            )

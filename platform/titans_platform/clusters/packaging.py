@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from titans_platform.clusters.base import Cluster
 from titans_platform.clusters.jobs import Job
 from titans_platform.clusters.steps import Write
+from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
@@ -103,25 +104,36 @@ def study_job(
 
     Raises UsageError for what would not be found there.
     """
-    path = find_study(study)
-    sources = {s.path for cell in cells for s in cell.config.data.sources if s.path}
-    for source in sorted(sources):
-        if not Path(source).is_absolute():
+    path, data = find_study(study), [cell.config.data for cell in cells]
+    arguments = ["sweep", "run", path.stem, "--scale", scale, "--root", str(root), *options]
+    files = {f"sweeps/{path.stem}.yaml": path.read_bytes(), **_files_of(data)}
+    return titans_job(cluster, arguments, f"{path.stem}-{scale}".lower(), files)
+
+
+def data_job(cluster: Cluster, config: Path, root: Path, options: Iterable[str], data: DataConfig) -> Job:
+    """`data prepare` of a run's file as a job, with the tokenizer's file. Raises UsageError."""
+    arguments = ["data", "prepare", config.name, "--root", str(root), *options]
+    files = {config.name: config.read_bytes(), **_files_of([data])}
+    return titans_job(cluster, arguments, f"data-{config.stem}".lower(), files)
+
+
+def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
+    """What travels with a job on these data; raises UsageError for what would not be found there."""
+    for source in sorted({source.path for one in data for source in one.sources if source.path}):
+        if not Path(source).is_absolute() and "://" not in source:
             raise UsageError(
                 f"data.sources: {source} is relative to this folder, which a job does not see; give its "
                 "absolute path on the nodes"
             )
-    arguments = ["sweep", "run", path.stem, "--scale", scale, "--root", str(root), *options]
-    files = {f"sweeps/{path.stem}.yaml": path.read_bytes(), **_tokenizers(cells)}
-    return titans_job(cluster, arguments, f"{path.stem}-{scale}".lower(), files)
+    return _tokenizers({one.tokenizer for one in data})
 
 
-def _tokenizers(cells: Sequence[Cell]) -> dict[str, bytes]:
+def _tokenizers(names: set[str]) -> dict[str, bytes]:
     """The tokenizer files by relative path; an absolute path is one of the cluster's, a Hub name nobody's."""
     from titans_platform.data.tokenizer import names_hub
 
-    named = {cell.config.data.tokenizer for cell in cells} - {"byte"}
-    here = [Path(name) for name in sorted(named) if not Path(name).is_absolute() and not names_hub(name)]
+    files = map(Path, sorted(name for name in names - {"byte"} if not names_hub(name)))
+    here = [path for path in files if not path.is_absolute()]
     for path in here:
         if not path.is_file():
             raise UsageError(

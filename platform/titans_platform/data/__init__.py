@@ -1,5 +1,6 @@
 """Sources to tokens to Arrow shards to batches, in an order that one counter resumes exactly."""
 
+from titans_platform.data.parts import by_processes, by_ray
 from titans_platform.data.prepare import NotPrepared, PreparedData, open_prepared, prepare
 from titans_platform.data.stream import Batch, RowStream
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
@@ -10,6 +11,8 @@ __all__ = [
     "PreparedData",
     "RowStream",
     "Tokenizer",
+    "by_processes",
+    "by_ray",
     "load_tokenizer",
     "open_prepared",
     "prepare",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from titans_platform.config import DataConfig, SourceConfig
 from titans_platform.data.shards import BoolArray
-from titans_platform.data.sources import Document, TextSource
+from titans_platform.data.sources import Document
 from titans_platform.data.tokenizer import Tokenizer
 from titans_platform.errors import UsageError, within
 
@@ -45,12 +45,20 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(
-    source: TextSource, tokenizer: Tokenizer, config: SourceConfig, seed: int
+    documents: Iterator[Document],
+    tokenizer: Tokenizer,
+    config: SourceConfig,
+    seed: int,
+    several: bool = False,
 ) -> Iterator[Encoded]:
-    """The source's documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut)."""
+    """Documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut).
+
+    ``several``: these are one part of the source, and the others are placed by the same threshold.
+    """
     left = config.max_tokens
-    documents = (document for document in source.documents() if document.text.strip())
-    placed = place(documents, config.validation_fraction, seed)
+    documents = (document for document in documents if document.text.strip())
+    fraction = config.validation_fraction
+    placed = _by_hash(documents, fraction, seed) if several else place(documents, fraction, seed)
     for document, validation, ids in _tokenise(placed, tokenizer):
         limit = None if left is None else math.ceil(left * document.share)
         tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
@@ -88,7 +96,11 @@ def place(documents: Iterator[Document], fraction: float, seed: int) -> Iterator
         kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
         ranked = sorted(_unit(seed, document.key) for document in window)
         threshold = ranked[kept] if len(window) > 1 else 0.0
-    for document in chain(window, following, documents):
+    yield from _by_hash(chain(window, following, documents), threshold, seed)
+
+
+def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Iterator[tuple[Document, bool]]:
+    for document in documents:
         yield document, _unit(seed, document.key) < threshold
 
 

@@ -8,11 +8,11 @@ folders a DataConfig means (so that opening needs neither the sources nor the to
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,19 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from titans_platform.config import DataConfig, digest
-from titans_platform.data.encode import Encoded, encode_documents, generate_items, task_identity
-from titans_platform.data.shards import (
-    MANIFEST,
-    REPAIR,
-    SCHEMA,
-    Manifest,
-    SplitWriter,
-    read_manifest,
-    read_table,
-    write_manifest,
-    write_table,
-)
+from titans_platform.data.encode import task_identity
+from titans_platform.data.parts import Job, Progress, Runner, by_processes, kept_tokenizer, make_source
+from titans_platform.data.reading import SourceRows, read_table
+from titans_platform.data.shards import MANIFEST, REPAIR, SCHEMA, Manifest, parse_manifest, without
 from titans_platform.data.sources import open_source
-from titans_platform.data.stream import Batch, RowStream, SourceRows, validation_batches
+from titans_platform.data.store import Store, open_store
+from titans_platform.data.stream import Batch, RowStream, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.files import write_bytes, write_json
 
-Progress = Callable[[str, int, int, "float | None"], None]
-"""Called with a source's label, documents and tokens so far, and the share done where it is known."""
+log = logging.getLogger(__name__)
+LEFT_OUT = "left-out.json"
+"""Beside a manifest: shards that were found damaged while their size and time were right."""
 
 
 class NotPrepared(UsageError):
@@ -72,7 +65,7 @@ class PreparedData:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, sources: list[SourceRows]):
         self.config, self.tokenizer, self.sources = config, tokenizer, sources
         for i, source in enumerate(sources):
-            if source.weight and not source.count(source.train):
+            if source.weight and not len(source.train):
                 raise UsageError(
                     f"data.sources.{i}: {source.manifest.train.tokens} training tokens make no row of "
                     f"{config.sequence_length} + 1; lower data.sequence_length or give it more text"
@@ -101,7 +94,7 @@ class PreparedData:
         parts = [np.empty(0, np.uint64)]
         for source in self.sources:
             if (info := source.manifest.items) is not None:
-                column = read_table(source.folder / info.file, info.rows).column("hash")
+                column = read_table(source.place, info).column("hash")
                 parts.append(column.to_numpy(zero_copy_only=True))
         return ItemHashes(np.concatenate(parts))
 
@@ -111,7 +104,7 @@ class PreparedData:
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once in a fixed order. Raises UsageError where there are none."""
-        if not any(source.count(source.validation) for source in self.sources):
+        if not any(len(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             raise UsageError(
                 f"data.sources: {have} validation tokens make no row of {self.config.sequence_length} + 1; "
@@ -121,37 +114,62 @@ class PreparedData:
 
 
 def prepare(
-    data: DataConfig, root: Path, *, progress: Progress | None = None, repair: bool = False
+    data: DataConfig,
+    root: Path,
+    *,
+    progress: Progress | None = None,
+    repair: bool = False,
+    run: Runner | None = None,
 ) -> PreparedData:
-    """Tokenise under the storage root what is not tokenised yet and open it all; a second call only opens.
+    """Tokenise what is not tokenised yet and open it all; a second call only opens.
 
-    ``repair`` makes damaged shards anew; without it they raise. Processes may prepare the same data at
-    once: one works, the others wait. Raises UsageError.
+    ``repair`` makes damaged shards anew; without it they raise. ``run`` makes the parts of large sources, by
+    default in a process a core. Processes may prepare the same data at once: one works, the others wait.
+    Raises UsageError.
     """
-    store = Path(root) / "data"
+    store = open_store(data.store, root)
     tokenizer = load_tokenizer(data.tokenizer)
     try:
-        (store / "index").mkdir(parents=True, exist_ok=True)
+        (store.staging / "index").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--root: {store} cannot be written ({error.strerror}); give another") from error
-    folders = [_prepare_source(data, i, tokenizer, store, progress, repair) for i in range(len(data.sources))]
+        where = f"{store.staging} cannot be written ({error.strerror})"
+        raise UsageError(f"--root: {where}; give another") from error
     kept = _keep_tokenizer(tokenizer, store)
-    write_json(_index_file(data, store), {"sources": folders, "tokenizer": kept})
-    return _open_folders(data, store, kept, folders)
+    names = [
+        _prepare_source(data, i, tokenizer, store, kept, progress, repair, run or by_processes(cores()))
+        for i in range(len(data.sources))
+    ]
+    index = {"sources": names, "tokenizer": kept}
+    store.write(_index_file(data), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return _open_folders(data, store, kept, names)
 
 
-def _keep_tokenizer(tokenizer: Tokenizer, store: Path) -> str:
-    """Copy the tokenizer's file under the store: workers on other machines may not see the original."""
+def cores() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, store: Store) -> str:
+    """Copy the tokenizer's file into the store: workers on other machines may not see the original."""
     if tokenizer.path is None:
         return tokenizer.fingerprint
-    kept = store / "tokenizers" / f"{tokenizer.fingerprint}{tokenizer.path.suffix}"
-    if not kept.exists():
-        write_bytes(kept, tokenizer.path.read_bytes())
-    return kept.name
+    kept = f"{tokenizer.fingerprint}{tokenizer.path.suffix}"
+    try:
+        store.read(f"tokenizers/{kept}")
+    except FileNotFoundError:
+        store.write(f"tokenizers/{kept}", tokenizer.path.read_bytes())
+    return kept
 
 
 def _prepare_source(
-    data: DataConfig, i: int, tokenizer: Tokenizer, store: Path, progress: Progress | None, repair: bool
+    data: DataConfig,
+    i: int,
+    tokenizer: Tokenizer,
+    store: Store,
+    kept: str,
+    progress: Progress | None,
+    repair: bool,
+    run: Runner,
 ) -> str:
     """Make the folder of source ``i`` unless it is there and whole; its name.
 
@@ -159,86 +177,78 @@ def _prepare_source(
     read.
     """
     config, field = data.sources[i], f"data.sources.{i}"
-    text = None if config.kind == "task" else open_source(config, field, store / "huggingface")
-    item_tokens = data.sequence_length if text is None else None
+    text = None if config.kind == "task" else open_source(config, field, store.staging / "huggingface")
     identity = {
         "schema": SCHEMA,
-        "source": config.model_dump(mode="json", exclude={"weight"}),
+        "source": config.identity(),
         "found": task_identity(config) if text is None else text.identity(),
         "tokenizer": tokenizer.fingerprint,
-        "length": item_tokens,
+        "length": data.sequence_length if text is None else None,
         "seed": data.seed,
     }
-    folder = store / digest(identity)
-    if _whole(folder, repair):
-        return folder.name
-    with FileLock(store / "index" / f"{folder.name}.lock"):
-        if not _whole(folder, repair):
-            if text is None:
-                encoded = generate_items(config, tokenizer, data, field)
-            else:
-                encoded = encode_documents(text, tokenizer, config, data.seed)
-            label = text.label if text else "task:" + "+".join(task.task for task in config.tasks)
-            with _replacing(folder) as partial:
-                written = _write(partial, encoded, tokenizer.vocab_size, label, progress)
-                if not written.train.documents + written.validation.documents:
-                    raise UsageError(f"{field}: {label} is empty; give a source that holds text")
-                origin = {"python": text.python if text else None, "item_tokens": item_tokens}
-                write_manifest(partial, written.model_copy(update=origin))
-    return folder.name
+    name = digest(identity)
+    if _is_whole(data, store, name, repair):
+        return name
+    with FileLock(store.staging / "index" / f"{name}.lock"):
+        if not _is_whole(data, store, name, repair):
+            make_source(Job(data, i, store, name, kept), run, progress)
+    return name
 
 
-def _whole(folder: Path, repair: bool) -> bool:
-    """Whether the folder is complete. Raises UsageError where it is damaged and ``repair`` is off."""
-    if not (folder / MANIFEST).exists():
-        return False
+def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
+    """Whether a source is complete. Raises UsageError where it is damaged and neither to be repaired nor read
+    without its damaged shards.
+    """
+    if repair:
+        # known to be damaged, though sizes and times do not show it
+        with suppress(FileNotFoundError):
+            for file in json.loads(store.read(f"{name}/{LEFT_OUT}")):
+                store.discard(f"{name}/{file}")
+            store.discard(f"{name}/{LEFT_OUT}")
     try:
-        read_manifest(folder)
+        _manifest(data if not repair else data.model_copy(update={"on_corrupt": "refuse"}), store, name)
+    except Missing:
+        return False
     except UsageError:
         if not repair:
             raise
+        # parts that are whole stay
+        store.discard(f"{name}/{MANIFEST}")
         return False
     return True
 
 
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder`` that takes its place at the end; the caller holds the lock."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    # left by a process that died
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+class Missing(UsageError):
+    """There is no manifest."""
+
+
+def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -> Manifest:
+    """The manifest of a source, its files checked. Raises UsageError naming the first that is damaged.
+
+    With ``data.on_corrupt: skip`` damaged shards are left out; those that ``verify`` found are remembered.
+    """
+    where = f"{name}/{MANIFEST}"
     try:
-        yield partial
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write(
-    folder: Path, encoded: Iterator[Encoded], vocab_size: int, label: str, progress: Progress | None
-) -> Manifest:
-    """Write the shards of both splits and the hashes of the items; what was written."""
-    train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))
-    hashes: list[int] = []
-    for one in encoded:
-        (validation if one.validation else train).add(one.tokens, one.loss)
-        if one.item is not None:
-            hashes.append(int(one.item, 16))
-        if progress:
-            documents = train.documents + validation.documents
-            progress(label, documents, train.tokens + validation.tokens, one.done)
-    items = {"hash": np.unique(np.array(hashes, np.uint64))}
-    return Manifest(
-        schema_version=SCHEMA,
-        label=label,
-        # closed first: what is left is hashed when it is written
-        train=train.close(),
-        validation=validation.close(),
-        content=digest([train.content.hexdigest(), validation.content.hexdigest()], 16),
-        items=write_table(folder / "items.arrow", items) if hashes else None,
-    )
+        manifest = parse_manifest(store.read(where), store / where)
+    except FileNotFoundError:
+        raise Missing(f"{store / where}: missing; {REPAIR}") from None
+    problems = store.place(name, data.cache_gb).problems(manifest.files, verify)
+    items = () if manifest.items is None else (manifest.items.file,)
+    if problems and (data.on_corrupt == "refuse" or not problems.keys().isdisjoint(items)):
+        raise UsageError(f"{next(iter(problems.values()))}; {REPAIR}")
+    if data.on_corrupt == "refuse":
+        return manifest
+    with suppress(FileNotFoundError):
+        problems = json.loads(store.read(f"{name}/{LEFT_OUT}")) | problems
+    if not problems:
+        return manifest
+    if verify:
+        store.write(f"{name}/{LEFT_OUT}", json.dumps(problems, indent=2).encode())
+    left = without(manifest, problems)
+    tokens = sum(shard.rows for shard in manifest.files if shard.file in problems)
+    shards = ", ".join(sorted(problems))
+    log.warning("%s: %d damaged shards left out, %d tokens: %s", store / name, len(problems), tokens, shards)
+    return left
 
 
 def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> PreparedData:
@@ -246,32 +256,34 @@ def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> Prep
 
     ``verify`` hashes every shard, also those whose time of writing is the manifest's.
     """
-    store = Path(root) / "data"
-    path = _index_file(data, store)
+    store, name = open_store(data.store, root), _index_file(data)
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        kept, folders = str(index["tokenizer"]), [str(name) for name in index["sources"]]
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotPrepared(f"data: not prepared under {root}; run titans data prepare") from None
+        index = json.loads(store.read(name))
+        kept, names = str(index["tokenizer"]), [str(name) for name in index["sources"]]
+    except FileNotFoundError:
+        where = f"under {root}" if data.store is None else f"in {store}"
+        raise NotPrepared(f"data: not prepared {where}; run titans data prepare") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: cannot be read; {REPAIR}") from error
-    return _open_folders(data, store, kept, folders, verify)
+        raise UsageError(f"{store / name}: cannot be read; {REPAIR}") from error
+    return _open_folders(data, store, kept, names, verify)
 
 
 def _open_folders(
-    data: DataConfig, store: Path, kept: str, folders: list[str], verify: bool = False
+    data: DataConfig, store: Store, kept: str, names: list[str], verify: bool = False
 ) -> PreparedData:
-    tokenizer = load_tokenizer("byte" if kept == "byte" else str(store / "tokenizers" / kept))
+    tokenizer = kept_tokenizer(store, kept)
     sources = []
-    for name, source in zip(folders, data.sources, strict=True):
-        manifest = read_manifest(store / name, verify)
-        sources.append(SourceRows(store / name, manifest, data.sequence_length, tokenizer.pad, source.weight))
+    for name, source in zip(names, data.sources, strict=True):
+        manifest, place = _manifest(data, store, name, verify), store.place(name, data.cache_gb)
+        sources.append(SourceRows(place, manifest, data.sequence_length, tokenizer.pad, source.weight))
     return PreparedData(data, tokenizer, sources)
 
 
-def _index_file(data: DataConfig, store: Path) -> Path:
-    sources = [source.model_dump(mode="json", exclude={"weight"}) for source in data.sources]
-    identity: dict[str, Any] = data.model_dump(mode="json") | {"sources": sources, "schema": SCHEMA}
+def _index_file(data: DataConfig) -> str:
+    """The name of the file that says which folders ``data`` means."""
+    sources = [source.identity() for source in data.sources]
+    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt"})
+    identity: dict[str, Any] = fields | {"sources": sources, "schema": SCHEMA}
     if any(source.kind == "stdlib" for source in data.sources):
         identity["python"] = platform.python_version()
-    return store / "index" / f"{digest(identity)}.json"
+    return f"index/{digest(identity)}.json"

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field, JsonValue
 
 from titans_core.config import Frozen
 from titans_platform.config import digest
 from titans_platform.errors import UsageError
-from titans_platform.files import not_written, write_json
+from titans_platform.files import not_written, write_bytes
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
@@ -63,20 +64,20 @@ class Manifest(Frozen):
     validation: SplitInfo
     items: ShardInfo | None = None
     """Sorted hashes of the task items."""
+    source: dict[str, JsonValue] = Field(default_factory=dict)
+    """The source's fields in the config, for people; what it names may have changed since."""
+    revision: str | None = None
+    """The commit of a Hub dataset."""
+    tokenizer: str | None = None
+    """The tokenizer's fingerprint."""
+    left_out: tuple[str, ...] = ()
+    """Shards that were damaged and are not read; never in a file."""
 
     @property
     def files(self) -> tuple[ShardInfo, ...]:
         """All files of the source but the manifest."""
         items = () if self.items is None else (self.items,)
         return self.train.shards + self.validation.shards + items
-
-
-class Span(NamedTuple):
-    """Neighbouring tokens; all arrays have the same length."""
-
-    tokens: NDArray[np.unsignedinteger]
-    starts: BoolArray
-    loss: BoolArray
 
 
 class SplitWriter:
@@ -91,7 +92,7 @@ class SplitWriter:
         self._shards: list[ShardInfo] = []
         self._filled = 0
         flags = (np.empty(self.shard_tokens, np.bool_) for _ in range(2))
-        self._buffer = Span(np.empty(self.shard_tokens, dtype), *flags)
+        self._buffer = (np.empty(self.shard_tokens, dtype), *flags)
 
     def add(self, tokens: NDArray[np.integer], loss: BoolArray) -> None:
         """Append one document: its ids, bos first, and which of them count as targets."""
@@ -143,78 +144,60 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
     return ShardInfo(file=path.name, rows=rows, bytes=size, sha256=sha256, mtime_ns=mtime_ns)
 
 
-def read_table(path: Path, rows: int) -> pa.RecordBatch:
-    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds ``rows``."""
-    try:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_record_batch(0)
-    except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
-    if batch.num_rows != rows:
-        raise UsageError(f"{path}: holds {batch.num_rows} rows where the manifest says {rows}; {REPAIR}")
-    return batch
-
-
-class Split:
-    """The tokens of one split as one long sequence, read from its shards in place."""
-
-    def __init__(self, folder: Path, info: SplitInfo):
-        self.folder, self.info = folder, info
-        self._open: dict[int, pa.RecordBatch] = {}
-
-    def read(self, start: int, stop: int) -> Span:
-        """Tokens ``start`` up to ``stop`` of the split; a view where they lie in one shard."""
-        size = self.info.shard_tokens
-        parts = []
-        for shard in range(start // size, (stop - 1) // size + 1):
-            first, last = max(start - shard * size, 0), min(stop - shard * size, size)
-            columns = self._shard(shard).slice(first, last - first).columns
-            # flags lie eight to a byte in the file
-            parts.append(Span(*(column.to_numpy(zero_copy_only=False) for column in columns)))
-        return parts[0] if len(parts) == 1 else Span(*map(np.concatenate, zip(*parts, strict=True)))
-
-    def _shard(self, number: int) -> pa.RecordBatch:
-        if number not in self._open:
-            info = self.info.shards[number]
-            self._open[number] = read_table(self.folder / info.file, info.rows)
-        return self._open[number]
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest with a digest of itself."""
+    write_bytes(folder / MANIFEST, signed(manifest))
+
+
+def signed(manifest: Manifest) -> bytes:
+    """The content of a manifest's file: JSON with a digest of itself."""
     fields = manifest.model_dump(mode="json")
-    write_json(folder / MANIFEST, fields | {"digest": digest(fields)})
+    return (json.dumps(fields | {"digest": digest(fields)}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_manifest(folder: Path, verify: bool = False) -> Manifest:
-    """The manifest of a prepared source, its files checked. Raises UsageError naming the file.
-
-    Sizes are always compared; a file's hash only where its time of writing is not the manifest's, or with
-    ``verify``: hashing a corpus at every start would take minutes.
-    """
-    path = folder / MANIFEST
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """The manifest in a file's content. Raises UsageError naming the file."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
-        manifest = Manifest.model_validate_json(json.dumps(fields))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: missing; {REPAIR}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: is not a manifest or was changed; {REPAIR}") from error
-    for info in manifest.files:
-        _check(folder / info.file, info, verify)
-    return manifest
+        return Manifest.model_validate_json(json.dumps(fields))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{where}: is not a manifest or was changed; {REPAIR}") from error
 
 
-def _check(path: Path, info: ShardInfo, verify: bool) -> None:
-    if not path.is_file():
-        raise UsageError(f"{path}: missing shard; {REPAIR}")
-    stat = path.stat()
+def without(manifest: Manifest, files: Collection[str]) -> Manifest:
+    """The manifest of what is left when shards are not read; its content is another."""
+
+    def kept(split: SplitInfo) -> SplitInfo:
+        shards = tuple(shard for shard in split.shards if shard.file not in files)
+        return split.model_copy(update={"shards": shards, "tokens": sum(shard.rows for shard in shards)})
+
+    names = sorted(files)
+    return manifest.model_copy(
+        update={
+            "train": kept(manifest.train), "validation": kept(manifest.validation), "left_out": tuple(names),
+            "content": digest([manifest.content, "without", names], 16),
+        }
+    )  # fmt: skip
+
+
+def file_problem(path: Path, info: ShardInfo, verify: bool) -> str | None:
+    """What is wrong with a file, in words that name it.
+
+    Its size is always compared; its hash only where its time of writing is not the manifest's, or with
+    ``verify``: hashing a corpus at every start would take minutes.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return f"{path}: missing shard"
     if stat.st_size != info.bytes:
-        raise UsageError(f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}; {REPAIR}")
+        return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
     touched = verify or stat.st_mtime_ns != info.mtime_ns
     if touched and _file_sha256(path) != info.sha256:
-        raise UsageError(f"{path}: corrupted shard, its hash is not the manifest's; {REPAIR}")
+        return f"{path}: corrupted shard, its hash is not the manifest's"
+    return None
 
 
 def _file_sha256(path: Path) -> str:

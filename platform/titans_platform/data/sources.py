@@ -8,8 +8,8 @@ import platform
 import sysconfig
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,38 @@ STDLIB_LEFT_OUT = {
     "site-packages", "dist-packages", "__pycache__", "idlelib", "ensurepip", "lib2to3", "distutils",
     "tkinter", "turtledemo", "venv", "lib-dynload",
 }  # fmt: skip
-KINDS = (".txt", ".py", ".jsonl", ".parquet")
+KINDS = (".txt", ".py", ".jsonl", ".parquet", ".arrow")
+BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+"""What of `datasets` reads records; the other kinds are one document a file."""
 COMPRESSED = (".gz", ".xz")
+
+
+PART_BYTES = 256 * 2**20
+"""Files of a part, before they are unpacked; a source of less than two parts is tokenised in one."""
+PART_TOKENS = 2**27
+"""With ``max_tokens`` of less a source is tokenised in one part, from its beginning."""
+PART_DOCUMENTS = 256
+"""A source of fewer documents is not cut: its split into training and validation is exact."""
+HUB_BYTES = 2**30
+"""Text of a Hub dataset that is tokenised in one part."""
+MANY_FILES = 8
+"""Files of a Hub dataset that is large where nothing says how large."""
+
+
+Part = Sequence[int]
+"""The files from the first number up to the second; or which shard of how many."""
+
+
+class Plan(NamedTuple):
+    """What a source is read in."""
+
+    parts: Sequence[Part] = ()
+    """What `TextSource.documents` takes for each part; none: the source is read in one."""
+    revision: str | None = None
+    """The commit of a Hub dataset; all parts are of one."""
+
+
+WHOLE = Plan()
 
 
 class Document(NamedTuple):
@@ -49,9 +79,13 @@ class TextSource(ABC):
     def identity(self) -> Any:
         """JSON that changes when the source changes. Raises UsageError where it cannot be found."""
 
+    def plan(self) -> Plan:
+        """The parts that several processes may read; a function of the source alone."""
+        return WHOLE
+
     @abstractmethod
-    def documents(self) -> Iterator[Document]:
-        """The documents in order. Raises UsageError naming what cannot be read."""
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
+        """The documents in order, of a part or of all. Raises UsageError naming what cannot be read."""
 
 
 class StdlibSource(TextSource):
@@ -81,7 +115,7 @@ class StdlibSource(TextSource):
         """Version, and name and size of every file."""
         return [self.python, [[name, (self.folder / name).stat().st_size] for name in self.files()]]
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         """The files in order; one that is not text in its declared encoding is left out."""
         files = self.files()
         for i, name in enumerate(files):
@@ -99,75 +133,141 @@ class RecordSource(TextSource):
         self.source, self.field, self.cache = source, field, cache
         self.label = f"{source.kind}:{label}"
 
-    def texts(self, what: str, builder: str, text_field: str, **options: Any) -> Iterator[str]:
-        """The ``text_field`` of every record; ``what`` names them in errors. Raises UsageError."""
+    @contextmanager
+    def opened(self, what: str, builder: str, **options: Any) -> Iterator[Any]:
+        """The records as `datasets` streams them; ``what`` names them in errors. Raises UsageError."""
         if "HF_HOME" not in os.environ:
             # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
             os.environ.setdefault("HF_HUB_CACHE", str(self.cache / "hub"))
         import datasets
 
         options |= {"streaming": True, "cache_dir": str(self.cache)}
-        where = f"{self.field}.text_field"
         try:
             with _quiet(datasets):
-                for record in datasets.load_dataset(builder, **options):
-                    if text_field not in record:
-                        known = ", ".join(record)
-                        raise UsageError(f"{where}: {what} has no field {text_field}; it has {known}")
-                    if not isinstance(text := record[text_field] or "", str):
-                        raise UsageError(f"{where}: {text_field} of {what} is not text")
-                    yield text
+                yield datasets.load_dataset(builder, **options)
         except UsageError:
             raise
         except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
             raise UsageError(f"{self.field}: {what} cannot be read: {one_line(error, 160)}") from error
 
+    def texts(self, what: str, records: Iterable[Any], text_field: str) -> Iterator[str]:
+        """The ``text_field`` of every record. Raises UsageError."""
+        where = f"{self.field}.text_field"
+        for record in records:
+            if text_field not in record:
+                known = ", ".join(record)
+                raise UsageError(f"{where}: {what} has no field {text_field}; it has {known}")
+            if not isinstance(text := record[text_field] or "", str):
+                raise UsageError(f"{where}: {text_field} of {what} is not text")
+            yield text
+
+
+class File(NamedTuple):
+    """A file of a source, here or in a bucket."""
+
+    name: str
+    """A local path, or a URL that fsspec takes."""
+    bytes: int
+    stamp: Any
+    """What changes when the file does."""
+
 
 class FilesSource(RecordSource):
-    """Local .txt and .py files (a file is one document), .jsonl and .parquet (a record is one)."""
+    """.txt and .py files (a file is one document), .jsonl, .parquet and .arrow (a record is one)."""
 
     def __init__(self, source: SourceConfig, field: str, cache: Path):
         self.path = source.path or ""
         super().__init__(source, field, cache, Path(self.path).name)
 
-    def files(self) -> list[Path]:
+    def files(self) -> list[File]:
         """The files the path means, sorted. Raises UsageError where it means none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
-        expanded = os.path.abspath(os.path.expanduser(self.path))
-        if os.path.isfile(expanded) and kind_of(Path(expanded)) is None:
+        remote = "://" in self.path
+        found, one = self._remote() if remote else self._local()
+        if one and kind_of(Path(self.path)) is None:
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
-        # the name of what is there is no pattern
-        pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
-        found = glob.glob(os.path.join(pattern, "**") if os.path.isdir(expanded) else pattern, recursive=True)
-        if not found:
+        if not found and not os.path.isdir(os.path.expanduser(self.path)):
             raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
-        files = sorted(Path(name) for name in found if os.path.isfile(name) and kind_of(Path(name)))
+        files = sorted((file for file in found if kind_of(Path(file.name))), key=lambda file: Path(file.name))
         if not files:
             raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
         return files
 
+    def _local(self) -> tuple[list[File], bool]:
+        """What there is at a local path, and whether the path is a file."""
+        expanded = os.path.abspath(os.path.expanduser(self.path))
+        # the name of what is there is no pattern
+        pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
+        inside = os.path.join(pattern, "**") if os.path.isdir(expanded) else pattern
+        names = filter(os.path.isfile, glob.glob(inside, recursive=True))
+        stats = ((str(Path(name)), os.stat(name)) for name in names)
+        return [File(n, stat.st_size, stat.st_mtime_ns) for n, stat in stats], os.path.isfile(expanded)
+
+    def _remote(self) -> tuple[list[File], bool]:
+        """What there is at a URL, and whether it is a file. Raises UsageError."""
+        import fsspec
+
+        try:
+            system, path = fsspec.core.url_to_fs(self.path)
+            one = not glob.has_magic(path) and system.isfile(path)
+            listed = (
+                system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
+            )
+        except ImportError as error:
+            raise UsageError(f"{self.field}.path: {one_line(error, 160)}; pip install it") from None
+        except Exception as error:  # file systems raise what they like
+            raise UsageError(
+                f"{self.field}.path: {self.path} cannot be listed: {one_line(error, 160)}"
+            ) from error
+        keys = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
+        return [
+            File(
+                system.unstrip_protocol(name),
+                info["size"] or 0,
+                str(next((info[k] for k in keys if k in info), "")),
+            )
+            for name, info in listed.items()
+            if info["type"] == "file"
+        ], one
+
     def identity(self) -> Any:
         """Name, size and time of every file: an edited file is read again."""
         files = self.files()
-        found: list[Any] = [[str(file), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
-        one_document = len(files) == 1 and kind_of(files[0]) in (".txt", ".py")
+        found: list[Any] = [list(file) for file in files]
+        one_document = len(files) == 1 and kind_of(Path(files[0].name)) not in BUILDERS
         # what was prepared when one document could not be split is prepared again
         return [*found, "split by position"] if one_document and self.source.validation_fraction else found
 
-    def documents(self) -> Iterator[Document]:
+    def plan(self) -> Plan:
+        """Neighbouring files, together of PART_BYTES."""
+        files, limit = self.files(), self.source.max_tokens
+        few = len(files) < PART_DOCUMENTS and not any(kind_of(Path(file.name)) in BUILDERS for file in files)
+        if few or sum(file.bytes for file in files) < 2 * PART_BYTES or (limit or PART_TOKENS) < PART_TOKENS:
+            return WHOLE
+        parts, first, held = [], 0, 0
+        for i, file in enumerate(files):
+            held += file.bytes
+            if held >= PART_BYTES or i == len(files) - 1:
+                parts.append([first, i + 1])
+                first, held = i + 1, 0
+        return Plan(parts) if len(parts) > 1 else Plan()
+
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         files = self.files()
-        sizes = [path.stat().st_size for path in files]
-        for i, path in enumerate(files):
+        sizes = [file.bytes for file in files]
+        first, last = part or (0, len(files))
+        for i, file in list(enumerate(files))[first:last]:
             # within a file nothing says how far the reader is
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
-            builder = {".jsonl": "json", ".parquet": "parquet"}.get(kind_of(path) or "", "text")
+            builder = BUILDERS.get(kind_of(Path(file.name)) or "", "text")
             text_field = "text" if builder == "text" else self.source.text_field
             whole = {"sample_by": "document"} if builder == "text" else {}
             # the library takes the name for a pattern
-            options = {"data_files": [glob.escape(str(path))], "split": "train"} | whole
-            for text in self.texts(str(path), builder, text_field, **options):
-                # keyed by text, so that a document met twice is never on both sides
-                yield Document(text, text, done)
+            options = {"data_files": [glob.escape(file.name)], "split": "train"} | whole
+            with self.opened(file.name, builder, **options) as records:
+                for text in self.texts(file.name, records, text_field):
+                    # keyed by text, so that a document met twice is never on both sides
+                    yield Document(text, text, done)
 
 
 class HubSource(RecordSource):
@@ -181,10 +281,41 @@ class HubSource(RecordSource):
         """Its name is in the config already; what is prepared stays until its folder is deleted."""
         return None
 
-    def documents(self) -> Iterator[Document]:
-        options = {"name": self.source.subset, "split": self.source.split}
-        for text in self.texts(self.dataset, self.dataset, self.source.text_field, **options):
-            yield Document(text, text, None)
+    def plan(self) -> Plan:
+        """The dataset's files, each a part, of the commit that is the newest now."""
+        revision = self.source.revision or self._newest()
+        if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
+            return Plan((), revision)
+        with self._opened(revision) as records:
+            shards, known = getattr(records, "num_shards", 1), getattr(records, "info", None)
+        split = ((known and known.splits) or {}).get(self.source.split)
+        size = (split and split.num_bytes) or 0
+        large = size > HUB_BYTES or (not size and shards >= MANY_FILES)
+        return Plan([[i, shards] for i in range(shards)] if large and shards > 1 else (), revision)
+
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
+        with self._opened(revision) as records:
+            if part:
+                records = records.shard(index=part[0], num_shards=part[1])
+            for text in self.texts(self.dataset, records, self.source.text_field):
+                yield Document(text, text, None)
+
+    def _opened(self, revision: str | None) -> AbstractContextManager[Any]:
+        options: dict[str, Any] = {"name": self.source.subset, "split": self.source.split}
+        return self.opened(
+            self.dataset, self.dataset, **options | ({"revision": revision} if revision else {})
+        )
+
+    def _newest(self) -> str | None:
+        """The dataset's commit, None where the Hub cannot be asked."""
+        import huggingface_hub
+
+        if Path(self.dataset).exists():
+            return None
+        try:
+            return huggingface_hub.HfApi().dataset_info(self.dataset, timeout=10).sha
+        except Exception:  # the library's own and HTTP's have no common base; reading says what is wrong
+            return None
 
 
 def open_source(source: SourceConfig, field: str, cache: Path) -> TextSource:

@@ -27,6 +27,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
         """Tokenise the sources of ``data`` that are not tokenised yet."""
+        self.check_vocabulary(self.tokenizer())
         return prepare(self.cfg.data, root, progress=report)
 
     def open(self, root: Path) -> PreparedData:
@@ -80,12 +81,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def check(self, data: PreparedData | None = None) -> None:
         """Also that the vocabulary holds the data's tokens, and that the tasks which make rows exist."""
-        size = self.cfg.model.vocab_size
-        if data is not None and size < (needed := data.tokenizer.vocab_size):
-            raise UsageError(
-                f"model.vocab_size: {size} is less than the {needed} of tokenizer "
-                f"{self.cfg.data.tokenizer}; set it to {needed}"
-            )
+        if data is not None:
+            self.check_vocabulary(data.tokenizer)
         super().check(data)
         for i, source in enumerate(self.cfg.data.sources):
             for j, task in enumerate(source.tasks):
@@ -96,6 +93,15 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         if data is not None and held_out:
             # an iterator nobody reads, or a UsageError where there are no validation rows
             data.validation(1)
+
+    def check_vocabulary(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer with more ids than the model has. Raises UsageError."""
+        size, needed = self.cfg.model.vocab_size, tokenizer.vocab_size
+        if size < needed:
+            raise UsageError(
+                f"model.vocab_size: {size} is less than the {needed} of tokenizer "
+                f"{self.cfg.data.tokenizer}; set it to {needed}"
+            )
 
     def check_task(self, task: Task, lengths: Sequence[float], data: PreparedData | None) -> None:
         """Also, with data, that an item of each length fits in it."""

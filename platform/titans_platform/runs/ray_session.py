@@ -91,6 +91,11 @@ def joined(root: Path) -> Iterator[None]:
         yield
 
 
+def in_job() -> bool:
+    """Whether this process is a job of a cluster."""
+    return bool(os.environ.get(ADDRESS))
+
+
 def available(resources: Resources) -> Machine:
     """What runs can be placed on: inside a job the cluster at its largest, outside this machine."""
     if not os.environ.get(ADDRESS):

@@ -1,0 +1,322 @@
+"""Tokenising one source: whole, or in parts that processes of a machine or Ray's tasks share.
+
+What the parts are is decided by the source alone, so that the shards are the same whoever made them. Each
+part that is done is kept, with a manifest of its own; the source's manifest comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count, islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titans_platform.config import DataConfig, digest
+from titans_platform.data.encode import Encoded, encode_documents, generate_items
+from titans_platform.data.shards import (
+    MANIFEST,
+    SCHEMA,
+    Manifest,
+    SplitInfo,
+    SplitWriter,
+    parse_manifest,
+    signed,
+    write_manifest,
+    write_table,
+)
+from titans_platform.data.sources import WHOLE, Plan, open_source
+from titans_platform.data.store import Store
+from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.files import write_bytes
+
+Progress = Callable[[str, int, int, "float | None"], None]
+"""Called with a source's label, documents and tokens so far, and the share done where it is known."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One part of a source to tokenise."""
+
+    data: DataConfig
+    source: int
+    """Which of ``data.sources``."""
+    store: Store
+    name: str
+    """The source's folder in the store."""
+    tokenizer: str
+    """The kept copy of the tokenizer's file in the store, or ``byte``."""
+    plan: Plan = WHOLE
+    number: int | None = None
+    """The part; None: the source is one."""
+    limit: int | None = None
+    """Stop after so many tokens."""
+
+    @property
+    def folder(self) -> str:
+        """Where the part is kept, in the store."""
+        return self.name if self.number is None else f"{self.name}/{self.number:05d}"
+
+
+Runner = Callable[[Iterator[Job]], Iterator[tuple[int, Manifest]]]
+"""Makes parts, and says which are made; takes a job only when it can begin it."""
+
+
+def make_part(job: Job, progress: Progress | None = None) -> Manifest:
+    """Tokenise one part, or the whole source, and put it into the store. Raises UsageError."""
+    data, field = job.data, f"data.sources.{job.source}"
+    config = data.sources[job.source].model_copy(update={"max_tokens": job.limit})
+    tokenizer = kept_tokenizer(job.store, job.tokenizer)
+    origin: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "revision": job.plan.revision}
+    origin["source"] = data.sources[job.source].model_dump(mode="json", exclude_defaults=True)
+    if config.kind == "task":
+        label = "task:" + "+".join(task.task for task in config.tasks)
+        encoded = generate_items(config, tokenizer, data, field)
+        origin["item_tokens"] = data.sequence_length
+    else:
+        text = open_source(config, field, job.store.staging / "huggingface")
+        label, origin["python"] = text.label, text.python
+        part = None if job.number is None else job.plan.parts[job.number]
+        documents = text.documents(part, job.plan.revision)
+        encoded = encode_documents(documents, tokenizer, config, data.seed, several=job.number is not None)
+    folder = job.store.staging / job.folder
+    with _replacing(folder) as partial:
+        manifest = _write(partial, encoded, tokenizer.vocab_size, label, progress)
+        if job.number is None and not manifest.train.documents + manifest.validation.documents:
+            raise UsageError(f"{field}: {label} is empty; give a source that holds text")
+        manifest = manifest.model_copy(update=origin)
+        write_manifest(partial, manifest)
+    job.store.publish(folder)
+    return manifest
+
+
+def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
+    """Make what is not made yet of a source. Raises UsageError, TitansError."""
+    job = replace(job, plan=_plan(job), limit=job.data.sources[job.source].max_tokens)
+    if not job.plan.parts:
+        make_part(job, progress)
+        return
+    made = dict(_finished(job))
+    jobs = (replace(job, number=n) for n in _missing(made, len(job.plan.parts), job.limit))
+    for number, manifest in run(jobs):
+        made[number] = manifest
+        if progress:
+            progress(manifest.label, *_counts(made), len(made) / len(job.plan.parts))
+    manifest = _joined(_up_to_limit(job, made))
+    if not manifest.train.documents + manifest.validation.documents:
+        raise UsageError(
+            f"data.sources.{job.source}: {manifest.label} is empty; give a source that holds text"
+        )
+    job.store.write(f"{job.name}/{MANIFEST}", signed(manifest))
+
+
+def _plan(job: Job) -> Plan:
+    """The source's parts; those of an earlier try, which may have seen another revision."""
+    config, name = job.data.sources[job.source], f"{job.name}/plan.json"
+    if config.kind == "task":
+        return WHOLE
+    with suppress(FileNotFoundError, ValueError):
+        return Plan(**json.loads(job.store.read(name)))
+    plan = open_source(config, f"data.sources.{job.source}", job.store.staging / "huggingface").plan()
+    if plan.parts:
+        job.store.write(name, json.dumps(plan._asdict()).encode())
+    return plan
+
+
+def _finished(job: Job) -> Iterator[tuple[int, Manifest]]:
+    """The parts that are there and whole."""
+    for number in range(len(job.plan.parts)):
+        part = replace(job, number=number)
+        with suppress(FileNotFoundError, UsageError):
+            name = f"{part.folder}/{MANIFEST}"
+            manifest = parse_manifest(job.store.read(name), name)
+            if not job.store.place(part.folder, 0).problems(manifest.files, verify=False):
+                yield number, manifest
+
+
+def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterator[int]:
+    """Parts to make, in order, until those at the beginning hold ``limit`` tokens."""
+    for number in range(parts):
+        beginning = takewhile(lambda manifest: manifest is not None, map(made.get, range(parts)))
+        if limit is not None and sum(_tokens(manifest) for manifest in beginning if manifest) >= limit:
+            return
+        if number not in made:
+            yield number
+
+
+def _up_to_limit(job: Job, made: dict[int, Manifest]) -> dict[str, Manifest]:
+    """The parts that make the source, by folder; the last is made again where it holds too much."""
+    chosen, left = {}, job.limit
+    for number in range(len(job.plan.parts)):
+        part, manifest = replace(job, number=number), made.get(number)
+        if left == 0 or manifest is None:
+            job.store.remove(part.folder)
+            continue
+        if left is not None and _tokens(manifest) > left:
+            manifest = make_part(replace(part, limit=left))
+        chosen[f"{number:05d}"] = manifest
+        left = None if left is None else left - _tokens(manifest)
+    return chosen
+
+
+def _joined(parts: dict[str, Manifest]) -> Manifest:
+    """One manifest of all parts."""
+
+    def split(which: str) -> SplitInfo:
+        infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
+        shards = [
+            shard.model_copy(update={"file": f"{name}/{shard.file}"})
+            for name, info in infos.items()
+            for shard in info.shards
+        ]
+        documents, tokens = (
+            sum(getattr(info, key) for info in infos.values()) for key in ("documents", "tokens")
+        )
+        held = max(info.shard_tokens for info in infos.values())
+        return SplitInfo(documents=documents, tokens=tokens, shard_tokens=held, shards=tuple(shards))
+
+    content = digest([manifest.content for manifest in parts.values()], 16)
+    splits = {"train": split("train"), "validation": split("validation")}
+    return next(iter(parts.values())).model_copy(update={"content": content, **splits})
+
+
+def _tokens(manifest: Manifest) -> int:
+    return manifest.train.tokens + manifest.validation.tokens
+
+
+def _counts(made: dict[int, Manifest]) -> tuple[int, int]:
+    """Documents and tokens."""
+    documents = sum(manifest.train.documents + manifest.validation.documents for manifest in made.values())
+    return documents, sum(map(_tokens, made.values()))
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder`` that takes its place at the end; the caller holds the lock."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    # left by a process that died
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(
+    folder: Path, encoded: Iterator[Encoded], vocab_size: int, label: str, progress: Progress | None
+) -> Manifest:
+    """Write the shards of both splits and the hashes of the items; what was written."""
+    train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))
+    hashes: list[int] = []
+    for one in encoded:
+        (validation if one.validation else train).add(one.tokens, one.loss)
+        if one.item is not None:
+            hashes.append(int(one.item, 16))
+        if progress:
+            documents = train.documents + validation.documents
+            progress(label, documents, train.tokens + validation.tokens, one.done)
+    items = {"hash": np.unique(np.array(hashes, np.uint64))}
+    return Manifest(
+        schema_version=SCHEMA,
+        label=label,
+        # closed first: what is left is hashed when it is written
+        train=train.close(),
+        validation=validation.close(),
+        content=digest([train.content.hexdigest(), validation.content.hexdigest()], 16),
+        items=write_table(folder / "items.arrow", items) if hashes else None,
+    )
+
+
+def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
+    """The tokenizer whose file the store keeps under this name."""
+    if kept == "byte":
+        return load_tokenizer("byte")
+    path = store.staging / "tokenizers" / kept
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, store.read(f"tokenizers/{kept}"))
+    return load_tokenizer(str(path))
+
+
+def by_processes(processes: int) -> Runner:
+    """Parts in so many processes of this machine."""
+
+    def run(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
+        if processes == 1:
+            yield from ((job.number or 0, make_part(job)) for job in jobs)
+            return
+        others = multiprocessing.active_children()
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_end_with_parent) as pool:
+            running: dict[Future[Manifest], int] = {}
+            try:
+                for _ in count():
+                    for job in islice(jobs, processes - len(running)):
+                        running[pool.submit(make_part, job)] = job.number or 0
+                    if not running:
+                        return
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        yield running.pop(future), future.result()
+            except BrokenProcessPool:
+                raise TitansError(
+                    "a process that tokenised died, perhaps for want of memory; the same command goes on, "
+                    "try it with fewer --processes"
+                ) from None
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in set(multiprocessing.active_children()) - set(others) if running else ():
+                    child.terminate()
+
+    return run
+
+
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for work for ever."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
+    """Parts as tasks of Ray Data, each on one CPU; Ray has been started or joined."""
+    import ray
+    import ray.data
+
+    # a batch of tasks at a time: what max_tokens leaves out is not begun
+    at_once = 4 * max(1, int(ray.cluster_resources().get("CPU", 1)))
+    while wave := [{"job": pickle.dumps(job)} for job in islice(jobs, at_once)]:
+        tasks = ray.data.from_items(wave, override_num_blocks=len(wave)).map(_ray_task, num_cpus=1)
+        for row in tasks.iter_rows():
+            if row["error"]:
+                raise UsageError(row["error"])
+            yield row["number"], Manifest.model_validate_json(row["manifest"])
+
+
+def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
+    """One part; an error of the user's comes back in words, without a trace of Ray's."""
+    job: Job = pickle.loads(row["job"])
+    try:
+        return {"number": job.number or 0, "manifest": make_part(job).model_dump_json(), "error": ""}
+    except UsageError as error:
+        return {"number": job.number or 0, "manifest": "", "error": str(error)}

@@ -1,0 +1,199 @@
+"""Prepared tokens, read in place from mapped shards: any span, or many rows at once.
+
+R rows, W tokens each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from titans_platform.data.order import Integers
+from titans_platform.data.shards import REPAIR, BoolArray, Manifest, ShardInfo, SplitInfo
+from titans_platform.data.store import Place
+from titans_platform.errors import UsageError
+
+MANY_SHARDS = 16
+"""A split of more shards is cut shard by shard: a row lies in one, and only a few are read at once."""
+LONG_ROW = 1 / 64
+"""Rows that take more of a shard than this are read across the borders of shards, however many there are:
+what is cut off at the end of each would be too much."""
+OPEN_SHARDS = 16
+"""Shards of a split that stay mapped; those not used for longest are let go, and their pages with them."""
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens; all arrays have the same shape."""
+
+    tokens: NDArray[np.integer]
+    starts: BoolArray
+    loss: BoolArray
+
+
+def read_table(place: Place, info: ShardInfo) -> pa.RecordBatch:
+    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds its rows."""
+    try:
+        batch = pa.ipc.open_file(pa.py_buffer(place.open(info))).get_record_batch(0)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UsageError(f"{place}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
+    if batch.num_rows != info.rows:
+        what = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
+        raise UsageError(f"{place}/{info.file}: {what}; {REPAIR}")
+    return batch
+
+
+class Shard:
+    """One mapped shard."""
+
+    def __init__(self, batch: pa.RecordBatch):
+        self.tokens = batch.column("token").to_numpy(zero_copy_only=True)
+        # flags lie eight to a byte in the file
+        self.starts, self.loss = (
+            np.frombuffer(batch.column(name).buffers()[1], np.uint8) for name in ("start", "loss")
+        )
+
+    def span(self, first: int, last: int) -> Span:
+        """Tokens ``first`` up to ``last``."""
+        flags = (_bits(column, np.array([first]), last - first)[0] for column in (self.starts, self.loss))
+        return Span(self.tokens[first:last], *flags)
+
+    def rows(self, firsts: Integers, width: int) -> Span:
+        """[R, W]: the spans of ``width`` tokens that begin at ``firsts``."""
+        tokens = sliding_window_view(self.tokens, width)[firsts]
+        return Span(tokens, _bits(self.starts, firsts, width), _bits(self.loss, firsts, width))
+
+
+def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
+    """[R, W] bits of a column from each of ``firsts`` on."""
+    held = min((width + 14) // 8, len(column))
+    # the last bytes of the file may be fewer than a row asks for
+    byte = np.minimum(firsts >> 3, len(column) - held)
+    bits = np.unpackbits(sliding_window_view(column, held)[byte], axis=1, bitorder="little")
+    skip = firsts - 8 * byte
+    if (skip == skip[0]).all():
+        return bits[:, skip[0] : skip[0] + width].view(np.bool_)
+    found = np.empty((len(firsts), width), np.bool_)
+    for n in np.unique(skip).tolist():
+        found[skip == n] = bits[skip == n, n : n + width]
+    return found
+
+
+def _copy(found: Span, out: Span, rows: Integers) -> None:
+    out.tokens[rows], out.starts[rows], out.loss[rows] = found
+
+
+class Split:
+    """The tokens of one split as one long sequence, read from its shards in place."""
+
+    def __init__(self, place: Place, info: SplitInfo):
+        self.place, self.info = place, info
+        self.held = np.array([shard.rows for shard in info.shards], np.int64)
+        self.begins = np.cumsum(self.held) - self.held
+        """Where each shard begins in the sequence."""
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+
+    def read(self, start: int, stop: int) -> Span:
+        """Tokens ``start`` up to ``stop`` of the split; a view where they lie in one shard."""
+        first, last = self.shard_of(np.array([start, stop - 1])).tolist()
+        parts = []
+        for number in range(first, last + 1):
+            begin = int(self.begins[number])
+            end = min(stop - begin, int(self.held[number]))
+            parts.append(self.shard(number).span(max(start - begin, 0), end))
+        return parts[0] if len(parts) == 1 else Span(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def gather(self, firsts: Integers, into: Integers, out: Span) -> None:
+        """Copy the spans that begin at ``firsts`` into the rows ``into`` of ``out``, as wide as they are."""
+        width = out.tokens.shape[1]
+        shards = self.shard_of(firsts)
+        inside = firsts - self.begins[shards]
+        crossing = inside + width > self.held[shards]
+        for number in np.unique(shards[~crossing]).tolist():
+            mine = np.flatnonzero((shards == number) & ~crossing)
+            found = self.shard(number).rows(inside[mine], width)
+            _copy(found, out, into[mine])
+        for i in np.flatnonzero(crossing).tolist():
+            _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
+
+    def shard_of(self, tokens: Integers) -> Integers:
+        """The shard that each token of the sequence lies in."""
+        return np.searchsorted(self.begins, tokens, side="right") - 1
+
+    def shard(self, number: int) -> Shard:
+        """A shard, mapped."""
+        if number not in self._open:
+            self._open[number] = Shard(read_table(self.place, self.info.shards[number]))
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def ahead(self, shards: Sequence[int]) -> None:
+        """These shards will be needed next."""
+        self.place.ahead([self.info.shards[number] for number in shards])
+
+
+class SplitRows(Split):
+    """The training or validation rows of a source.
+
+    Running text is cut into rows of T+1 tokens, T apart; a task item is a row of T tokens. A split of many
+    shards, or with ``gaps`` between them, is cut shard by shard, and what is left at the end of each makes
+    no row.
+    """
+
+    def __init__(self, place: Place, info: SplitInfo, length: int, items: bool, gaps: bool):
+        super().__init__(place, info)
+        self.length, self.width = length, length + (not items)
+        held, largest = self.held, int(self.held.max(initial=0))
+        self.by_shard = gaps or (len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW)
+        if self.by_shard:
+            self.counts = np.maximum(held - (self.width - length), 0) // length
+        else:
+            # those that begin in each shard
+            total = max(0, int(held.sum()) - (self.width - length)) // length
+            self.counts = np.diff(np.minimum(-(-np.append(self.begins, held.sum()) // length), total))
+        self._ends = np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def first_tokens(self, rows: Integers) -> Integers:
+        """Where each row begins in the split."""
+        if not self.by_shard:
+            return rows * self.length
+        shard = np.searchsorted(self._ends, rows, side="right")
+        return self.begins[shard] + (rows - self._ends[shard] + self.counts[shard]) * self.length
+
+
+class SourceRows:
+    """The rows of one prepared source."""
+
+    def __init__(self, place: Place, manifest: Manifest, sequence_length: int, pad: int, weight: float):
+        self.place, self.manifest, self.weight = place, manifest, weight
+        self.length, self.pad = sequence_length, pad
+        self.items = manifest.item_tokens is not None
+        self.train, self.validation = (
+            SplitRows(place, info, sequence_length, self.items, bool(manifest.left_out))
+            for info in (manifest.train, manifest.validation)
+        )
+
+    def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: Span) -> None:
+        """Copy rows of a split, by number, into the rows ``into`` of ``out``, [R, T+1] each.
+
+        The pad that follows a task item has no loss.
+        """
+        firsts = rows.first_tokens(numbers)
+        if not self.items:
+            rows.gather(firsts, into, out)
+            return
+        tokens, starts, loss = out
+        items = Span(tokens[:, : self.length], starts[:, : self.length], loss[:, : self.length])
+        rows.gather(firsts, into, items)
+        out.tokens[into, self.length] = self.pad
+        out.starts[into, self.length] = out.loss[into, self.length] = False

@@ -1,0 +1,298 @@
+"""Where prepared sources are kept: a folder, or a bucket that pyarrow.fs reads (`data.store`).
+
+A store holds a folder for each prepared source, `index/`, which says what a DataConfig means, and
+`tokenizers/`. Shards of a bucket are fetched ahead of their use to a cache on the node (`cache.py`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from titans_platform.data.cache import Ahead, ShardCache
+from titans_platform.data.shards import MANIFEST, ShardInfo, file_problem
+from titans_platform.errors import TitansError, UsageError, one_line
+from titans_platform.files import write_bytes
+
+TRIES = 6
+FIRST_WAIT = 0.25
+"""Seconds before the second try; each wait is twice the one before."""
+CHUNK = 8 * 2**20
+"""Bytes of one request: what is asked again after an error, and what a fetch holds in memory."""
+T = TypeVar("T")
+
+
+class Place(Protocol):
+    """The files of one prepared source."""
+
+    def open(self, info: ShardInfo) -> mmap.mmap:
+        """A file, mapped; fetched first if need be. Raises OSError, UsageError, TitansError."""
+        ...
+
+    def ahead(self, infos: Sequence[ShardInfo]) -> None:
+        """These files will be needed next, in this order."""
+        ...
+
+    def problems(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
+        """What is wrong, by name, with the files that are not as the manifest says.
+
+        Sizes are always compared, hashes of all with ``verify``.
+        """
+        ...
+
+
+class Store(ABC):
+    """Prepared sources and what belongs to them, by name."""
+
+    staging: Path
+    """The local folder in which sources are made."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """A small file. Raises FileNotFoundError, TitansError."""
+
+    @abstractmethod
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, whole or not at all. Raises TitansError, UsageError."""
+
+    @abstractmethod
+    def place(self, name: str, cache_gb: float) -> Place:
+        """The files of the source ``name``."""
+
+    @abstractmethod
+    def publish(self, folder: Path) -> None:
+        """Take over a folder that is complete in ``staging``."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a folder, if it is there."""
+
+    @abstractmethod
+    def discard(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    def __truediv__(self, name: str) -> str:
+        """How messages name a file."""
+        return f"{self}/{name}"
+
+
+class Folder:
+    """Files in a folder of this machine."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def open(self, info: ShardInfo) -> mmap.mmap:
+        return mapped(self.path / info.file)
+
+    def ahead(self, infos: Sequence[ShardInfo]) -> None:
+        """The system reads ahead by itself."""
+
+    def problems(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
+        """Also the hashes of files whose time of writing is not the manifest's."""
+        found = ((info.file, file_problem(self.path / info.file, info, verify)) for info in infos)
+        return {name: problem for name, problem in found if problem}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class LocalStore(Store):
+    """A folder, by default `data/` under the storage root."""
+
+    def __init__(self, path: Path):
+        self.staging = path
+
+    def read(self, name: str) -> bytes:
+        with suppress(NotADirectoryError):
+            return (self.staging / name).read_bytes()
+        raise FileNotFoundError(self / name)
+
+    def write(self, name: str, content: bytes) -> None:
+        write_bytes(self.staging / name, content)
+
+    def place(self, name: str, cache_gb: float) -> Folder:
+        return Folder(self.staging / name)
+
+    def publish(self, folder: Path) -> None:
+        """It is there already."""
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self.staging / name, ignore_errors=True)
+
+    def discard(self, name: str) -> None:
+        (self.staging / name).unlink(missing_ok=True)
+
+    def __str__(self) -> str:
+        return str(self.staging)
+
+
+class Bucket(Store):
+    """An object store. What fails on the way is tried again; sources are made under ``staging``."""
+
+    def __init__(self, uri: str, staging: Path):
+        # credentials and endpoints may follow the question mark
+        self.uri, self.staging = uri, staging
+        self.shown = uri.partition("?")[0].rstrip("/")
+
+    @cached_property
+    def _files(self) -> tuple[Any, str]:
+        """The file system, and the path in it. Raises UsageError."""
+        from pyarrow import fs
+
+        try:
+            return fs.FileSystem.from_uri(self.uri)
+        except Exception as error:  # ArrowInvalid, OSError, and what the plugin lacks
+            raise UsageError(f"data.store: {self.shown} cannot be opened: {one_line(error, 160)}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        # connections do not travel
+        return {key: value for key, value in vars(self).items() if key != "_files"}
+
+    def read(self, name: str) -> bytes:
+        return b"".join(self.chunks(name))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The content of a file, CHUNK bytes a request, each of which is tried again where it fails."""
+        files, base = self._files
+        file = self._tried(name, lambda: files.open_input_file(f"{base}/{name}"))
+        size = self._tried(name, file.size)
+        for at in range(0, size, CHUNK):
+            yield self._tried(name, lambda at=at: _whole(file.read_at(min(CHUNK, size - at), at), size - at))
+
+    def write(self, name: str, content: bytes) -> None:
+        def put() -> None:
+            files, base = self._files
+            with files.open_output_stream(f"{base}/{name}") as out:
+                out.write(content)
+
+        self._tried(name, put)
+
+    def upload(self, path: Path, name: str) -> None:
+        """Write a local file."""
+
+        def put() -> None:
+            files, base = self._files
+            with path.open("rb") as file, files.open_output_stream(f"{base}/{name}") as out:
+                shutil.copyfileobj(file, out, CHUNK)
+
+        self._tried(name, put)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Bytes of every file of a source, in one listing."""
+        from pyarrow import fs
+
+        files, base = self._files
+        folder = f"{base}/{name}"
+        wanted = fs.FileSelector(folder, allow_not_found=True, recursive=True)
+        infos = self._tried(name, lambda: files.get_file_info(wanted))
+        return {info.path[len(folder) + 1 :]: info.size for info in infos if info.is_file}
+
+    def place(self, name: str, cache_gb: float) -> Remote:
+        return Remote(self, name, ShardCache(cache_gb))
+
+    def publish(self, folder: Path) -> None:
+        """Upload it, the manifest last, and remove it here."""
+        names = [path.relative_to(self.staging).as_posix() for path in folder.rglob("*") if path.is_file()]
+        for name in sorted(names, key=lambda name: name.endswith(MANIFEST)):
+            self.upload(self.staging / name, name)
+        shutil.rmtree(folder)
+
+    def remove(self, name: str) -> None:
+        files, base = self._files
+        with suppress(FileNotFoundError):
+            self._tried(name, lambda: files.delete_dir(f"{base}/{name}"))
+
+    def discard(self, name: str) -> None:
+        files, base = self._files
+        with suppress(FileNotFoundError):
+            self._tried(name, lambda: files.delete_file(f"{base}/{name}"))
+
+    def __str__(self) -> str:
+        return self.shown
+
+    def _tried(self, name: str, call: Callable[[], T]) -> T:
+        """What ``call`` returns, asked for up to TRIES times. Raises TitansError that names the file."""
+        for tried in range(TRIES):
+            try:
+                return call()
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                if tried == TRIES - 1:
+                    why = f"after {TRIES} tries: {one_line(error, 160)}"
+                    raise TitansError(f"{self / name}: the storage does not answer {why}") from error
+                time.sleep(FIRST_WAIT * 2**tried * random.uniform(0.8, 1.2))
+        raise AssertionError
+
+
+class Remote:
+    """The files of a source in a bucket, by way of the node's cache."""
+
+    def __init__(self, bucket: Bucket, name: str, cache: ShardCache):
+        self.bucket, self.name, self.cache = bucket, name, cache
+        self._ahead = Ahead(self.local)
+
+    def local(self, info: ShardInfo) -> Path:
+        """The file in the cache. Raises UsageError, TitansError."""
+        name = f"{self.name}/{info.file}"
+        return self.cache.fetched(info, lambda: self.bucket.chunks(name), self.bucket / name)
+
+    def open(self, info: ShardInfo) -> mmap.mmap:
+        while True:
+            # another process may need the room just now
+            with suppress(FileNotFoundError):
+                return mapped(self.local(info))
+
+    def ahead(self, infos: Sequence[ShardInfo]) -> None:
+        self._ahead.ask(infos)
+
+    def problems(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
+        """With ``verify`` every file is fetched."""
+        there, found = self.bucket.sizes(self.name), {}
+        for info in infos:
+            name = self.bucket / f"{self.name}/{info.file}"
+            if info.file not in there:
+                found[info.file] = f"{name}: missing shard"
+            elif (size := there[info.file]) != info.bytes:
+                found[info.file] = f"{name}: truncated shard, {size} bytes of {info.bytes}"
+            elif verify:
+                try:
+                    self.local(info)
+                except UsageError as error:
+                    found[info.file] = str(error).partition(";")[0]
+        return found
+
+    def __str__(self) -> str:
+        return self.bucket / self.name
+
+
+def open_store(store: str | None, root: Path) -> Store:
+    """The store that ``data.store`` names; `data/` under the root where it names none."""
+    if store is None:
+        return LocalStore(Path(root) / "data")
+    scheme, _, path = store.partition("://")
+    if not path:
+        return LocalStore(Path(store).expanduser())
+    return LocalStore(Path(path)) if scheme == "file" else Bucket(store, Path(root) / "data")
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """A local file in memory, read-only."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _whole(content: bytes, left: int) -> bytes:
+    """Raises OSError for an answer that broke off."""
+    if len(content) < min(CHUNK, left):
+        raise OSError(f"{len(content)} bytes came of {min(CHUNK, left)}")
+    return content

@@ -1,0 +1,79 @@
+"""Every row exactly once an epoch, whatever reads it, is killed and goes on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from titans_platform.data.order import WINDOW
+from titans_platform.data.reading import SourceRows
+from titans_platform.data.store import Folder
+from titans_platform.data.stream import RowStream
+from titans_platform.data_benchmark import write_source
+
+COUNTS = (1, 2, 3, 8)
+BATCH, LENGTH = 24, 15
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> list[SourceRows]:
+    """One of 20 shards, which is read a few shards at a time, and one of 3: 60 and 40 of 100 rows."""
+    folder = tmp_path_factory.mktemp("sources")
+    written = [write_source(folder / str(shards), shards, 1024) for shards in (20, 3)]
+    return [
+        SourceRows(Folder(path), manifest, LENGTH, 0, weight)
+        for (path, manifest), weight in zip(written, (0.6, 0.4), strict=True)
+    ]
+
+
+def test_many_shards_are_cut_shard_by_shard_and_mixed_a_window_at_a_time(sources):
+    many, few = (source.train for source in sources)
+    assert (many.by_shard, few.by_shard) == (True, False)
+    assert many.counts.tolist() == [68] * 20
+    assert (len(many), len(few)) == (20 * 68, (3 * 1024 - 1) // LENGTH)
+    stream = RowStream(sources[:1], 68, 5)
+    shards = [{row // 68 for _, row in stream.global_rows(step)} for step in range(20)]
+    windows = [set().union(*shards[i : i + WINDOW]) for i in range(0, 20, WINDOW)]
+    assert [len(window) for window in windows] == [8, 8, 4]
+    assert set().union(*windows) == set(range(20))
+    assert all(len(batch) > 2 for batch in shards), "mixed inside"
+    again = [{row // 68 for _, row in stream.global_rows(step)} for step in range(20, 28)]
+    assert set().union(*again) != windows[0], "another order the next time round"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
+    """Ranks and loader workers change at each kill; what loaders had read ahead is lost with them."""
+    rng = random.Random(seed)
+    steps = -(-len(sources[0].train) * 100 // 60 // BATCH) * 2
+    step, drawn = 0, Counter[tuple[int, int]]()
+    while step < steps:
+        ranks, workers = rng.choice(COUNTS), rng.choice(COUNTS)
+        killed_at = min(steps, step + rng.randint(1, steps // 3))
+        for rank in range(ranks):
+            # a loader worker has a stream of its own, and takes every so-manieth step
+            loaders = [RowStream(sources, BATCH, seed, rank, ranks) for _ in range(workers)]
+            for ahead in range(killed_at, killed_at + workers):
+                loaders[ahead % workers].batch(ahead)
+            for at in range(step, killed_at):
+                stream = loaders[at % workers]
+                mine = stream.global_rows(at)[rank::ranks]
+                drawn.update(mine)
+                if at == step:
+                    firsts = [sources[s].train.first_tokens(np.array([row]))[0] for s, row in mine]
+                    read = [
+                        sources[s].train.read(first, first + LENGTH + 1).tokens
+                        for (s, _), first in zip(mine, firsts, strict=True)
+                    ]
+                    assert np.array_equal(stream.batch(at).tokens.numpy(), np.array(read))
+        step = killed_at
+    for s, share in enumerate((60, 40)):
+        epochs, more = divmod(steps * BATCH * share // 100, len(sources[s].train))
+        times = Counter(times for (source, _), times in drawn.items() if source == s)
+        rows = len(sources[s].train)
+        off = abs(times[epochs + 1] - more) + abs(times[epochs] - (rows - more) * (epochs > 0))
+        assert off <= 2, "exact but for the part of a cycle at the end"
+        assert set(times) <= {epochs, epochs + 1}

@@ -1,0 +1,201 @@
+"""Large sources in parts: the same shards whoever makes them, and what is done stays done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from titans_platform.cli import run as titans
+from titans_platform.config import DataConfig
+from titans_platform.data import (
+    PreparedData,
+    by_processes,
+    by_ray,
+    open_prepared,
+    parts,
+    prepare,
+    shards,
+    sources,
+)
+from titans_platform.errors import UsageError
+
+FILES, DOCUMENTS = 6, 30
+
+
+def config(source: dict, **fields) -> DataConfig:
+    value = {"sources": [{"validation_fraction": 0.1} | source], "sequence_length": 16} | fields
+    return DataConfig.model_validate_json(json.dumps(value))
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch) -> dict:
+    """Six files, each a part."""
+    (tmp_path / "texts").mkdir()
+    for i in range(FILES):
+        lines = [json.dumps({"text": f"document {j} of file {i}"}) for j in range(DOCUMENTS)]
+        (tmp_path / "texts" / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(sources, "PART_BYTES", 500)
+    monkeypatch.setattr(sources, "PART_TOKENS", 1)
+    return {"kind": "files", "path": str(tmp_path / "texts")}
+
+
+def files(prepared: PreparedData) -> list[tuple[str, str]]:
+    return [(file.file, file.sha256) for file in prepared.sources[0].manifest.files]
+
+
+def tokens(prepared: PreparedData) -> int:
+    source = prepared.sources[0]
+    return source.manifest.train.tokens + source.manifest.validation.tokens
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_makes_the_same_shards(texts, tmp_path):
+    alone = prepare(config(texts), tmp_path / "a", run=by_processes(1))
+    assert alone.sources[0].manifest.train.documents > 100
+    assert {name.partition("/")[0] for name, _ in files(alone)} == {f"{i:05d}" for i in range(FILES)}
+    both = prepare(config(texts), tmp_path / "b", run=by_processes(2))
+    assert files(both) == files(alone)
+    assert both.fingerprint == alone.fingerprint
+    assert open_prepared(config(texts), tmp_path / "b", verify=True).fingerprint == alone.fingerprint
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_tasks_of_ray_make_the_same_shards(texts, tmp_path):
+    from titans_platform.runs.ray_session import ray_session
+
+    alone = prepare(config(texts), tmp_path / "a", run=by_processes(1))
+    with ray_session(2):
+        assert files(prepare(config(texts), tmp_path / "b", run=by_ray)) == files(alone)
+
+
+def test_what_is_done_is_not_done_again(texts, tmp_path):
+    made: list[int] = []
+
+    def counted(jobs: Iterator[parts.Job]) -> Iterator:
+        for job in jobs:
+            made.append(job.number or 0)
+            yield from by_processes(1)(iter([job]))
+
+    def killed(jobs: Iterator[parts.Job]) -> Iterator:
+        yield from counted(islice(jobs, 2))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(texts), tmp_path / "a", run=killed)
+    prepared = prepare(config(texts), tmp_path / "a", run=counted)
+    assert made == list(range(FILES))
+    # one damaged part is made anew
+    (prepared.sources[0].place.path / "00003" / "train-00000.arrow").write_bytes(b"")
+    assert files(prepare(config(texts), tmp_path / "a", run=counted, repair=True)) == files(prepared)
+    assert made[FILES:] == [3]
+
+
+@pytest.mark.parametrize("limit", [100, 1500, 10**6])
+def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limit):
+    taken: list[int] = []
+
+    def run(jobs: Iterator[parts.Job]) -> Iterator:
+        for number, manifest in by_processes(1)(jobs):
+            taken.append(number)
+            yield number, manifest
+
+    whole = prepare(config(texts), tmp_path / "a", run=by_processes(1))
+    cut = prepare(config(texts | {"max_tokens": limit}), tmp_path / "a", run=run)
+    assert tokens(cut) == min(limit, tokens(whole))
+    read = cut.sources[0].train
+    held = read.info.tokens
+    assert (read.read(0, held).tokens == whole.sources[0].train.read(0, held).tokens)[:-30].all()
+    assert len(taken) == (FILES if limit == 10**6 else -(-limit // (tokens(whole) // FILES)))
+    if limit == 100:
+        assert not (cut.sources[0].place.path / "00001").exists()
+
+
+def test_a_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
+    import datasets
+
+    asked: list[str | None] = []
+
+    class Records(list):
+        num_shards = 8
+
+        def shard(self, num_shards: int, index: int) -> Records:
+            return Records(self[index::num_shards])
+
+    def load_dataset(path, revision=None, **options):
+        asked.append(revision)
+        return Records({"text": f"record {i} of the dataset"} for i in range(80))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.HubSource, "_newest", lambda self: "c0ffee")
+    source = {"kind": "hub", "dataset": "some/corpus"}
+    prepared = prepare(config(source), tmp_path, run=by_processes(1))
+    manifest = prepared.sources[0].manifest
+    assert manifest.revision == "c0ffee"
+    assert set(asked) == {"c0ffee"}
+    assert manifest.train.documents + manifest.validation.documents == 80
+    assert manifest.source["dataset"] == "some/corpus"
+    assert manifest.tokenizer == "byte"
+    pinned = prepare(config(source | {"revision": "v1"}), tmp_path, run=by_processes(1))
+    assert pinned.sources[0].manifest.revision == "v1"
+
+
+def test_arrow_files_and_urls(tmp_path):
+    table = pa.table({"text": ["one record", "another record"]})
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    for path in (tmp_path / "t.arrow", f"file://{tmp_path}/*.arrow"):
+        prepared = prepare(config({"kind": "files", "path": str(path)}, sequence_length=4), tmp_path / "root")
+        assert tokens(prepared) == len("one record") + len("another record") + 2
+    with pytest.raises(UsageError, match=r"^data\.sources\.0\.path: no file, folder or match for file://"):
+        prepare(config({"kind": "files", "path": f"file://{tmp_path}/none*.txt"}), tmp_path / "root")
+
+
+@pytest.fixture
+def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
+    """Five shards, of which one changed without a change of size or time."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
+    data = config({"kind": "stdlib", "max_tokens": 5000, "validation_fraction": 0})
+    shard = prepare(data, tmp_path).sources[0].place.path / "train-00002.arrow"
+    return data, shard
+
+
+def spoil(shard: Path) -> None:
+    import os
+
+    stat, content = shard.stat(), bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_damaged_shards_are_left_out_and_counted_if_the_config_says_so(damaged, tmp_path, caplog):
+    data, shard = damaged
+    skip = data.model_copy(update={"on_corrupt": "skip"})
+    whole = open_prepared(skip, tmp_path)
+    assert whole.fingerprint == open_prepared(data, tmp_path).fingerprint
+    spoil(shard)
+    with pytest.raises(UsageError, match=r"train-00002\.arrow: corrupted shard"):
+        open_prepared(data, tmp_path, verify=True)
+    assert open_prepared(skip, tmp_path, verify=True).sources[0].manifest.left_out == ("train-00002.arrow",)
+    # remembered, and what is read is another thing
+    left = open_prepared(skip, tmp_path)
+    assert left.sources[0].manifest.train.tokens == 5000 - 1024
+    assert left.fingerprint != whole.fingerprint
+    assert "1 damaged shards left out, 1024 tokens: train-00002.arrow" in caplog.text
+    batch = left.train_stream(8, seed=0).batch(0)
+    assert batch.tokens.shape == (8, 17)
+    assert prepare(skip, tmp_path, repair=True).fingerprint == whole.fingerprint
+
+
+def test_the_vocabulary_is_checked_before_anything_is_tokenised(texts, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"vocab_size": 100}, "data": {"sources": [texts]}}))
+    assert titans(["data", "prepare", str(path), "--root", str(tmp_path / "root")]) == 2
+    assert "model.vocab_size: 100 is less than the 260 of tokenizer byte" in capsys.readouterr().err
+    assert not list((tmp_path / "root").rglob("*.arrow"))
