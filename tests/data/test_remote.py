@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, count, cycle, repeat
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +27,16 @@ ROWS = SHARDS * 68
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Forwards to ``target``; a share of the requests for shards fails in one of three ways."""
+    """Forwards to ``target``; each so many-th request for a shard fails, in one of three ways in turn."""
 
     protocol_version = "HTTP/1.1"
-    target, fail, rng, seen = 0, 0.0, random.Random(0), Counter[str]()
+    target, every, seen = 0, 0, Counter[str]()
+    asked, ways = count(1), cycle([*["500", "reset"] * 5, "stall"])
 
     def answer(self) -> None:
         kind = "fine"
-        if self.command == "GET" and ".arrow" in self.path and self.rng.random() < self.fail:
-            kind = self.rng.choices(["500", "reset", "stall"], [10, 10, 1])[0]
+        if self.command == "GET" and ".arrow" in self.path and self.every:
+            kind = "fine" if next(self.asked) % self.every else next(self.ways)
         self.seen[kind] += 1
         if kind == "stall":
             time.sleep(4)
@@ -107,14 +108,14 @@ def prepared(uploaded, tmp_path, monkeypatch) -> DataConfig:
     """The same, with nothing in the cache and a proxy that lets everything pass."""
     monkeypatch.setattr(shards, "SHARD_BYTES", 2 * SHARD)
     monkeypatch.setenv("TITANS_CACHE", str(tmp_path / "cache"))
-    Proxy.fail = 0.0
+    Proxy.every = 0
     Proxy.seen.clear()
     return uploaded
 
 
 def test_four_readers_lose_nothing_and_repeat_nothing(prepared, tmp_path):
     """An epoch by four ranks that open the data themselves, with a cache of a third of the shards."""
-    Proxy.fail = 0.2
+    Proxy.every = 4
     batch = 20
 
     def rows(rank: int) -> list[tuple[int, ...]]:
@@ -140,10 +141,8 @@ def test_the_name_is_that_of_local_shards(prepared, tmp_path):
 
 
 def test_a_stalled_request_is_asked_again(prepared, tmp_path, monkeypatch):
-    once = iter(["stall"])
-    monkeypatch.setattr(Proxy, "fail", 1.0)
-    monkeypatch.setattr(Proxy, "rng", random.Random(0))
-    monkeypatch.setattr(Proxy.rng, "choices", lambda *given: [next(once, "fine")], raising=False)
+    monkeypatch.setattr(Proxy, "every", 1)
+    monkeypatch.setattr(Proxy, "ways", chain(["stall"], repeat("fine")))
     open_prepared(prepared, tmp_path).train_stream(99, 0).batch(0)
     assert Proxy.seen["stall"] == 1
 
@@ -151,9 +150,8 @@ def test_a_stalled_request_is_asked_again(prepared, tmp_path, monkeypatch):
 def test_storage_that_stays_away_is_one_error_naming_the_shard(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "TRIES", 2)
     stream = open_prepared(prepared, tmp_path).train_stream(4, 0)
-    monkeypatch.setattr(Proxy, "fail", 1.0)
-    monkeypatch.setattr(Proxy, "rng", random.Random(0))
-    monkeypatch.setattr(Proxy.rng, "choices", lambda *given: ["500"], raising=False)
+    monkeypatch.setattr(Proxy, "every", 1)
+    monkeypatch.setattr(Proxy, "ways", repeat("500"))
     with pytest.raises(
         TitansError, match=r"^s3://.*/train-000\d\d\.arrow: the storage does not answer after 2"
     ):
