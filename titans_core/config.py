@@ -63,7 +63,7 @@ class MemoryConfig(Frozen):
     """Where the inner learning rate starts: -1 is 0.27 of max_theta."""
     surprise_bound: Annotated[float, Field(gt=0)] | None = 1.0
     """Bound c on each token's surprise; None is the paper's unbounded rule."""
-    backend: Literal["auto", "reference", "autograd", "chunked", "native", "triton"] = "auto"
+    backend: Literal["auto", "reference", "autograd", "chunked", "native", "online", "triton"] = "auto"
     rule: str = "paper"
     """What a token does to the memory: paper, gated_delta, huber, yaad, or ``module:Name`` of a
     `titans_kernels.Rule`."""

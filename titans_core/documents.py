@@ -30,7 +30,9 @@ class Documents(NamedTuple):
         starts = starts_BT.clone()
         starts[:, 0] = True
         flat = starts.flatten()
-        first = torch.nonzero(flat).flatten()
+        # the meta device has shapes alone: a document a row
+        rows = torch.arange(0, flat.numel(), starts.shape[1], device=flat.device)
+        first = rows if flat.is_meta else torch.nonzero(flat).flatten()
         index = flat.cumsum(0) - 1
         position = torch.arange(flat.numel(), device=flat.device) - first[index]
         with torch.inference_mode(False):  # a tensor that tells of changes: its layout is found once

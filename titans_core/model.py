@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import GREEDY, NOTHING, Reading, Sampling, Writing, read
 
+LOGITS_AT_ONCE = 2**24
+"""Logits of a pass with targets that are in memory at once: 64 MiB of float32."""
+
 
 class ModelOutput(NamedTuple):
-    """Logits [B, T, V], or [B, 1, V] of the last token, and the state after it (None when packed)."""
+    """What a pass gives: logits or losses, and the state after the last token (None when packed)."""
 
-    logits: Tensor
+    logits: Tensor | None
+    """[B, T, V], or [B, 1, V] of the last token; None where there were targets."""
     state: ModelState | None
+    losses: Tensor | None = None
+    """[B, T] cross-entropy of the targets in nats."""
 
 
 class LanguageModel(Backbone):
@@ -41,19 +50,42 @@ class LanguageModel(Backbone):
         *,
         document_starts: Tensor | Documents | None = None,
         last: bool = False,
+        targets_BT: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits of the token after each.
+        """Logits of the token after each, or the losses of given ones.
 
         Args:
             tokens_BT: [B, T] int64.
             state: from an earlier call, as `encode` takes it.
             document_starts: [B, T] bool, where packed documents begin, as `encode` takes it.
             last: only the logits of the last token, [B, 1, V].
+            targets_BT: [B, T] int64, the token after each: their cross-entropy in place of the logits, of
+                which at most LOGITS_AT_ONCE are held, and made again for the backward pass.
         """
         # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
         x = self.embedding(tokens_BT) * self.config.d_model**0.5
         x, state = self.encode(x, state, document_starts)
+        if targets_BT is not None:
+            return ModelOutput(None, state, self._losses(x, targets_BT))
         return ModelOutput(self.head(x[:, -1:] if last else x), state)
+
+    def _losses(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """[B, T] cross-entropy, of a part of the positions after the other where there are many."""
+        x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        if len(x_ND) <= rows:
+            return self._cross_entropy(x_ND, targets_N).view_as(targets_BT)
+        parts = [
+            checkpoint(self._cross_entropy, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(x_ND.split(rows), targets_N.split(rows), strict=True)
+        ]
+        return torch.cat(parts).view_as(targets_BT)
+
+    def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        # flat: over a middle dimension, and back, softmax is several times slower
+        logits_NV = self.head(x_ND)
+        exact = torch.promote_types(logits_NV.dtype, torch.float32)
+        return F.cross_entropy(logits_NV.to(exact), targets_N, reduction="none")
 
     def generate(
         self,

@@ -56,6 +56,7 @@ def preset(
         raise ValueError(f"preset: {name!r} is not one of {', '.join(SIZES)}")
     size, block = SIZES[name], find(variant)
     heads = size.d_model // size.head_dim
+    memory = {"depth": 2, "heads": heads, "chunk_size": size.chunk_size, "max_theta": size.max_theta}
     config = ModelConfig(
         variant=variant,
         options=dict(options or {}),
@@ -65,7 +66,7 @@ def preset(
         tie_embeddings=size.tie_embeddings,
         persistent_tokens=size.persistent_tokens,
         mlp_expansion=block.preset_expansion or 0.0,
-        memory=MemoryConfig(depth=2, heads=heads, chunk_size=size.chunk_size, max_theta=size.max_theta),
+        memory=MemoryConfig.model_validate({**memory, **block.preset_memory}),
         attention=AttentionConfig(
             heads=heads, window=size.window if block.preset_window else None, segment_size=size.window
         ),

@@ -26,6 +26,7 @@ the field out gives other numbers from then on. `tests/runs/test_names.py` pins 
 NOT_IN_NAMES: dict[str, Any] = {
     **dict.fromkeys(("data", "checkpoint", "log", "start_from"), True),
     "eval": {"every"},
+    "optim": {"recompute"},
 }
 """Fields that change no number, and those that enter a name by their content."""
 
@@ -118,8 +119,16 @@ class OptimConfig(Frozen):
     the last checkpoint that was due, and leave out what came since. The batch is kept in the run's folder."""
     spike: Annotated[float, Field(gt=1)] | None = None
     """A loss above so many times the median of the last 64 steps is a spike; None: none is."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """With several workers: each holds the whole model, or a share of its parameters (FSDP2)."""
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """With several workers: each holds the whole model (ddp), or a share of its parameters (fsdp, FSDP2), or
+    the workers of a node share one copy (hsdp)."""
+    shard_workers: PositiveInt | None = None
+    """hsdp: neighbouring workers that share one copy; None: those of a node."""
+    recompute: bool = False
+    """Keep only the input of each block and compute the rest again in the backward pass: less memory for a
+    third more work. It changes no number, and so no name."""
+    compile: bool | None = None
+    """Compile the blocks with torch.compile; None: on a GPU. Sums are rounded otherwise."""
 
 
 class EvalConfig(Frozen):

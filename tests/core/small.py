@@ -54,7 +54,7 @@ def config(
         n_layers=2,
         persistent_tokens=persistent,
         mlp_expansion=1.0,
-        memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory}),
+        memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory, **BLOCKS[variant].preset_memory}),
         # MAC attends to whole segments
         attention=AttentionConfig(
             heads=2, window=None if variant == "mac" else window, segment_size=segment, **(attention or {})

@@ -160,3 +160,13 @@ def test_mamba2_is_that_of_transformers():
         "w_o.weight": "out_proj.weight",
     }  # fmt: skip
     compare(layer, oracle_block("mamba2", head_dim=16, state=6), names)
+
+
+@pytest.mark.parametrize("variant", SETTINGS)
+def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
+    set_of = config(variant)
+    for field, value in {"depth": 2, "momentum": True, "max_theta": 0.25}.items():
+        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but {variant} is the memory with"):
+            LanguageModel(
+                set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
+            )

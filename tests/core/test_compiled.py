@@ -30,7 +30,7 @@ def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageMod
     return LanguageModel(
         ModelConfig(
             variant=variant, vocab_size=40, d_model=16, n_layers=layers, mlp_expansion=1.0,
-            memory=MemoryConfig(heads=2, chunk_size=8),
+            memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **BLOCKS[variant].preset_memory}),
             attention=AttentionConfig(heads=2, window=None if variant == "mac" else window, segment_size=16),
         )
     )  # fmt: skip

@@ -17,7 +17,7 @@ def series_model(variant: str = "lmm", patch: int = 1, layers: int = 2) -> Serie
         d_model=16,
         n_layers=layers,
         persistent_tokens=2,
-        memory=MemoryConfig(heads=2, chunk_size=4),
+        memory=MemoryConfig(**{"heads": 2, "chunk_size": 4, **BLOCKS[variant].preset_memory}),
         attention=AttentionConfig(heads=2, window=16, segment_size=8),
     )
     return SeriesModel(config, CHANNELS, HORIZON, patch).double()

@@ -1,36 +1,23 @@
-"""README and the other documents: snippets run, commands parse, links exist, numbers are the data's."""
+"""README and the other documents: snippets run, commands parse, links exist."""
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import click
 import pytest
 
-from titans_core import LanguageModel
 from titans_platform import cli
-from titans_platform.report.verdict import Verdict, difference, tally
-from titans_platform.study.grid import expand, load_study
-from titans_platform.text import count
 
 TOP = Path(__file__).parents[2]
 README = TOP / "README.md"
 PAGES = (README, *(TOP / name for name in ("CONTRIBUTING.md", "kernels/README.md", "clusters/README.md")))
 PAGES += tuple(sorted((TOP / "docs").glob("*.md")))
-COLUMNS = {
-    "lm_ppl": "lm_ppl",
-    "reasoning_acc": "reasoning_acc (%)",
-    "long_context_acc": "long_context_acc (%)",
-}
-"""The columns of the ablation, and what heads them in the file of its cells."""
 
 
 def blocks(language: str) -> list[str]:
@@ -40,17 +27,6 @@ def blocks(language: str) -> list[str]:
 
 def section(heading: str) -> str:
     return README.read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-
-
-def scores() -> dict[str, list[str]]:
-    """The rows of the ablation's table."""
-    return table(section("The ablation's table").partition("minus LMM")[0])
-
-
-def table(text: str) -> dict[str, list[str]]:
-    """The rows of a Markdown table by their first cell."""
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
 
 
 def parse(line: str, whole: bool) -> None:
@@ -167,82 +143,3 @@ def test_the_tree_is_as_it_says():
 def test_blocks_fit_a_terminal_with_margins():
     for language in ("sh", "python", "text"):
         assert [line for block in blocks(language) for line in block.splitlines() if len(line) > 78] == []
-
-
-Measured = dict[str, dict[str, dict[int, float]]]
-
-
-def measured_in(name: str) -> Measured:
-    """By row and column, the ablation's number of each seed, as printed."""
-    found: Measured = defaultdict(lambda: defaultdict(dict))
-    with (TOP / "docs" / name).open() as file:
-        for line in csv.DictReader(file):
-            for column, head in COLUMNS.items():
-                found[line["row"]][column][int(line["seed"])] = float(line[head])
-    return found
-
-
-@pytest.fixture(scope="module")
-def measured() -> Measured:
-    return measured_in("ablation-laptop.csv")
-
-
-def digits(column: str) -> int:
-    return 2 if column == "lm_ppl" else 1
-
-
-def check_scores(shown: dict[str, list[str]], measured: Measured) -> None:
-    for row, cells in shown.items():
-        for cell, (column, values) in zip(cells[::2], measured[row].items(), strict=False):
-            mean, spread = statistics.mean(values.values()), statistics.stdev(values.values())
-            assert cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
-
-
-def test_the_table_is_that_of_the_data(measured):
-    shown, rows = scores(), load_study("ablation").rows
-    assert list(measured) == [row.name for row in rows]
-    check_scores({row: shown[row] for row in measured}, measured)
-
-
-def compared(measured: Measured) -> list[Verdict]:
-    """Every comparison with the LMM of which the paper has a direction."""
-    study, found = load_study("ablation"), []
-    papers = {row.name: row.paper for row in study.rows}
-    for row in (row.name for row in study.rows if not row.reference and row.name != "LMM"):
-        for column in COLUMNS:
-            sign = 1 if study.columns[column].higher_is_better else -1
-            ours = difference(measured[row][column], measured["LMM"][column], sign)
-            theirs, base = papers[row][column], papers["LMM"][column]
-            assert ours is not None
-            assert theirs is not None
-            assert base is not None
-            found.append(Verdict(row, column, "LMM", sign * (theirs - base), ours))
-    return found
-
-
-def test_the_verdict_is_that_of_the_data(measured):
-    text = section("The ablation's table").partition("minus LMM")[2].partition("**Rates.**")[0]
-    shown, found = table(text), compared(measured)
-    for verdict in found:
-        signed, (low, high) = f"+.{digits(verdict.column)}f", verdict.ours.interval
-        expected = f"{verdict.ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
-        cell = shown[verdict.row][list(COLUMNS).index(verdict.column)]
-        assert cell == expected, f"{verdict.row} {verdict.column}"
-    assert tally(found) in " ".join(section("The ablation's table").split())
-
-
-def test_the_rows_at_one_rate_are_those_of_the_data(measured):
-    text, common = section("The ablation's table").partition("**Rates.**")[2], "ablation-laptop-common.csv"
-    shown, found = table(text), measured_in(common)
-    shown = {row: cells for row, cells in shown.items() if row in found}
-    others = {row for row in found if found[row] != measured[row]}
-    assert set(shown) == others
-    check_scores(shown, found)
-    assert tally(compared(found)) in " ".join(text.split())
-
-
-def test_sizes_are_those_of_today():
-    shown = scores()
-    models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), "laptop")}
-    for row, model in models.items():
-        assert shown[row][6:8] == [count(model.num_parameters()), count(model.state_bytes(64))]

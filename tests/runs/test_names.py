@@ -75,6 +75,9 @@ DEFAULTS = {
         "on_divergence": "stop",
         "spike": None,
         "parallel": "ddp",
+        "shard_workers": None,
+        "recompute": False,
+        "compile": None,
     },
     "eval": {
         "columns": {

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from titans_platform.config import OptimConfig
 from titans_platform.training.loop import Trainer
@@ -49,9 +50,16 @@ class Tied(nn.Module):
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         return [{"params": list(self.parameters()), "weight_decay": weight_decay}]
 
-    def forward(self, tokens_BT: Tensor, document_starts: Tensor | None = None) -> SimpleNamespace:
+    def forward(
+        self, tokens_BT: Tensor, document_starts: Tensor | None = None, targets_BT: Tensor | None = None
+    ) -> SimpleNamespace:
         x = self.norm(self.embedding(tokens_BT))
-        return SimpleNamespace(logits=self.head(x + torch.tanh(self.mix(x).cumsum(1))))
+        logits = self.head(x + torch.tanh(self.mix(x).cumsum(1)))
+        losses = None
+        if targets_BT is not None:
+            losses = F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), reduction="none")
+            losses = losses.view_as(targets_BT)
+        return SimpleNamespace(logits=logits, losses=losses)
 
 
 def trainer(seed: int = 0, model: nn.Module | None = None, rows: int = 6, **optim) -> Trainer:

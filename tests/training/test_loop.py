@@ -101,9 +101,9 @@ def test_clip_bounds_the_first_moment():
 
 def test_divergence_names_step_loss_and_remedy():
     class Blown(Tied):
-        def forward(self, tokens_BT, document_starts=None):
-            out = super().forward(tokens_BT)
-            out.logits = out.logits * (torch.inf if self.calls == 2 else 1.0)
+        def forward(self, tokens_BT, document_starts=None, targets_BT=None):
+            out = super().forward(tokens_BT, targets_BT=targets_BT)
+            out.losses = out.losses * (torch.nan if self.calls == 2 else 1.0)
             self.calls += 1
             return out
 

@@ -1,4 +1,4 @@
-"""One worker, two with DDP, two with FSDP2: the same losses, and the same evaluation bit for bit."""
+"""One worker, two with DDP or FSDP2, four with HSDP: the same losses, the same evaluation bit for bit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
 
 from titans_core import LanguageModel
 from titans_platform.errors import UsageError
@@ -33,13 +35,12 @@ def workers() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder two workers left their checkpoints in, and what each of them found."""
-    folder = tmp_path_factory.mktemp("two")
+def together(folder: Path, count: int) -> list[dict[str, Any]]:
+    """What each of ``count`` workers found."""
     command = [sys.executable, str(PROGRAM), str(folder)]
     processes = [
-        subprocess.Popen([*command, str(rank), "2"], stderr=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen([*command, str(rank), str(count)], stderr=subprocess.PIPE, text=True)
+        for rank in range(count)
     ]
     try:
         for process in processes:
@@ -49,7 +50,14 @@ def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         for process in processes:
             process.kill()
             process.communicate()
-    return folder, [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder two workers left their checkpoints in, and what each of them found."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, together(folder, 2)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +107,17 @@ def test_one_worker_goes_on_from_a_sharded_checkpoint(two, one, workers):
         assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
 
 
+def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tmp_path, one, workers):
+    found = together(tmp_path, 4)
+    assert all(each == found[0] for each in found)
+    assert found[0]["placements"] == ["Replicate", "Shard"]
+    assert found[0]["hsdp"] == pytest.approx(one[:10], rel=2e-6)
+    with deterministic(0, threads=1):
+        alone = workers.trainer("ddp")
+        checkpoint.restore(tmp_path / "hsdp", alone)
+        assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
+
+
 def test_an_error_of_one_worker_ends_the_evaluation_of_all(found):
     _, (first, second) = found
     assert second["failed"] == "ValueError: out of memory"
@@ -106,6 +125,25 @@ def test_an_error_of_one_worker_ends_the_evaluation_of_all(found):
 
 
 def test_rows_that_do_not_divide_are_refused_for_sharded_parameters(workers, monkeypatch):
-    monkeypatch.setattr("titans_platform.training.loop.world_size", lambda: 3)
+    monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 3)
     with pytest.raises(UsageError, match=r"optim\.global_batch_size: 8 rows do not divide among 3 workers"):
         workers.trainer("fsdp")
+
+
+def test_workers_that_make_no_groups_are_refused(workers, monkeypatch):
+    monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 4)
+    monkeypatch.setattr("titans_platform.training.parallel.dist.broadcast", lambda *_: None)
+    with pytest.raises(UsageError, match=r"optim\.shard_workers: 4 workers make no groups of 3"):
+        workers.trainer("hsdp", shard_workers=3)
+
+
+# the compiler looks at .grad of a block's input and hides what torch says of that, unless it is an error
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_and_recomputed_blocks_train_to_the_same_losses(workers, one, monkeypatch):
+    # the compiler's front end; code of its back end takes a minute to make
+    monkeypatch.setattr(
+        "titans_core.blocks.Block.compile", partialmethod(nn.Module.compile, backend="aot_eager")
+    )
+    with deterministic(0, threads=1):
+        assert workers.losses(workers.trainer("ddp", compile=True), 4) == pytest.approx(one[:4], rel=2e-6)
+        assert workers.losses(workers.trainer("ddp", recompute=True), 4) == one[:4]

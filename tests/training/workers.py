@@ -58,9 +58,9 @@ class Stream:
         return Batch(*(part[self.share] for part in rows(f"step {step}", ROWS)))
 
 
-def trainer(parallel: str, rank: int = 0, world_size: int = 1) -> Trainer:
+def trainer(parallel: str, rank: int = 0, world_size: int = 1, **optim: Any) -> Trainer:
     cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
-    cfg = cfg.model_copy(update={"parallel": parallel})
+    cfg = cfg.model_copy(update={"parallel": parallel} | optim)
     # a copy that starts elsewhere must be brought to the first worker's weights
     torch.manual_seed(rank)
     return Trainer(LanguageModel(MODEL), cfg, Stream(rank, world_size), sequence_length=LENGTH)
@@ -92,6 +92,16 @@ def measured(model: torch.nn.Module, speed: bool = False) -> dict[str, Any]:
     with torch.no_grad():
         scores = Scorer(model, BYTE, torch.device("cpu"), 24).score(requests, LENGTH)
     return found | {"scores": scores}
+
+
+def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """By HSDP, two groups of two: the losses; blocks computed again; the checkpoint stays in the folder."""
+    of = trainer("hsdp", rank, world_size, shard_workers=2, recompute=True)
+    found = losses(of, STEPS // 2)
+    with checkpoint.Saver(folder / "hsdp", of) as saver:
+        saver.save()
+    weight: Any = next(of.model.blocks.parameters())
+    return {"hsdp": found, "placements": [type(p).__name__ for p in weight.placements]}
 
 
 def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
@@ -134,7 +144,10 @@ def main() -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     with deterministic(0, threads=1):
-        found = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
+        if world_size == 4:
+            found = train_in_groups(folder, rank, world_size)
+        else:
+            found = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
     (folder / f"worker-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
     # threads of gloo and of a saved checkpoint now and then abort a process while it unloads them

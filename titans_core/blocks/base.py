@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from titans_core.config import Frozen, ModelConfig
 from titans_core.documents import Documents
@@ -41,12 +43,16 @@ class Block(nn.Module, ABC):
     """Whether it learns persistent tokens, in ``self.persistent_PD``."""
     preset_window: ClassVar[bool] = True
     """Whether a preset gives its attention the window of the size; else it attends to everything before."""
+    preset_memory: ClassVar[Mapping[str, Any]] = {}
+    """Fields of `MemoryConfig` that its presets have in place of the size's."""
     preset_expansion: ClassVar[float | None] = None
     """The feed-forward width of its presets over d_model. None: whatever gives a block as many parameters
     as the Transformer's. A subclass of a variant that adds weights to it should set None."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.recompute = False
+        """Keep only a pass's input and compute it again for the backward pass: less memory, more time."""
         self.options: Any = self.read_options(config)
         self.norm = RMSNorm(config.d_model)
         self.persistent_PD: nn.Parameter | None = None
@@ -73,6 +79,13 @@ class Block(nn.Module, ABC):
 
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self._forward, x_BTD, state, positions, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._forward(x_BTD, state, positions)
+
+    def _forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         x_BTD, state = self.mix(x_BTD, state, positions)
         if self.mlp is not None:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import autograd, chunked, chunked_op, native, reference
+from titans_kernels.memory import autograd, chunked, chunked_op, native, online, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import (
     Inputs,
@@ -23,7 +23,7 @@ from titans_kernels.memory.options import (
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import check_options, check_shapes
 
-BACKENDS = ("auto", "reference", "autograd", "chunked", "native", "triton")
+BACKENDS = ("auto", "reference", "autograd", "chunked", "native", "online", "triton")
 
 Form = Callable[[Inputs, Layers, Layers, Options], Result]
 """One form of the operator: inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's
@@ -68,10 +68,11 @@ def neural_memory(
         cu_seqlens: [N + 1] int, borders of N documents packed into B = 1, some of them empty perhaps; each
             starts from the given weights and momentum (which may then have N in place of B), and so has
             the returned state. Read once for each tensor: given on the CPU, nothing waits for a GPU.
-        backend: "auto", "reference", "autograd", "chunked", "native" or "triton". "auto" is "triton" on a
-            GPU, whose operands are of q's type, or of autocast's where it is on; a call that no kernel serves
-            takes "chunked", which is logged once. On a CPU it is "native" where a C++ compiler is and the
-            memory is small, else "chunked"; for another rule than the paper's, "autograd".
+        backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" is
+            "triton" on a GPU, whose operands are of q's type, or of autocast's where it is on; a call that no
+            kernel serves takes "chunked", which is logged once. On a CPU it is "native" where a C++ compiler
+            is and the memory is small, else "chunked"; for another rule than the paper's, "autograd".
+            "online" takes the place of all but "triton" for a linear memory in chunks of one token.
         rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
             the paper's. "reference" and "autograd" take any rule.
         keep_bytes: what the kernels may keep of this call for its backward; a call that needs more computes
@@ -88,7 +89,7 @@ def neural_memory(
     Raises:
         TypeError: an option or cu_seqlens of a type that does not fit, named.
         ValueError: a shape, name or size that does not fit, named; a backend that does not take the rule, or
-            "native" or "triton" for a call that it does not serve.
+            "native", "online" or "triton" for a call that it does not serve.
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
     check_options(chunk_size, activation, surprise_bound)
@@ -122,6 +123,12 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     if backend == "reference":
         return reference.forget_and_learn
     by_hand = type(options.rule) in chunked.TAKES
+    if backend == "online" or (backend == "auto" and not (by_hand and inputs.q.is_cuda)):
+        reason = online.refusal(weights, options)
+        if reason is None:
+            return online.forget_and_learn
+        if backend == "online":
+            raise ValueError(f"backend: online does not serve this call: {reason}")
     if backend == "autograd" or (backend == "auto" and not by_hand):
         return autograd.forget_and_learn
     if not by_hand:

@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from titans_platform.cli import LazyGroup, echo_json, json_option, set_option
+from titans_platform.errors import UsageError
+from titans_platform.text import plural
 
 # with torch, which takes seconds to import
 KERNELS = ("titans_kernels.bench.command", "kernels", "Time the memory's kernels beside others, on a GPU.")
@@ -114,6 +116,128 @@ def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) 
         click.echo("\n".join(lines_of_steps(result)))
     if any("refused" in row for row in result["rows"]):
         raise click.exceptions.Exit(1)
+
+
+@bench.command()
+@click.option("--preset", default="laptop", show_default=True, help="Size of the models.")
+@click.option(
+    "--variants", default="lmm,mac,mag,mal,transformer", show_default=True, help="Variants, with commas."
+)
+@click.option(
+    "--tokens", type=click.IntRange(1), default=2_000_000, show_default=True, help="Tokens to read."
+)
+@click.option(
+    "--every", type=click.IntRange(1), default=100_000, show_default=True, help="Tokens between two looks."
+)
+@click.option(
+    "--text", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
+    help="Text to read, again and again. May be repeated.  [random bytes]",
+)  # fmt: skip
+@click.option("--memory-gb", type=float, default=8, show_default=True, help="Memory at which one is left.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of torch.")
+@click.option(
+    "--figure", type=click.Path(path_type=Path), metavar="FOLDER", help="Draw it there, as PNG and PDF."
+)
+@json_option
+def stream(
+    preset: str, variants: str, text: tuple[Path, ...], memory_gb: float, figure: Path | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Read a very long text: does speed or memory depend on how much was read?
+
+    Each variant reads in a process of its own, with weights at their initial values. Times are those of the
+    CPU. A variant that gets 20 times slower, or takes too much memory, is left where it is.
+
+    \b
+    Example:
+      titans bench stream --tokens 2000000 --text book.txt --figure docs
+    """
+    from rich.console import Console
+
+    from titans_core.presets import preset as sized
+    from titans_platform import stream_benchmark
+
+    try:
+        models = {name: sized(preset, name, vocab_size=260) for name in variants.split(",")}
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    with Console(stderr=True).status("starting") as status:
+        found = stream_benchmark.run(
+            models, text=text, memory=memory_gb * 2**30, progress=status.update, **options
+        )
+    drawn = stream_benchmark.picture(found, figure) if figure else None
+    if as_json:
+        echo_json(found)
+        return
+    click.echo("\n".join(lines_of_stream(found)))
+    if drawn:
+        click.echo(drawn)
+
+
+def lines_of_stream(result: dict[str, Any]) -> list[str]:
+    """The result of `titans bench stream`: each variant at its first look, at its last, and their ratio."""
+    lines = [
+        f"{result['tokens']:,} tokens read; the first {result['every']:,} and the last; "
+        f"threads: {result['threads']}.",
+        _STREAM.format("", "tokens/s", "last", "ratio", "MiB", "last", "ratio", "decode", "ratio"),
+    ]
+    for row in result["rows"]:
+        if row["looks"]:
+            first, last = row["looks"][0], row["looks"][-1]
+            decode = next(iter(row["decode"].values()), None)
+            cells = [
+                f"{first['rate']:,.0f}", f"{last['rate']:,.0f}", _times(row["rate_ratio"]),
+                f"{first['peak_bytes'] / 2**20:,.0f}", f"{last['peak_bytes'] / 2**20:,.0f}",
+                _times(row["peak_ratio"]), f"{1e3 * decode:.2f} ms" if decode else "-",
+                _times(row["decode_ratio"]),
+            ]  # fmt: skip
+            lines.append(_STREAM.format(row["row"], *cells))
+        if row["ended"]:
+            lines.append(f"  {row['row']} left {row['ended']}")
+    return lines
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+_STREAM = "{:<12} {:>9} {:>8} {:>5} {:>6} {:>6} {:>5} {:>9} {:>5}"
+
+
+@bench.command("run")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Steps to train.")
+@click.option(
+    "--every", type=click.IntRange(1), default=100, show_default=True, help="Steps between checkpoints."
+)
+@set_option
+@json_option
+def whole_run(config: Path, steps: int, every: int, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Time what a run of CONFIG adds to its steps: checkpoints, MLflow, Ray Train.
+
+    The run is trained twice under a temporary folder, in a bare loop and as `titans train` does.
+
+    \b
+    Example:
+      titans bench run run.yaml --steps 200
+    """
+    from rich.console import Console
+
+    from titans_platform import run_benchmark
+    from titans_platform.loading import load_config
+
+    with Console(stderr=True).status("training twice"):
+        found = run_benchmark.run(load_config(config, overrides), steps, every)
+    if as_json:
+        echo_json(found)
+        return
+    saved = plural(found["checkpoints"], "checkpoint")
+    click.echo(f"{steps} steps and {saved}, clock times")
+    click.echo(f"a step          {1e3 * found['step']:8.1f} ms, in a bare loop {1e3 * found['bare']:.1f} ms")
+    click.echo(
+        f"added a step    {1e3 * found['overhead']:8.1f} ms, {found['share']:.1%} of a step of one second"
+    )
+    click.echo(f"before and after{found['around']:8.1f} s, beside measuring")
 
 
 _STEP = "{:<24} {:>9} {:>8} {:>10} {:>8} {:>18}"

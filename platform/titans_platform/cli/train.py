@@ -25,6 +25,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import UsageError
+from titans_platform.text import clock
 
 PLAIN_EVERY = 15.0
 """Seconds between lines where there is no terminal."""
@@ -63,6 +64,9 @@ class Workers(click.ParamType):
 )
 @click.option("--gpus", type=click.FloatRange(0), default=0, show_default=True, help="GPUs of each worker.")
 @checkpoint_option
+@click.option(
+    "--profile", is_flag=True, help="Write a trace of three steps to the run's folder, for Perfetto."
+)
 @click.option("--name", help="Name of the run in MLflow; the config file's by default.")
 @dry_run_option
 @json_option
@@ -73,6 +77,7 @@ def train(
     workers: int | tuple[int, int],
     gpus: float,
     checkpoint_every: tuple[str, ...],
+    profile: bool,
     name: str | None,
     dry_run: bool,
     as_json: bool,
@@ -97,7 +102,7 @@ def train(
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
-    result = _run(cfg, root, resources, name or config.stem, console)
+    result = _run(cfg, root, resources, name or config.stem, profile, console)
     if as_json:
         echo_json(result)
         return
@@ -111,7 +116,9 @@ def train(
     console.print(f"folder {root / 'cells' / result['cell']}", soft_wrap=True, highlight=False)
 
 
-def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: Console) -> dict[str, Any]:
+def _run(
+    cfg: RunConfig, root: Path, resources: Resources, name: str, profile: bool, console: Console
+) -> dict[str, Any]:
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
@@ -128,7 +135,7 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
     send_left(root)
     with console.status("preparing data"):
         data = objective.prepare(root)
-    spec = spec_for(cfg, root, resources, labels={"row": name})
+    spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
@@ -142,6 +149,8 @@ def _run(cfg: RunConfig, root: Path, resources: Resources, name: str, console: C
         result = execute(spec, wait=10)
     for line in send_left(root):
         console.print(line, highlight=False, soft_wrap=True)
+    if profile:
+        console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True, highlight=False)
     return result
 
 
@@ -197,7 +206,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, check_start, sizes
+    from titans_platform.runs.check import check_resources, check_start
     from titans_platform.runs.folder import RunFolder
 
     objective = build_objective(cfg)
@@ -214,13 +223,32 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         objective.check(data)
         folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.named))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
-    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    plan |= {"tokens": cfg.tokens} | _cost(cfg, resources)
     if as_json:
         echo_json(plan)
         return
+    written = {
+        "flops_per_token": lambda value: f"{value:.3g}",
+        "worker_bytes": lambda value: f"{value / 2**30:,.2f} GiB of memory at least",
+        "seconds": lambda value: f"{clock(value)} of training, from two steps timed now",
+    }
     for key, value in plan.items():
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        console.print(f"{key:12} {text}", highlight=False)
+        plain = f"{value:,}" if isinstance(value, int) else str(value)
+        text = plain if value is None or key not in written else written[key](value)
+        console.print(f"{key:15} {text}", highlight=False)
+
+
+def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
+    """What the run takes; what cannot be known is left out."""
+    from titans_platform.runs.cost import least_memory, seconds_per_token, sizes, training_flops
+
+    flops = training_flops(cfg)
+    cost = asdict(sizes(cfg)) | {"worker_bytes": least_memory(cfg, resources).total}
+    if flops is not None:
+        cost["flops_per_token"] = flops / cfg.data.sequence_length
+    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
+        cost["seconds"] = each * cfg.tokens
+    return cost
 
 
 @click.command("eval")

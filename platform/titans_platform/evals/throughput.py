@@ -63,8 +63,7 @@ class Throughput(Task):
     def _step(self, model: nn.Module, tokens_BT: Tensor) -> None:
         """Loss and gradients, which are dropped rather than added to ``.grad``."""
         with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-            logits_BTV = model(tokens_BT[:, :-1], document_starts=None).logits
-        loss = nn.functional.cross_entropy(logits_BTV.float().transpose(1, 2), tokens_BT[:, 1:])
+            loss = model(tokens_BT[:, :-1], targets_BT=tokens_BT[:, 1:]).losses.mean()
         if sharded_modules(model):
             # the graph holds gathered parameters, not those of the model
             loss.backward()

@@ -92,9 +92,9 @@ class Objective(ABC, Generic[D]):
         with torch.device("meta"):
             return type(self)(self.cfg.model_copy(update={"model": model}), self.options).build_model()
 
-    def least_activations(self) -> int:
-        """Numbers that a row's backward pass needs at the very least: the residual stream of each block."""
-        return self.cfg.data.sequence_length * self.cfg.model.d_model * self.cfg.model.n_layers
+    def least_activations(self, rows: int) -> int:
+        """Numbers that the backward pass of so many rows needs at least: the input of each block."""
+        return rows * self.cfg.data.sequence_length * self.cfg.model.d_model * self.cfg.model.n_layers
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from titans_core import LanguageModel
+from titans_core.model import LOGITS_AT_ONCE
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
 from titans_platform.errors import UsageError, within
@@ -39,9 +40,10 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
-    def least_activations(self) -> int:
-        """Also the logits."""
-        return super().least_activations() + self.cfg.data.sequence_length * self.cfg.model.vocab_size
+    def least_activations(self, rows: int) -> int:
+        """Also the logits that are held at once."""
+        logits = rows * self.cfg.data.sequence_length * self.cfg.model.vocab_size
+        return super().least_activations(rows) + min(logits, LOGITS_AT_ONCE)
 
     def tokenizer(self) -> Tokenizer:
         """The one of ``data``."""

@@ -84,9 +84,9 @@ class Regression(Objective[SeriesData]):
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
-    def least_activations(self) -> int:
+    def least_activations(self, rows: int) -> int:
         """A token is a patch."""
-        return super().least_activations() // self.options.patch
+        return super().least_activations(rows) // self.options.patch
 
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from titans_core import Model
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
+from titans_platform.runs.cost import training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
 from titans_platform.runs.notice import Notice, interruptible, listening
 from titans_platform.runs.ray_session import die_with_parent, quiet
@@ -30,6 +32,7 @@ from titans_platform.training.divergence import Diverged, save_batch
 from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 from titans_platform.training.parallel import rank, world_size
 from titans_platform.training.rates import before_decay
+from titans_platform.training.speed import profiled
 
 MAX_FAILURES = 2
 """Times that workers which died are started again without having come to a further checkpoint."""
@@ -242,11 +245,15 @@ class _Worker:
         saver = checkpoint.Saver(
             checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
         )
-        with self.phases.phase("train"), saver:
-            trainer.run(self._hooks(saver, trainer), until.step if until else None)
+        if trainer.device.type == "cuda" and (flops := training_flops(self.cfg)):
+            trainer.flops_per_token = flops / self.cfg.data.sequence_length
+        trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
+        watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
+        with self.phases.phase("train"), saver, watched as stepped:
+            trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
         return trainer
 
-    def _hooks(self, saver: checkpoint.Saver, trainer: Trainer) -> Hooks:
+    def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, model = self.reporter, trainer.model
         assert isinstance(model, Model)
         notice = Notice(self.spec.folder, self.spec.resources.most > 1)
@@ -256,6 +263,7 @@ class _Worker:
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
                 reporter.on_step(step, metrics)
+            stepped()
             notice.look(saver, flush)
 
         return Hooks(

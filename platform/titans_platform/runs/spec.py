@@ -109,11 +109,18 @@ class RunSpec:
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """What goes into the result as it is: the study and the row."""
+    profile: bool = False
+    """Write a trace of a few steps to the run's folder."""
 
     @property
     def folder(self) -> RunFolder:
         """Where the run lives."""
         return RunFolder(self.root, self.name)
+
+    @property
+    def trace(self) -> Path:
+        """Where the trace of a profiled run goes; other workers' lie beside it."""
+        return self.folder.path / "profile" / "worker-0.json.gz"
 
 
 @dataclass(frozen=True)

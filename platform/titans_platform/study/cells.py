@@ -12,7 +12,8 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective
 from titans_platform.provenance import commit
-from titans_platform.runs.check import check_batch, check_resources, check_start, sizes
+from titans_platform.runs.check import check_batch, check_resources, check_start
+from titans_platform.runs.cost import sizes
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import located
 from titans_platform.study.grid import Cell, expand, load_study

@@ -16,7 +16,7 @@ from titans_platform.errors import TitansError
 from titans_platform.files import write_json
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import note_command
-from titans_platform.runs.check import sizes
+from titans_platform.runs.cost import sizes
 from titans_platform.runs.reporter import send_left
 from titans_platform.runs.spec import Machine
 from titans_platform.study.cells import check_against_data, check_dry, named

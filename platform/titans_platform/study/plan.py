@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titans_platform.config import RunConfig, digest
+from titans_platform.runs.cost import seconds_per_token, training_flops
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Machine, Resources, concurrency
 from titans_platform.study.grid import Cell, resolve
 from titans_platform.study.spec import Row, Study
 
-CALIBRATION_LIMIT = 50e6
-"""Parameters above which steps are not timed on the spot."""
 TIMED = 5
 """Rows that are timed, spread over the grid: a deep memory takes longer than a linear one."""
 STARTUP, CELL_OVERHEAD = 15.0, 2.0
@@ -129,17 +127,16 @@ def _finished_seconds(run: StudyRun) -> dict[str, list[float]]:
 
 
 def _calibrated(plan: Plan) -> Estimate:
-    from titans_platform.runs.check import sizes
-
-    parameters = sizes(plan.todo[0].config).parameters
-    if parameters > CALIBRATION_LIMIT:
-        flop = sum(6 * parameters * cell.config.tokens for cell in plan.todo)
-        return Estimate(None, f"no cell is finished yet; about 6ND = {flop:.1e} FLOP of training in all")
     rows = {cell.row: cell.config for cell in plan.todo}
     timed = dict(list(rows.items())[:: -(-len(rows) // TIMED)])
-    seconds = [_seconds_per_token(config) for config in timed.values()]
+    seconds = [seconds_per_token(config) for config in timed.values()]
     if None in seconds:
-        return Estimate(None, "no cell is finished yet, and the objective has no sample rows to time")
+        flops = {row: training_flops(config) for row, config in rows.items()}
+        if None in flops.values():
+            return Estimate(None, "no cell is finished yet, and the objective has no sample rows to time")
+        steps = [cell.config.optim.steps * cell.config.optim.global_batch_size for cell in plan.todo]
+        total = sum((flops[cell.row] or 0) * rows for cell, rows in zip(plan.todo, steps, strict=True))
+        return Estimate(None, f"no cell is finished yet; {total:.1e} FLOP of training in all")
     per_token = statistics.fmean(filter(None, seconds))
     each = [per_token * (cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} rows"
@@ -151,35 +148,3 @@ def eval_tokens(config: RunConfig) -> float:
     tasks = [task for column in config.eval.columns.values() for task in column]
     lengths = sum(length for task in tasks for length in task.lengths)
     return config.eval.items * lengths * config.data.sequence_length
-
-
-def _seconds_per_token(config: RunConfig) -> float | None:
-    """Time two steps after one to warm up, on rows of random content: no data are needed."""
-    from titans_platform.objectives import build_objective
-    from titans_platform.training.loop import Trainer, deterministic
-
-    batch_size, length = config.optim.global_batch_size, config.data.sequence_length
-    rows = min(config.optim.micro_batch_size or batch_size, batch_size)
-    optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
-    with deterministic(0, config.threads):
-        objective = build_objective(config)
-        if (batch := objective.sample_batch(rows)) is None:
-            return None
-        model = objective.build_model()
-        trainer = Trainer(model, optim, _Repeated(batch), objective=objective, sequence_length=length)
-        trainer.step()
-        started = time.perf_counter()
-        for _ in range(2):
-            trainer.step()
-        seconds = time.perf_counter() - started
-    return seconds / (2 * rows * length)
-
-
-class _Repeated(NamedTuple):
-    """A stream whose every batch is the same."""
-
-    only: Any
-
-    def batch(self, step: int) -> Any:
-        """The batch, whatever the step."""
-        return self.only

@@ -18,17 +18,16 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from titans_core import Model
 from titans_core.telemetry import record
 from titans_platform.config import OptimConfig
-from titans_platform.errors import UsageError
 from titans_platform.training.divergence import REWINDS, SKIPS, WINDOW, Diverged, judge
 from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
 from titans_platform.training.rates import learning_rate
+from titans_platform.training.speed import device_metrics
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +84,8 @@ class CrossEntropy:
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] in nats, 0 for a row in which no position counts."""
-        logits_BTV = model(batch.tokens[:, :-1], document_starts=batch.starts[:, :-1]).logits
-        # flat: over a middle dimension, and back, softmax is several times slower
-        targets = batch.tokens[:, 1:]
-        losses = F.cross_entropy(logits_BTV.float().flatten(0, 1), targets.flatten(), reduction="none")
-        losses_BT = losses.view_as(targets)
+        tokens, starts = batch.tokens, batch.starts[:, :-1]
+        losses_BT = model(tokens[:, :-1], document_starts=starts, targets_BT=tokens[:, 1:]).losses
         return (losses_BT * batch.loss).sum(1) / batch.loss.sum(1).clamp(min=1)
 
     def counts(self, batch: Any) -> Tensor:
@@ -171,18 +167,14 @@ class Trainer:
     ):
         self.device = torch.device(device)
         self.world_size = world_size()
-        if cfg.parallel == "fsdp" and cfg.global_batch_size % self.world_size:
-            # each forward pass gathers parameters from all workers, so all must make as many
-            raise UsageError(
-                f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among "
-                f"{self.world_size} workers, which optim.parallel fsdp needs; give a multiple"
-            )
-        self._forward = parallelize(model, cfg.parallel, self.device)
+        self._forward = parallelize(model, cfg, self.device)
         # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
         self.model = model
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
         self.optimizer, self.progress = adamw(model, cfg), Progress()
         self.tokens_per_step = cfg.global_batch_size * sequence_length
+        self.flops_per_token: float | None = None
+        """Of a forward and backward pass, where it was counted."""
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
         """Train from the current step to the last, or to step ``until``. Raises Diverged."""
@@ -195,6 +187,7 @@ class Trainer:
                 started = time.perf_counter()
                 with hooks.phases.phase("data wait"):
                     batch = next(batches)
+                waited = time.perf_counter() - started
                 try:
                     metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
                 except Diverged as error:
@@ -202,7 +195,7 @@ class Trainer:
                     continue
                 seconds = time.perf_counter() - started
                 self.progress.seconds += seconds
-                metrics["tokens_per_second"] = self.tokens_per_step / seconds
+                metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
                 if _due(number, hooks.validate_every, steps):
                     with hooks.phases.phase("validate"):
                         metrics["validation_loss"] = hooks.validate()
@@ -288,6 +281,11 @@ class Trainer:
             if recorded is not None:
                 seen = recorded.summary()
         return self._over_workers(total).item(), seen
+
+    def _speed(self, tokens_per_second: float) -> dict[str, float]:
+        flops = self.flops_per_token
+        own = None if flops is None else flops * tokens_per_second / self.world_size
+        return {"tokens_per_second": tokens_per_second} | device_metrics(self.device, own)
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)

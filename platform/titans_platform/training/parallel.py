@@ -1,9 +1,11 @@
-"""How a model is trained by several workers: a copy on each (DDP), or its parameters shared out (FSDP2)."""
+"""How a model is trained on its devices: compiled, computed again, copied to each worker or shared out."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from titans_core.blocks import Block
+from titans_platform.config import OptimConfig
+from titans_platform.errors import UsageError
 
 
 def world_size() -> int:
@@ -23,31 +27,59 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def parallelize(model: nn.Module, kind: str, device: torch.device) -> nn.Module:
+def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.Module:
     """Move ``model`` to ``device`` and prepare it for all workers; the module that training calls.
 
     ddp: every worker holds the model and the returned wrapper averages gradients. fsdp: each block is a
     group of parameters that is gathered for its forward and backward pass, and what is outside the blocks
-    (a tied embedding and head among it) is the root's group. The parameters of ``model`` become DTensors,
-    so an optimiser must be made after this call. Both keep parameters and gradients in float32.
+    (a tied embedding and head among it) is the root's group. hsdp: the same among `shard_workers`
+    neighbours, and gradients are averaged over these groups. With either the parameters of ``model`` become
+    DTensors, so an optimiser must be made after this call. All keep parameters and gradients in float32.
+
+    Raises UsageError: the workers cannot be grouped, or share the rows of a batch.
     """
     model.to(device)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.recompute = cfg.recompute
+        if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+            # each in place, before it is sharded: equal blocks share the compiled code
+            block.compile()
     if world_size() == 1:
         return model
-    if kind == "ddp":
+    if cfg.parallel == "ddp":
         return DistributedDataParallel(model)
+    if cfg.global_batch_size % world_size():
+        # each forward pass gathers parameters from all workers, so all must make as many
+        raise UsageError(
+            f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among {world_size()} "
+            f"workers, which optim.parallel {cfg.parallel} needs; give a multiple"
+        )
     # seconds of imports that one worker, and DDP, do without
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     for tensor in [*model.parameters(), *model.buffers()]:
         # fully_shard keeps each worker's own values, DDP those of the first
         dist.broadcast(tensor.detach(), 0)
-    mesh = init_device_mesh(device.type, (world_size(),))
-    for block in [module for module in model.modules() if isinstance(module, Block)]:
+    mesh = _mesh(cfg, device)
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def _mesh(cfg: OptimConfig, device: torch.device) -> Any:
+    """The workers as one group, or for hsdp as groups of which each shares one copy of the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if cfg.parallel == "fsdp":
+        return init_device_mesh(device.type, (world_size(),))
+    shared = cfg.shard_workers or int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    if world_size() % shared:
+        raise UsageError(f"optim.shard_workers: {world_size()} workers make no groups of {shared}")
+    return init_device_mesh(
+        device.type, (world_size() // shared, shared), mesh_dim_names=("copies", "shards")
+    )
 
 
 @contextmanager

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from titans_core.blocks.lmm import LMM
 from titans_core.config import ModelConfig
 
+COMMON: dict[str, Any] = {
+    "depth": 1, "momentum": False, "value_norm": False, "surprise_bound": None, "theta_bias": 0.0,
+    "gates_per": "token", "qk_norm": True, "rule": "paper", "rule_options": {},
+}  # fmt: skip
+"""What the three have in common: a linear memory without momentum, a bound or normalised values."""
+
 
 class _MemorySetting(LMM):
-    """The LMM with part of its `MemoryConfig` given by ``settings``, whatever the config says there.
+    """The LMM with the fields of `MemoryConfig` in ``preset_memory``, and no persistent tokens.
 
-    All three have a linear memory without momentum, a bound, persistent tokens or normalised values. What is
-    not set is the config's: heads, their width, convolution, gate and norm of the output. M_0 is learned, as
-    in the LMM; the papers start from zeros.
+    A config that says otherwise of one of them is refused. The others are the config's: heads, their width,
+    convolution, gate and norm of the output. M_0 is learned, as in the LMM; the papers start from zeros.
     """
 
-    settings: ClassVar[dict[str, Any]]
     uses_persistent = False
     preset_expansion = None
 
-    def __init__(self, config: ModelConfig):
-        common = {"depth": 1, "momentum": False, "value_norm": False, "surprise_bound": None}
-        common |= {"gates_per": "token", "rule": "paper", "rule_options": {}, "qk_norm": True}
-        memory = config.memory.model_copy(update=common | self.settings)
-        super().__init__(config.model_copy(update={"memory": memory}))
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        super().check(config)
+        for field, value in cls.preset_memory.items():
+            if (given := getattr(config.memory, field)) != value:
+                raise ValueError(
+                    f"memory.{field}: {given}, but {config.variant} is the memory with {value} there; "
+                    "write that, or take variant lmm"
+                )
 
 
 class DeltaNet(_MemorySetting):
@@ -34,9 +42,7 @@ class DeltaNet(_MemorySetting):
     memory by its Appendix C.
     """
 
-    settings: ClassVar[dict[str, Any]] = {
-        "chunk_size": 1, "decay": False, "max_theta": 0.5, "theta_bias": 0.0
-    }  # fmt: skip
+    preset_memory = COMMON | {"chunk_size": 1, "decay": False, "max_theta": 0.5}
 
 
 class GatedDeltaNet(_MemorySetting):
@@ -45,9 +51,7 @@ class GatedDeltaNet(_MemorySetting):
     ``S_t = S_{t-1} (a_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T`` with a_t = 1 - alpha_t, a sigmoid here.
     """
 
-    settings: ClassVar[dict[str, Any]] = {
-        "chunk_size": 1, "decay": True, "max_theta": 0.5, "theta_bias": 0.0, "rule": "gated_delta"
-    }  # fmt: skip
+    preset_memory = COMMON | {"chunk_size": 1, "max_theta": 0.5, "rule": "gated_delta"}
 
 
 class TTTLinear(_MemorySetting):
@@ -57,6 +61,4 @@ class TTTLinear(_MemorySetting):
     published rate is over the place in its batch: all tokens alike then take no more than one full step.
     """
 
-    settings: ClassVar[dict[str, Any]] = {
-        "chunk_size": 16, "decay": False, "max_theta": 1 / 16, "theta_bias": 0.0
-    }  # fmt: skip
+    preset_memory = COMMON | {"chunk_size": 16, "decay": False, "max_theta": 1 / 16}

@@ -1,0 +1,69 @@
+"""`titans bench stream`: a long text read by each variant, until it ends or takes too much."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titans_platform import cli, stream_benchmark
+from titans_platform.stream_benchmark import Reader
+
+
+def stream(*arguments: str) -> int:
+    sizes = ["--preset", "smoke", "--tokens", "2500", "--every", "1000"]
+    return cli.run(["bench", "stream", *sizes, *arguments])
+
+
+@pytest.mark.slow
+def test_each_variant_is_looked_at_as_it_reads(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("not a long book\n" * 30)
+    text = ["--text", str(tmp_path / "book.txt"), "--figure", str(tmp_path / "drawn")]
+    assert stream("--variants", "lmm,transformer", "--json", *text) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["row"] for row in found["rows"]] == ["lmm", "transformer"]
+    for row in found["rows"]:
+        assert [look["tokens"] for look in row["looks"]] == [1000, 2000, 2500]
+        assert list(row["decode"]) == ["1024"]
+        assert row["rate_ratio"] == row["looks"][-1]["rate"] / row["looks"][0]["rate"]
+        assert row["ended"] is None
+    assert (tmp_path / "drawn" / "stream.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_one_that_takes_too_much_is_left(capsys):
+    assert stream("--variants", "lmm", "--memory-gb", "0.01") == 0
+    shown = capsys.readouterr().out
+    assert "lmm left after 1,000 tokens: more than 0.01 GiB" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_one_that_gets_slow_is_left():
+    looks = [{"rate": 100.0, "peak_bytes": 1}, {"rate": 4.0, "peak_bytes": 1}]
+    assert stream_benchmark._enough(looks, 8) == "25 times slower than at the start"
+    assert stream_benchmark._enough(looks[:1], 8) is None
+
+
+def test_the_text_begins_again_and_decoding_leaves_the_place(tmp_path):
+    (tmp_path / "book.txt").write_text("abcdefg")
+    model = {"vocab_size": 260, "d_model": 16, "n_layers": 1, "memory": {"heads": 2, "chunk_size": 8}}
+    reader = Reader({"model": model, "text": [str(tmp_path / "book.txt")], "threads": 1})
+    assert bytes(reader._piece(5, 9)[0].tolist()) == b"fgabcdefg"
+    reader.read(10)
+    state = reader.state
+    assert reader.decode(3)["seconds"] > 0
+    assert reader.state is state
+    assert state is not None
+    assert state.position == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--text", "nowhere.txt"], "--text: no file nowhere.txt"),
+        (["--variants", "lm"], "'lm' is not one of"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(capsys, arguments, line):
+    assert stream(*arguments) == 2
+    assert line in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""The ablation's tables in the documents are those of the data beside them."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from titans_core import LanguageModel
+from titans_platform.report.verdict import Verdict, difference, tally
+from titans_platform.study.grid import expand, load_study
+from titans_platform.text import count
+
+TOP = Path(__file__).parents[2]
+COLUMNS = {
+    "lm_ppl": "lm_ppl",
+    "reasoning_acc": "reasoning_acc (%)",
+    "long_context_acc": "long_context_acc (%)",
+}
+"""The columns of the ablation, and what heads them in the file of its cells."""
+SECTIONS = {
+    "workstation": ("README.md", "The ablation's table"),
+    "laptop": ("docs/ablation.md", "At scale laptop"),
+}
+"""Where the table of a scale is; its cells are in docs/ablation-SCALE.csv, at one rate in ...-common.csv."""
+
+Measured = dict[str, dict[str, dict[int, float]]]
+
+
+@pytest.fixture(params=SECTIONS)
+def scale(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def text(scale) -> str:
+    """The section of a document that has the scale's table."""
+    page, heading = SECTIONS[scale]
+    found = (TOP / page).read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert found
+    return found
+
+
+@pytest.fixture
+def measured(scale) -> Measured:
+    return measured_in(f"ablation-{scale}.csv")
+
+
+def measured_in(name: str) -> Measured:
+    """By row and column, the ablation's number of each seed, as printed."""
+    found: Measured = defaultdict(lambda: defaultdict(dict))
+    with (TOP / "docs" / name).open() as file:
+        for line in csv.DictReader(file):
+            for column, head in COLUMNS.items():
+                found[line["row"]][column][int(line["seed"])] = float(line[head])
+    return found
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The rows of a Markdown table by their first cell."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
+
+
+def scores(text: str) -> dict[str, list[str]]:
+    """The rows of the ablation's table."""
+    return table(text.partition("minus LMM")[0])
+
+
+def digits(column: str) -> int:
+    return 2 if column == "lm_ppl" else 1
+
+
+def check_scores(shown: dict[str, list[str]], measured: Measured) -> None:
+    for row, cells in shown.items():
+        for cell, (column, values) in zip(cells[::2], measured[row].items(), strict=False):
+            mean, spread = statistics.mean(values.values()), statistics.stdev(values.values())
+            assert cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
+
+
+def test_the_table_is_that_of_the_data_and_has_every_row_and_seed(text, scale, measured):
+    shown, study = scores(text), load_study("ablation")
+    assert list(measured) == [row.name for row in study.rows]
+    seeds = set(study.scales[scale].seeds)
+    assert all(set(values) == seeds for row in measured.values() for values in row.values())
+    check_scores({row: shown[row] for row in measured}, measured)
+
+
+def compared(measured: Measured) -> list[Verdict]:
+    """Every comparison with the LMM of which the paper has a direction."""
+    study, found = load_study("ablation"), []
+    papers = {row.name: row.paper for row in study.rows}
+    for row in (row.name for row in study.rows if not row.reference and row.name != "LMM"):
+        for column in COLUMNS:
+            sign = 1 if study.columns[column].higher_is_better else -1
+            ours = difference(measured[row][column], measured["LMM"][column], sign)
+            theirs, base = papers[row][column], papers["LMM"][column]
+            assert ours is not None
+            assert theirs is not None
+            assert base is not None
+            found.append(Verdict(row, column, "LMM", sign * (theirs - base), ours))
+    return found
+
+
+def test_the_verdict_is_that_of_the_data(text, measured):
+    shown = table(text.partition("minus LMM")[2].partition("**Rates.**")[0])
+    found = compared(measured)
+    for verdict in found:
+        signed, (low, high) = f"+.{digits(verdict.column)}f", verdict.ours.interval
+        expected = f"{verdict.ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
+        cell = shown[verdict.row][list(COLUMNS).index(verdict.column)]
+        assert cell == expected, f"{verdict.row} {verdict.column}"
+    assert tally(found) in " ".join(text.split())
+
+
+def test_the_rows_at_one_rate_are_those_of_the_data(text, scale, measured):
+    rates = text.partition("**Rates.**")[2]
+    shown, found = table(rates), measured_in(f"ablation-{scale}-common.csv")
+    shown = {row: cells for row, cells in shown.items() if row in found}
+    others = {row for row in found if found[row] != measured[row]}
+    assert set(shown) == others
+    check_scores(shown, found)
+    assert tally(compared(found)) in " ".join(rates.split())
+
+
+def test_sizes_are_those_of_today(text, scale):
+    shown = scores(text)
+    models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), scale)}
+    for row, model in models.items():
+        assert shown[row][6:8] == [count(model.num_parameters()), count(model.state_bytes(64))]

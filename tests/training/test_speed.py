@@ -1,0 +1,91 @@
+"""How fast a step is: operations counted, their share of the device's, a trace of a few steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.training.small import trainer
+from titans_core.presets import preset
+from titans_platform.config import RunConfig
+from titans_platform.objectives import build_objective
+from titans_platform.runs.cost import training_flops
+from titans_platform.training import speed
+from titans_platform.training.loop import Hooks
+
+
+def run_of(variant: str, layers: int = 3, length: int = 64) -> RunConfig:
+    model = preset("smoke", variant, vocab_size=260).model_dump(mode="json") | {"n_layers": layers}
+    values = {"model": model, "data": {"sequence_length": length}}
+    return RunConfig.model_validate_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer", "retnet"])
+def test_counted_operations_are_those_of_the_whole_model_forward_and_backward(variant):
+    cfg = run_of(variant)
+    objective = build_objective(cfg)
+    with torch.device("meta"):
+        model = objective.build_model()
+    batch = objective.sample_batch(1)
+    with FlopCounterMode(display=False) as counter:
+        objective.losses(model, type(batch)(*(part.to("meta") for part in batch))).sum().backward()
+    assert training_flops(cfg) == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_a_transformer_s_operations_are_six_a_weight_and_those_of_attention():
+    cfg = run_of("transformer", layers=4, length=128)
+    model = build_objective(cfg).build_model()
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    attention = 3 * 4 * 128 * cfg.model.d_model * cfg.model.n_layers
+    assert training_flops(cfg) == pytest.approx(128 * (6 * matrices + attention), rel=0.02)
+
+
+def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    for name, share in (("NVIDIA H100 80GB HBM3", 0.4), ("a card of tomorrow", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = speed.device_metrics(torch.device("cuda"), 0.4 * 989e12)
+        assert found == pytest.approx({"memory_gib": 3, "tflops": 395.6} | ({"mfu": share} if share else {}))
+    assert speed.device_metrics(torch.device("cuda"), None) == {"memory_gib": 3}
+    assert speed.device_metrics(torch.device("cpu"), 1e9) == {}
+
+
+def test_operations_of_a_step_are_shared_by_the_workers(monkeypatch):
+    given: list[float | None] = []
+    monkeypatch.setattr(
+        "titans_platform.training.loop.device_metrics", lambda _, rate: given.append(rate) or {}
+    )
+    t = trainer()
+    t.flops_per_token, t.world_size = 100.0, 4
+    assert t._speed(tokens_per_second=8.0) == {"tokens_per_second": 8.0}
+    assert given == [200.0]
+
+
+def test_the_wait_for_data_is_part_of_a_step():
+    class Late:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def batch(self, step: int):
+            time.sleep(0.1)
+            return self.stream.batch(step)
+
+    seen: list[dict[str, float]] = []
+    t = trainer(steps=2)
+    t.stream = Late(t.stream)
+    t.run(Hooks(on_step=lambda step, metrics: seen.append(metrics)))
+    assert 0.05 < seen[0]["data_wait_seconds"] < t.progress.seconds
+
+
+def test_a_trace_is_of_three_steps(tmp_path):
+    path = tmp_path / "profile" / "worker-0.json.gz"
+    with speed.profiled(path) as stepped:
+        trainer(steps=10).run(Hooks(on_step=lambda step, metrics: stepped()))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
