@@ -38,10 +38,10 @@ class Poisoned(Rows):
 class Sick(Tied):
     """A model that a row with a document start in it makes infinite."""
 
-    def forward(self, tokens_BT, document_starts=None):
-        out = super().forward(tokens_BT)
+    def forward(self, tokens_BT, document_starts=None, targets_BT=None):
+        out = super().forward(tokens_BT, targets_BT=targets_BT)
         if document_starts is not None and document_starts.any():
-            out.logits = out.logits * torch.inf
+            out.losses = out.losses * torch.nan
         return out
 
 
