@@ -16,10 +16,11 @@ from typing import Any
 from tests.chaos.attempt import FULL, SAMPLES, attempt
 from tests.runs.test_journal import Server
 from tests.small import RUN
+from titans_platform.files import read_json
 
 STEPS, EVERY, BATCH = 60, 5, 4
 FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip", "NaN, rewind")
-POISONED = (13, 14, 31, 48)
+POISONED = (13, 31, 48)
 
 
 @dataclass
@@ -100,10 +101,9 @@ def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], sec
 
 
 def wait_for_training(root: Path, process: Any) -> None:
-    """Until the process has begun: kills are to strike all of a run, not the imports before it."""
-    path = root / "cells/run/origin.json"
-    before = path.stat().st_mtime_ns if path.exists() else 0
-    while process.is_alive() and (path.stat().st_mtime_ns if path.exists() else 0) == before:
+    """Until the process is at its steps: faults are to strike all of a run, not the imports before it."""
+    path = root / "cells/run/progress.json"
+    while process.is_alive() and (read_json(path) or {}).get("pid") != process.pid:
         time.sleep(0.005)
 
 
@@ -119,7 +119,6 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, server: Se
             time.sleep(draw.uniform(0, 3))
             struck += strike(root, fault, process, draw, server)
         process.join(300)
-        (root / FULL).unlink(missing_ok=True)
         if server and server.server is None:
             server.up()
         assert process.exitcode is not None, "it hangs"
@@ -133,10 +132,11 @@ def strike(root: Path, fault: str, process: Any, draw: random.Random, server: Se
     """One fault; whether it met a run."""
     if fault == "disk full":
         (root / FULL).touch()
-        time.sleep(draw.uniform(0, 1))
+        time.sleep(draw.uniform(0, 2))
         if draw.random() < 0.5:
             # a disk that is full does not spare a run the rest
             process.kill()
+        (root / FULL).unlink()
     elif fault == "MLflow away":
         assert server
         server.lose = draw.randint(0, 2)
