@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +25,12 @@ from titans_platform.errors import ClusterError, TitansError, UsageError
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
 # is there changes only by addition.
 FROZEN = {
+    "bench data": "--gigabytes --lengths --rounds --shards --folder --json",
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
+    "bench run": "CONFIG --steps --every --set --json",
     "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",
+    "bench stream": "--preset --variants --tokens --every --text --memory-gb --threads --figure --json",
     "cluster down": "NAME --dry-run",
     "cluster list": "--json",
     "cluster logs": "NAME JOB --no-follow --dry-run",
@@ -35,7 +39,7 @@ FROZEN = {
     "cluster submit": "NAME COMMAND --detach --dry-run --json",
     "cluster up": "NAME --schema --dry-run --json",
     "data info": "CONFIG --set --root --verify --json",
-    "data prepare": "CONFIG --set --root --json",
+    "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "eval": "RUN --set --root --json",
     "export": "RUN FOLDER --root",
     "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "
@@ -48,7 +52,7 @@ FROZEN = {
     "--checkpoint-every --cluster --dry-run --json",
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
-    "train": "CONFIG --set --root --workers --gpus --checkpoint-every --name --dry-run --json",
+    "train": "CONFIG --set --root --workers --gpus --checkpoint-every --profile --name --dry-run --json",
     "ui": "--root --store --host --port --no-browser --dry-run",
 }
 
@@ -117,7 +121,7 @@ def test_a_group_alone_is_its_help(group, capsys):
         (["--debug", "sweep", "run", "x"], "; the same command goes on from the last checkpoint"),
         (
             ["data", "prepare"],
-            "; finished sources are kept; the same command begins the one in progress again",
+            "; what is finished is kept; the same command goes on with the rest",
         ),
         (["bench", "memory"], ""),
     ],
@@ -255,7 +259,9 @@ def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert err.strip() == "error: interrupted; the same command goes on from the last checkpoint"
+    told, error = err.strip().splitlines()
+    assert told == "ending at a checkpoint; once more ends at once"
+    assert re.fullmatch(r"error: interrupted after step \d+, at a checkpoint; the same command goes on", error)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tiny, capsys, arguments, said)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("model.vocab_size=100", "row 'LMM': model.vocab_size: 100 is less than the 260"),
+        ("model.vocab_size=100", "model.vocab_size: 100 is less than the 260"),
         ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
         ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
         ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),

@@ -103,7 +103,7 @@ class Needed(NamedTuple):
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Bytes that each worker needs at the very least."""
     rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.most)
-    copies = resources.most if cfg.optim.parallel == "fsdp" else 1
+    copies = {"ddp": 1, "fsdp": resources.most, "hsdp": cfg.optim.shard_workers or 1}[cfg.optim.parallel]
     return Needed(
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies,
         0 if resources.gpus_per_worker else PROCESS_BYTES,

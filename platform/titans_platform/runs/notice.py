@@ -22,7 +22,9 @@ from titans_platform.training.parallel import rank
 
 GRACE = 60.0
 """Seconds a run has to come to the end of its step and write a checkpoint."""
-_SAVE, _LEAVE, _END = 1, 2, 3
+ASK_EVERY = 5.0
+"""Seconds between two questions to Ray, whether a node is about to be taken away."""
+_ASK, _LEAVE, _END = 1, 2, 3
 _terminated = threading.Event()
 
 
@@ -35,6 +37,7 @@ class Notice:
 
     def __init__(self, folder: RunFolder, several: bool):
         self._folder, self._several, self._saved = folder, several, False
+        self._asked = time.monotonic()
 
     def look(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
         """At the end of a step: where any worker has been told to end, write a checkpoint, and raise.
@@ -42,9 +45,8 @@ class Notice:
         All workers call it at the same steps. Raises Interrupted: the run was asked to end; Leaving.
         """
         told = saver.most(self._told())
-        if not told:
+        if not told or (told == _ASK and not self._preempted()):
             return
-        self._saved = True
         saver.save(before_commit)
         saver.finish()
         step = saver.trainer.progress.step
@@ -58,14 +60,17 @@ class Notice:
             return _END
         if _terminated.is_set():
             return _LEAVE
-        return _SAVE if self._several and not self._saved and _preempted() else 0
+        due = time.monotonic() - self._asked >= ASK_EVERY
+        return _ASK if due and rank() == 0 and self._several and not self._saved else 0
 
+    def _preempted(self) -> bool:
+        """Whether Ray knows that a node of this run is about to be taken away; the workers ask together."""
+        from ray.train import get_preemption_info
 
-def _preempted() -> bool:
-    """Whether Ray knows that a node of this run is about to be taken away."""
-    from ray.train import get_preemption_info
-
-    return get_preemption_info() is not None
+        self._saved = get_preemption_info() is not None
+        # the answer comes by way of an actor, which takes milliseconds
+        self._asked = time.monotonic()
+        return self._saved
 
 
 def listen() -> None:

@@ -70,8 +70,9 @@ class Saver:
         self.folder, self.trainer, self.keep, self.every = folder, trainer, keep, every
         self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
-        # the write runs beside the training: its messages must not mix with those of the steps
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        # the write runs beside the training, in a thread: its messages must not mix with those of the steps,
+        # nor with what the main threads ask each other meanwhile
+        self._group, self._writers = self._new_group(), self._new_group()
         self._writing: tuple[Path, Future[Any]] | None = None
         self._before_commit: Callable[[], object] | None = None
         self._failures, self._failing_since = 0, 0.0
@@ -110,6 +111,10 @@ class Saver:
         said = torch.tensor(value)
         dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
         return int(said)
+
+    @staticmethod
+    def _new_group() -> Any:
+        return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def _wait(self) -> TitansError | None:
         """Why the write that was going on failed, the same on all workers; None where it did not."""
@@ -156,7 +161,7 @@ class Saver:
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         with _quiet():
             writer = _Writer(final, deepcopy(self.trainer.progress), self)
-            group = self._group
+            group = self._writers
             future = async_save(
                 _state(self.trainer), storage_writer=writer, process_group=group, no_dist=group is None
             )
@@ -173,9 +178,9 @@ class Saver:
             elif error := self._wait():
                 log.warning("checkpoint %s", error)
         finally:
-            if self._group:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            for group in filter(None, (self._group, self._writers)):
+                dist.destroy_process_group(group)
+            self._group = self._writers = None
 
 
 class _Writer(FileSystemWriter):
