@@ -76,7 +76,7 @@ class Backbone(Model):
         self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model)
         self.head = head
-        initialize(self, config.n_layers)
+        initialize(self, config.n_layers * block.layers)
 
     def encode(
         self, x_BTD: Tensor, state: ModelState | None, document_starts: Tensor | Documents | None

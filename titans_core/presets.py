@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from titans_core.blocks import Transformer, block_parameters, find
+from titans_core.blocks import Block, Transformer, block_parameters, find
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 
 
@@ -62,7 +62,7 @@ def preset(
         options=dict(options or {}),
         vocab_size=vocab_size or size.vocab_size,
         d_model=size.d_model,
-        n_layers=size.n_layers,
+        n_layers=_blocks(size, block),
         tie_embeddings=size.tie_embeddings,
         persistent_tokens=size.persistent_tokens,
         mlp_expansion=block.preset_expansion or 0.0,
@@ -72,16 +72,22 @@ def preset(
         ),
     )
     if block.preset_expansion is None:
-        config = config.model_copy(update={"mlp_expansion": _remaining_expansion(config, name)})
+        config = config.model_copy(update={"mlp_expansion": _remaining_expansion(config, name, block.layers)})
     return config
 
 
-def _remaining_expansion(config: ModelConfig, name: str) -> float:
-    """The feed-forward width over d_model that brings a block to the parameters of the Transformer's."""
+def _blocks(size: Size, block: type[Block]) -> int:
+    """Blocks that together have about the layers of a size."""
+    return max(1, round(size.n_layers / block.layers))
+
+
+def _remaining_expansion(config: ModelConfig, name: str, layers: int) -> float:
+    """The feed-forward width over d_model that brings the blocks to the parameters of the Transformer's."""
     baseline = {"variant": "transformer", "options": {}, "mlp_expansion": Transformer.preset_expansion}
-    target = block_parameters(config.model_copy(update=baseline))
+    transformer = block_parameters(config.model_copy(update=baseline))
+    target = transformer * SIZES[name].n_layers // config.n_layers
     mixer = block_parameters(config)
-    expansion = (target - mixer - config.d_model) / (3 * config.d_model**2)
+    expansion = (target - mixer - layers * config.d_model) / (3 * layers * config.d_model**2)
     if expansion <= 0:
         raise ValueError(
             f"preset: {config.variant} has {mixer:,} parameters a block before its feed-forward layer, and a "

@@ -13,11 +13,13 @@ from titans_core.layers import Gating
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = ["lmm", "mac", "mag", "mal"]
 BASELINE_OPTIONS: dict[str, dict] = {
+    "gated_deltanet_h2": {"head_dim": 8, "state": 6},
     "gla": {"heads": 2},
     "hgrn2": {"heads": 2},
     "mamba": {"state": 4},
     "mamba2": {"head_dim": 8, "state": 6},
     "retnet": {"heads": 2},
+    "samba": {"state": 4},
 }
 SWITCHES: dict[str, dict] = {
     "default": {},

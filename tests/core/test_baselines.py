@@ -7,13 +7,19 @@ import importlib.util
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.core.small import BASELINE_OPTIONS, config, model, tokens
 from titans_core import Block, LanguageModel, ModelConfig, count_parameters, presets
+from titans_core.attention import AttentionState
 from titans_core.blocks import Positions
+from titans_core.blocks.baselines.mamba2 import SSMState
+from titans_kernels import DecodeState
 
 SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear"]
 BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
+OPEN = [*SETTINGS, "gated_deltanet_h2"]
+"""Those with a neural memory, whose open chunk may be kept in another form."""
 
 
 def perturbed(variant: str) -> Block:
@@ -38,10 +44,10 @@ def test_the_parallel_form_is_the_recurrence_token_by_token(variant):
             outputs.append(y)
         results = []
         for y, last in ((whole, end), (torch.cat(outputs, 1), state)):
-            leaves = [s for s in torch.utils._pytree.tree_leaves(last) if isinstance(s, Tensor)]
+            leaves = [s for s in tree_leaves(last) if isinstance(s, Tensor)]
             weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
             grads = torch.autograd.grad((y * weights).sum(), [x, *block.parameters()], materialize_grads=True)
-            results.append([y, *grads, *(leaves if variant not in SETTINGS else [])])
+            results.append([y, *grads, *(leaves if variant not in OPEN else [])])
         torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     assert all(g.norm() > 1e-8 for g in grads), "something is not trained"
 
@@ -66,7 +72,9 @@ def test_the_delta_rules_are_the_published_recurrences(variant, decays):
 @pytest.mark.parametrize("variant", BASELINES)
 def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
     baseline = count_parameters(presets.preset("laptop", "transformer"))
-    assert count_parameters(presets.preset("laptop", variant)) == pytest.approx(baseline, rel=0.03)
+    # the three feed-forward layers of a hybrid are each as wide as a multiple of 16
+    share = 0.04 if variant == "gated_deltanet_h2" else 0.03
+    assert count_parameters(presets.preset("laptop", variant)) == pytest.approx(baseline, rel=share)
 
 
 @pytest.mark.parametrize("variant", BASELINE_OPTIONS)
@@ -78,7 +86,11 @@ def test_bf16_autocast_keeps_the_state_in_float32(variant):
         out = m(x)
         m(x[:, :1], out.state)
     assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
-    ssm = [s if isinstance(s, Tensor) else s.ssm for s in out.state.blocks]
+    kept = (AttentionState, SSMState, DecodeState)
+    layers = [s for block in out.state.blocks for s in (block if type(block) is tuple else [block])]
+    parts = [s for layer in layers for s in tree_leaves(layer, is_leaf=lambda s: isinstance(s, kept))]
+    ssm = [s.ssm for s in parts if isinstance(s, SSMState)] + [s for s in layers if isinstance(s, Tensor)]
+    ssm += tree_leaves([s.memory() for s in parts if isinstance(s, DecodeState)])
     assert {s.dtype for s in ssm} == {torch.float32}
     out.logits.float().square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in m.parameters())

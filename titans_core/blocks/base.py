@@ -41,6 +41,9 @@ class Block(nn.Module, ABC):
     """What `ModelConfig.options` may hold; a block finds the values in ``self.options``."""
     uses_persistent: ClassVar[bool] = True
     """Whether it learns persistent tokens, in ``self.persistent_PD``."""
+    layers: ClassVar[int] = 1
+    """Layers of the published stack that a block is, each with a feed-forward layer: its presets have as many
+    blocks fewer."""
     preset_window: ClassVar[bool] = True
     """Whether a preset gives its attention the window of the size; else it attends to everything before."""
     preset_memory: ClassVar[Mapping[str, Any]] = {}

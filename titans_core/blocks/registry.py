@@ -13,9 +13,11 @@ from titans_core.blocks.baselines import (
     HGRN2,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNetH2,
     Mamba,
     Mamba2,
     RetNet,
+    Samba,
     TTTLinear,
 )
 from titans_core.blocks.lmm import LMM
@@ -40,6 +42,8 @@ BLOCKS: dict[str, type[Block]] = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "ttt_linear": TTTLinear,
+    "samba": Samba,
+    "gated_deltanet_h2": GatedDeltaNetH2,
 }
 """Variants with a short name. ``BLOCKS["mine"] = MyBlock`` adds one to this process."""
 
