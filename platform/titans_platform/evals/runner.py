@@ -55,14 +55,19 @@ def evaluate(
     tokenizer: Any = getattr(prepared, "tokenizer", None)
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
+    known: dict[tuple[str, int], Measurement] = {}
     with evaluating(model):
         for column, labelled in tasks.items():
             values, chances = [], []
-            for label, task, multiples in labelled:
+            for label, task, asked in labelled:
                 found: list[Measurement] = []
-                for multiple in multiples:
+                for multiple in asked.lengths:
                     length = row_length(multiple, sequence_length)
-                    found.append(task.measure(Context(scorer, prepared, config, length)))
+                    # two columns may have a task in common, as an average has with what it is of
+                    same = asked.model_dump_json(exclude={"lengths"}), length
+                    if same not in known:
+                        known[same] = task.measure(Context(scorer, prepared, config, length))
+                    found.append(known[same])
                     key = f"{column}/{label}@{length}"
                     fields = asdict(found[-1]) | {"chance": _finite(found[-1].chance)}
                     if buckets := fields.pop("buckets"):
@@ -80,8 +85,8 @@ def row_length(multiple: float, sequence_length: int) -> int:
     return max(2, round(multiple * sequence_length))
 
 
-def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, tuple[float, ...]]]:
-    """The tasks of a column, each with a label no other task of the column has, and its lengths."""
+def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConfig]]:
+    """The tasks of a column, each with a label no other task of the column has, and how it is asked."""
     if not configs:
         raise UsageError("columns: a column needs at least one task")
     seen: Counter[str] = Counter()
@@ -90,7 +95,7 @@ def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, tuple[fl
         task = build_task(config)
         seen[task.label] += 1
         label = task.label if seen[task.label] == 1 else f"{task.label}-{seen[task.label]}"
-        labelled.append((label, task, config.lengths))
+        labelled.append((label, task, config))
     return labelled
 
 

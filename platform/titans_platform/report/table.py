@@ -79,7 +79,7 @@ class Table:
     @property
     def columns(self) -> Mapping[str, Column]:
         """The study's columns."""
-        return self.run.study.columns
+        return self.run.columns
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ class Table:
 
 def build_table(run: StudyRun) -> Table:
     """Read the results of all cells of a study and put them in the order of its rows."""
-    columns, rows = run.study.columns, []
+    columns, rows = run.columns, []
     parts: dict[str, list[Row]] = {}
     for row in run.rows:
         parts.setdefault(row.as_line().name, []).append(row)
@@ -141,7 +141,7 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     results = [result for _, result in found if result is not None]
     unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
     entries = {}
-    for key, column in run.study.columns.items():
+    for key, column in run.columns.items():
         kept = [result for result in results if finite(result["columns"].get(key))]
         values = tuple(column.factor * float(result["columns"][key]) for result in kept)
         # an accuracy is better when it is higher; an error below 1 is no share of right answers

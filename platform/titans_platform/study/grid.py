@@ -21,7 +21,8 @@ from titans_platform.loading import (
     validate,
 )
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.spec import Row, Study, pick
+from titans_platform.study.paper import read_paper
+from titans_platform.study.spec import Column, Row, Study, pick
 
 UNNAMED = ".unnamed"
 
@@ -57,15 +58,18 @@ def load_study(name: str) -> Study:
     """Read a study by name or path; UsageError, one line, for anything wrong in it."""
     path = find_study(name)
     study = validate(Study, _read(path), path.name)
+    for table in study.paper:
+        pick(table, read_paper().tables, "table of the paper", path.name)
     for scale_name, scale in study.scales.items():
         for axis in scale.axes:
             pick(axis, study.axes, f"axis (scale {scale_name})", path.name)
         for row in scale.rows:
             pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", path.name)
         study.search_at(scale_name)
-        _check_rows(study, study.rows_at(scale_name), path.name)
-    if study.search:
-        pick(study.search.metric, study.columns, "column (search.metric)", path.name)
+        _check_rows(study.columns_at(scale_name), study.rows_at(scale_name), path.name)
+        if study.search:
+            columns = study.columns_at(scale_name)
+            pick(study.search.metric, columns, "column (search.metric)", path.name)
     return study
 
 
@@ -85,7 +89,7 @@ def _read(path: Path, *readers: Path) -> dict[str, Any]:
     return study
 
 
-def _check_rows(study: Study, rows: Sequence[Row], where: str) -> None:
+def _check_rows(known: Mapping[str, Column], rows: Sequence[Row], where: str) -> None:
     names = [row.name for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -93,7 +97,7 @@ def _check_rows(study: Study, rows: Sequence[Row], where: str) -> None:
     for row in rows:
         for part, columns in (("paper", row.paper), ("expected", row.expected)):
             for column in columns:
-                pick(column, study.columns, f"column (row {row.name!r}, {part})", where)
+                pick(column, known, f"column (row {row.name!r}, {part})", where)
 
 
 def expand(
@@ -113,7 +117,7 @@ def expand(
     scale = study.scales[scale_name]
     listed = study.rows_at(scale_name)
     configs = {row.name: resolve(study, scale_name, row, overrides) for row in listed}
-    _check_columns(study, [(row, configs[row.name]) for row in listed])
+    _check_columns(study, scale_name, [(row, configs[row.name]) for row in listed])
     chosen = {name for row in rows for name in matching(row, configs, study.name)} or set(configs)
     ordered = [row for row in configs if row in chosen]
     return [
@@ -123,13 +127,13 @@ def expand(
     ]
 
 
-def _check_columns(study: Study, configs: Iterable[tuple[Row, RunConfig]]) -> None:
+def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, RunConfig]]) -> None:
     """Every line of the table measures every column, in one run or in several."""
     measured: dict[str, set[str]] = {}
     for row, config in configs:
         measured.setdefault(row.as_line().name, set()).update(config.eval.columns)
     for line, columns in measured.items():
-        for column in study.columns:
+        for column in study.columns_at(scale_name):
             if column not in columns:
                 where = f"{study.name}, row {line!r}"
                 raise UsageError(f"{where}: eval.columns.{column}: the table has this column; list its tasks")

@@ -13,7 +13,7 @@ from titans_platform.runs.cost import seconds_per_token, training_flops
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Machine, Resources, concurrency
 from titans_platform.study.grid import Cell, resolve
-from titans_platform.study.spec import Row, Study
+from titans_platform.study.spec import Column, Row, Study
 
 TIMED = 5
 """Rows that are timed, spread over the grid: a deep memory takes longer than a linear one."""
@@ -58,6 +58,11 @@ class StudyRun:
     def rows(self) -> tuple[Row, ...]:
         """The rows of its table."""
         return self.study.rows_at(self.scale_name)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns of its table."""
+        return self.study.columns_at(self.scale_name)
 
     def config(self, row: Row) -> RunConfig:
         """The config of a row, which need not be one of the table's. Raises UsageError."""

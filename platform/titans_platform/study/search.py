@@ -170,7 +170,7 @@ def read_search(run: StudyRun) -> Searched | None:
     listed = [found for path in (run.folder / TRIALS).glob("*.json") if (found := read_json(path))]
     listed.sort(key=lambda entry: entry["began"])
     trials = tuple(_read_trial(run.root, entry, search.metric) for entry in listed)
-    higher = run.study.columns[search.metric].higher_is_better
+    higher = run.columns[search.metric].higher_is_better
     return Searched(search, higher, config.tokens_per_step, config.optim.steps, trials)
 
 

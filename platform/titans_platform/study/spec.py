@@ -23,6 +23,7 @@ from titans_platform.loading import (
     validate,
 )
 from titans_platform.runs.spec import Resources
+from titans_platform.study.paper import printed
 
 Fragment = dict[str, JsonValue]
 MAX_CORNERS = 512
@@ -132,6 +133,38 @@ class Search(Frozen):
         yield from (first | {key: value} for key, values in ends.items() for value in values)
 
 
+class Column(Frozen):
+    """How a column is shown, and which way is better."""
+
+    title: str
+    unit: str = ""
+    factor: float = 1.0
+    """What a measured value is multiplied by to be shown: 100 for a share in percent."""
+    higher_is_better: bool = True
+    decimals: Annotated[int, Field(ge=0)] = 1
+    paper: tuple[str, ...] = ()
+    """Columns of the paper's tables whose mean stands beside it; of its own name where empty."""
+
+    def titled(self, name: str = "") -> str:
+        """The title, or another name, with the unit."""
+        return f"{name or self.title} ({self.unit})" if self.unit else name or self.title
+
+    @property
+    def arrow(self) -> str:
+        """The way that is better, as a sign."""
+        return "↑" if self.higher_is_better else "↓"
+
+    @property
+    def better(self) -> str:
+        """The way that is better, in words."""
+        return "higher is better" if self.higher_is_better else "lower is better"
+
+    @property
+    def heading(self) -> str:
+        """The title with the unit and the way that is better."""
+        return f"{self.titled()} {self.arrow}"
+
+
 class Scale(Frozen):
     """One size of the study: a RunConfig fragment, the seeds, the resources."""
 
@@ -149,8 +182,13 @@ class Scale(Frozen):
     checkpoint: Fragment = Field(default_factory=dict)
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
-    rows: dict[str, Fragment] = Field(default_factory=dict)
-    """What rows of the study set at this scale, by name, over what they set at every scale."""
+    paper: str = ""
+    """Which size of the paper's tables stands beside its numbers; its own name where empty."""
+    columns: dict[str, Column] = Field(default_factory=dict)
+    """The columns of the table at this scale, where they are not the study's."""
+    rows: dict[str, Fragment | None] = Field(default_factory=dict)
+    """What rows of the study set at this scale, by name, over what they set at every scale; a row that is
+    null is left out."""
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes of the study that are others at this scale."""
     search: Fragment = Field(default_factory=dict)
@@ -191,42 +229,14 @@ class Row(Frozen):
         return self.model_copy(update={"name": self.line, "set": {}}) if self.line else self
 
 
-class Column(Frozen):
-    """How a column is shown, and which way is better."""
-
-    title: str
-    unit: str = ""
-    factor: float = 1.0
-    """What a measured value is multiplied by to be shown: 100 for a share in percent."""
-    higher_is_better: bool = True
-    decimals: Annotated[int, Field(ge=0)] = 1
-
-    def titled(self, name: str = "") -> str:
-        """The title, or another name, with the unit."""
-        return f"{name or self.title} ({self.unit})" if self.unit else name or self.title
-
-    @property
-    def arrow(self) -> str:
-        """The way that is better, as a sign."""
-        return "↑" if self.higher_is_better else "↓"
-
-    @property
-    def better(self) -> str:
-        """The way that is better, in words."""
-        return "higher is better" if self.higher_is_better else "lower is better"
-
-    @property
-    def heading(self) -> str:
-        """The title with the unit and the way that is better."""
-        return f"{self.titled()} {self.arrow}"
-
-
 class Study(Frozen):
     """A study file, whole."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
     """A word of letters, digits, `-` and `_`: it names a folder and a run in MLflow."""
     description: str = ""
+    paper: tuple[str, ...] = ()
+    """The paper's tables, as `study.paper` names them, whose numbers stand beside rows of the same name."""
     columns: Annotated[dict[str, Column], Field(min_length=1)]
     base: Fragment = Field(default_factory=dict)
     scales: Annotated[dict[str, Scale], Field(min_length=1)]
@@ -249,9 +259,19 @@ class Study(Frozen):
         return tuple(_at_point(row, axes, point) for row in rows for point in grid)
 
     def rows_of(self, scale_name: str) -> list[Row]:
-        """The listed rows, with what they set at a scale."""
-        scale = self.scale(scale_name)
-        return [_with(row, scale.rows.get(row.name, {})) for row in self.rows]
+        """The listed rows that a scale does not leave out, with what they set there and the paper's numbers."""
+        size, given = self.scale(scale_name).paper or scale_name, self.scale(scale_name).rows
+        columns = {key: column.paper or (key,) for key, column in self.columns_at(scale_name).items()}
+        rows = []
+        for row in self.rows:
+            if (change := given.get(row.name, {})) is not None:
+                numbers = printed(self.paper, size, row.name, columns) | row.paper
+                rows.append(row.model_copy(update={"set": overlay(row.set, change), "paper": numbers}))
+        return rows
+
+    def columns_at(self, scale_name: str) -> dict[str, Column]:
+        """The columns of the table at a scale."""
+        return self.scale(scale_name).columns or self.columns
 
     def axes_at(self, scale_name: str) -> dict[str, Axis]:
         """The axes of the grid at a scale."""
@@ -274,10 +294,6 @@ class Study(Frozen):
     def scale(self, name: str) -> Scale:
         """A scale by name; UsageError with the nearest name where there is none."""
         return self.scales[self.scale_name(name)]
-
-
-def _with(row: Row, change: Mapping[str, JsonValue]) -> Row:
-    return row.model_copy(update={"set": overlay(row.set, change)}) if change else row
 
 
 def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValue, Fragment]]) -> Row:

@@ -155,7 +155,7 @@ class View:
         return f"done    {who}: {values} ({clock(seconds)})"
 
     def _measured(self, key: str, value: float | None) -> str:
-        column = self.run.study.columns.get(key) or Column(title=key, decimals=2)
+        column = self.run.columns.get(key) or Column(title=key, decimals=2)
         text = number(None if value is None else column.factor * value, column.decimals)
         return f"{key} {text} {column.unit}".rstrip()
 

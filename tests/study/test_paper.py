@@ -1,0 +1,101 @@
+"""Every row that the paper prints is run by a study, or is a printed reference with its source."""
+
+from __future__ import annotations
+
+import pytest
+
+from titans_platform.errors import UsageError
+from titans_platform.loading import validate
+from titans_platform.study.grid import expand, known_studies, load_study
+from titans_platform.study.paper import Printed, read_paper
+from titans_platform.study.spec import Row
+
+PAPER = read_paper()
+ROWS = [
+    (key, size, row)
+    for key, table in PAPER.tables.items()
+    for size, rows in table.by_size().items()
+    for row in rows
+]
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[tuple[str, str], dict[str, Row]]:
+    """The rows of each study that runs a table, at each size that the paper prints it for."""
+    wanted = {(table.study, size) for table in PAPER.tables.values() for size in table.by_size()}
+    known = known_studies()
+    found = {}
+    for name, size in wanted:
+        if name in known:
+            study = load_study(name)
+            cells = {cell.row for cell in expand(study, size, seeds=[0])}
+            found[name, size] = {row.name: row for row in study.rows_at(size) if row.name in cells}
+    return found
+
+
+@pytest.mark.parametrize(("table", "size", "row"), ROWS)
+def test_a_row_is_run_beside_its_numbers_or_says_where_they_are_from(table, size, row, shown):
+    printed = PAPER.tables[table]
+    runs = shown.get((printed.study, size), {}).get(row)
+    assert (runs is not None) != (row in printed.references), "one of the two, and not both"
+    if runs is None:
+        assert len(printed.references[row].split()) > 3
+    else:
+        assert not runs.reference
+        assert {key: runs.paper.get(key) for key in printed.columns} == printed.numbers(row, size)
+
+
+def test_it_is_the_whole_of_the_paper():
+    assert {key: len(table.by_size()) for key, table in PAPER.tables.items()} == {
+        "table_1": 3, "table_2": 1, "table_3": 1, "table_4": 1, "table_5": 1,
+    }  # fmt: skip
+    assert [len(rows) for rows in PAPER.tables["table_1"].sizes.values()] == [11, 15, 13]
+    assert list(PAPER.figures) == ["figure_6", "figure_7", "figure_8", "figure_9"]
+    assert list(PAPER.items)[0] == "Table 1"
+    assert all(table.columns for table in PAPER.tables.values())
+    for table in PAPER.tables.values():
+        assert not set(table.references) - {row for rows in table.by_size().values() for row in rows}
+
+
+def test_the_numbers_of_one_table_follow_from_those_of_another():
+    """Table 5 at 400M: the mean of two perplexities, Table 1's average, the mean of Table 2's twelve cells."""
+    rows = {row.name: row.paper for row in load_study("language").rows_at("laptop")}
+    for own, name in {"LMM": "LMM", **{f"+ Attn ({x})": x for x in ("MAC", "MAG", "MAL")}}.items():
+        derived = rows[f"Titans ({name})"]
+        for column, number in PAPER.tables["table_5"].numbers(own, "").items():
+            assert derived[column] == pytest.approx(number, abs=0.011), f"{name} {column}"
+    # Table 2 has no such row
+    assert rows["Samba"]["lm_ppl"] == pytest.approx((25.32 + 29.47) / 2)
+    assert rows["Samba"].get("long_context_acc") is None
+
+
+def test_a_row_is_left_out_where_the_paper_does_not_have_it():
+    study = load_study("language")
+    for size, rows in PAPER.tables["table_1"].sizes.items():
+        assert {row.name for row in study.rows_at(size)} == set(rows)
+
+
+@pytest.mark.parametrize("name", ["language", "long_context", "throughput"])
+def test_every_scale_of_the_papers_studies_is_valid(name):
+    from titans_platform.study.cells import check
+
+    study = load_study(name)
+    for scale in study.scales:
+        check(expand(study, scale, seeds=[0]))
+
+
+def test_rows_at_small_scales_have_the_same_parameters():
+    from titans_core import count_parameters
+
+    counts = [count_parameters(cell.config.model) for cell in expand(load_study("language"), "laptop")]
+    assert max(counts) < 1.05 * min(counts)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    with pytest.raises(UsageError, match="A has 1 numbers for 2 columns"):
+        validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "rows": {"A": [1.0]}})
+    path = tmp_path / "s.yaml"
+    text = "name: s\npaper: [table_6]\ncolumns: {a: {title: A}}\nrows: [{name: A}]\nscales: {x: {}}\n"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no table of the paper 'table_6'; did you mean table_"):
+        load_study(str(path))
