@@ -46,7 +46,8 @@ FROZEN = {
     "--memory-in --memory-out --root",
     "init": "PATH --data --preset --force --reference",
     "inspect": "RUN --text --out --arrow --tokens --position --root",
-    "sweep list": "--json",
+    "paper": "--root --out",
+    "sweep list": "--root --json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "
     "--checkpoint-every --cluster --dry-run --json",

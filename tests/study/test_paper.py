@@ -51,16 +51,17 @@ def test_it_is_the_whole_of_the_paper():
     }  # fmt: skip
     assert [len(rows) for rows in PAPER.tables["table_1"].sizes.values()] == [11, 15, 13]
     assert list(PAPER.figures) == ["figure_6", "figure_7", "figure_8", "figure_9"]
-    assert list(PAPER.items)[0] == "Table 1"
+    assert next(iter(PAPER.items)) == "Table 1"
     assert all(table.columns for table in PAPER.tables.values())
     for table in PAPER.tables.values():
         assert not set(table.references) - {row for rows in table.by_size().values() for row in rows}
 
 
 def test_the_numbers_of_one_table_follow_from_those_of_another():
-    """Table 5 at 400M: the mean of two perplexities, Table 1's average, the mean of Table 2's twelve cells."""
+    """Table 5 at 400M: the mean of two perplexities, the average, the mean of Table 2's twelve cells."""
     rows = {row.name: row.paper for row in load_study("language").rows_at("laptop")}
-    for own, name in {"LMM": "LMM", **{f"+ Attn ({x})": x for x in ("MAC", "MAG", "MAL")}}.items():
+    names = {"LMM": "LMM"} | {f"+ Attn ({name})": name for name in ("MAC", "MAG", "MAL")}
+    for own, name in names.items():
         derived = rows[f"Titans ({name})"]
         for column, number in PAPER.tables["table_5"].numbers(own, "").items():
             assert derived[column] == pytest.approx(number, abs=0.011), f"{name} {column}"

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "generate": ("generate", "generate", "Write text with a run; keep what it read as a memory file."),
     "init": ("init", "init", "Write a run file to begin with, every field explained."),
     "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
+    "paper": ("paper", "paper", "Write one page of the paper's tables and figures, ours beside them."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "train": ("train", "train", "Train and measure one model."),
     "ui": ("ui", "ui", "Open MLflow on the store of the runs."),

@@ -78,15 +78,17 @@ def sweep() -> None:
 
 
 @sweep.command("list")
+@root_option
 @json_option
-def list_studies(as_json: bool) -> None:
-    """List the studies that can be given by name.
+def list_studies(root: Path, as_json: bool) -> None:
+    """List the paper's tables and figures, what of each has been run under --root, and all studies.
 
     \b
     Example:
       titans sweep list
     """
     from titans_platform.study.grid import known_studies, load_study
+    from titans_platform.study.overview import overview
 
     studies = []
     for path in known_studies().values():
@@ -94,9 +96,15 @@ def list_studies(as_json: bool) -> None:
             studies.append((load_study(str(path)), path))
         except UsageError as error:
             click.echo(f"wrong: {error}", err=True)
+    items = overview(root.resolve(), {study.name: study for study, _ in studies})
     if as_json:
-        echo_json([_about(study, path) for study, path in studies])
+        of = {item.study.name: item.record() for item in items if item.study}
+        echo_json([_about(*each) | of.get(each[0].name, {}) for each in studies])
         return
+    click.echo("The paper's tables and figures:")
+    for item in items:
+        click.echo("\n".join(item.lines()))
+    click.echo("\nStudies:")
     for study, path in studies:
         click.echo(f"{study.name}: {' '.join(study.description.split())}")
         rows = len(study.rows_at(next(iter(study.scales))))

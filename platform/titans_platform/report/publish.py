@@ -128,49 +128,77 @@ def html(
     ``local``: ``links`` go to where `titans ui` listens, not to a server that is always there. ``commands``
     are those that worked on the study, ``notes`` stand below the table besides its own.
     """
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(number=number, count=count, commit=commit)
-    columns = table.columns
-    crowded, paper = len(columns) > CROWDED, [key for key in columns if content.has_paper(table, key)]
-    return environment.get_template(PAGE).render(
-        table=table,
-        columns=columns,
-        content=content,
-        verdict=verdict,
-        links=links,
-        local=local,
-        commands=commands,
-        light=LIGHT,
-        dark=DARK,
-        written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
-        seeds=plural(len(table.seeds), "seed").partition(" ")[2],
-        caption=_caption(table, crowded, bool(paper)),
-        crowded=crowded,
-        paired={key: key in paper and not crowded for key in columns},
-        shown=partial(content.shown, table),
-        widths={key: _spread_width(table, key) for key in columns},
-        runs_of=lambda row: [str(run) for result in row.results if (run := result.get("mlflow_run_id"))],
-        notes=[*content.footnotes(table, failures=False), *notes],
-        failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
-        results={result["cell"]: result for result in table.results},
-        gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
-        figures=list(map(_figure, pictures)),
-        made=content.only_commit(table),
-        sources={
-            "LaTeX (booktabs)": latex(table),
-            "CSV, a line a row and column": summary_csv(table),
-            "CSV, a line a cell": cells_csv(table),
-        },
-        none_sign=NONE,
+    return (
+        templates()
+        .get_template(PAGE)
+        .render(
+            table=table,
+            columns=table.columns,
+            results_table=results_table(table, links),
+            content=content,
+            verdict=verdict,
+            links=links,
+            local=local,
+            commands=commands,
+            light=LIGHT,
+            dark=DARK,
+            written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
+            seeds=plural(len(table.seeds), "seed").partition(" ")[2],
+            notes=[*content.footnotes(table, failures=False), *notes],
+            failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
+            results={result["cell"]: result for result in table.results},
+            gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
+            figures=list(map(drawn_figure, pictures)),
+            made=content.only_commit(table),
+            sources={
+                "LaTeX (booktabs)": latex(table),
+                "CSV, a line a row and column": summary_csv(table),
+                "CSV, a line a cell": cells_csv(table),
+            },
+            none_sign=NONE,
+        )
     )
 
 
-def _caption(table: Table, crowded: bool, printed: bool) -> str:
+def templates() -> Environment:
+    """The pages of this folder."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(number=number, count=count, commit=commit)
+    return environment
+
+
+def results_table(table: Table, links: Links | None = None, heading: str = "Table 1") -> Markup:
+    """A study's table for a page, with the paper's numbers beside or below ours."""
+    columns = table.columns
+    crowded, paper = len(columns) > CROWDED, [key for key in columns if content.has_paper(table, key)]
+    text = (
+        templates()
+        .get_template("results_table.html")
+        .render(
+            table=table,
+            columns=columns,
+            content=content,
+            links=links,
+            heading=heading,
+            place=re.sub(r"\W+", "-", heading.lower()),
+            caption=_caption(table, crowded, bool(paper), links is not None),
+            crowded=crowded,
+            paired={key: key in paper and not crowded for key in columns},
+            shown=partial(content.shown, table),
+            widths={key: _spread_width(table, key) for key in columns},
+            runs_of=lambda row: [str(run) for result in row.results if (run := result.get("mlflow_run_id"))],
+            none_sign=NONE,
+        )
+    )
+    return Markup(text)
+
+
+def _caption(table: Table, crowded: bool, printed: bool, linked: bool) -> str:
     seeds = len(table.seeds)
     spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
     paper = f"; the paper's numbers {'below' if crowded else 'beside'} ours" if printed else ""
-    return f"{spread}{paper}. {content.bold_note(table)} A number links to its runs."
+    return f"{spread}{paper}. {content.bold_note(table)}{' A number links to its runs.' * linked}"
 
 
 def _spread_width(table: Table, key: str) -> int:
@@ -179,7 +207,8 @@ def _spread_width(table: Table, key: str) -> int:
     return 2 + max(spreads) if any(spreads) else 0
 
 
-def _figure(picture: Picture) -> dict[str, Any]:
+def drawn_figure(picture: Picture) -> dict[str, Any]:
+    """What a page needs of a picture: its panels as SVG, and the legend."""
     drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
     return {
         "picture": picture,

@@ -259,7 +259,7 @@ class Study(Frozen):
         return tuple(_at_point(row, axes, point) for row in rows for point in grid)
 
     def rows_of(self, scale_name: str) -> list[Row]:
-        """The listed rows that a scale does not leave out, with what they set there and the paper's numbers."""
+        """The listed rows, but those a scale leaves out: with what they set there and the paper's numbers."""
         size, given = self.scale(scale_name).paper or scale_name, self.scale(scale_name).rows
         columns = {key: column.paper or (key,) for key, column in self.columns_at(scale_name).items()}
         rows = []

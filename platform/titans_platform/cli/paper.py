@@ -1,0 +1,39 @@
+"""`titans paper`: one page of the paper's tables and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from titans_platform.cli import root_option
+
+
+@click.command()
+@root_option
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the page is written  [paper.html under --root]",
+)
+def paper(root: Path, out: Path | None) -> None:
+    """Write one HTML page of all the paper's tables and figures: our numbers beside the paper's.
+
+    Ours are from what has been run under --root. The scales that the paper's numbers belong to are there in
+    any case, ours as missing.
+
+    \b
+    Example:
+      titans paper
+    """
+    from titans_platform.files import write_text
+    from titans_platform.report.paper_page import PAGE, paper_page
+    from titans_platform.study.overview import overview, studies_of_the_paper
+
+    root = root.resolve()
+    page = paper_page(overview(root, studies_of_the_paper()), root)
+    path = out or root / PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+    click.echo(f"page {path}")

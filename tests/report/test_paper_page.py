@@ -1,0 +1,64 @@
+"""The page of the paper's tables, and the list of what has been run of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titans_platform import cli
+from titans_platform.report.paper_page import paper_page
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.overview import overview, studies_of_the_paper
+from titans_platform.study.schedule import MANIFEST
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A root in which one of two cells of the ablation is done."""
+    folder = tmp_path / "studies" / "ablation-smoke"
+    folder.mkdir(parents=True)
+    cells = [{"cell": name, "row": "LMM", "seed": seed} for seed, name in enumerate(("a" * 12, "b" * 12))]
+    (folder / MANIFEST).write_text(json.dumps({"cells": cells}))
+    done = RunFolder(tmp_path, "a" * 12)
+    done.path.mkdir(parents=True)
+    (done.path / "result.json").write_text(json.dumps({"cell": "a" * 12, "columns": {}}))
+    return tmp_path
+
+
+def test_the_list_says_what_has_been_run(begun, capsys):
+    assert cli.run(["sweep", "list", "--root", str(begun)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("Table 5: The ablation")
+    assert lines[at + 1].startswith("  study ablation; scales smoke (1 of 2 cells done), laptop,")
+    at = lines.index("Table 4: DNA, top-1 accuracy in percent (GenomicsBenchmarks)")
+    assert lines[at + 1] == "  no study dna here yet"
+    assert cli.run(["sweep", "list", "--root", str(begun), "--json"]) == 0
+    found = {study["name"]: study for study in json.loads(capsys.readouterr().out)}
+    assert found["ablation"]["ran"] == {"smoke": {"done": 1, "cells": 2}}
+    assert found["memory_depth"]["paper"] == ["Figure 7", "Figure 8"]
+    assert "paper" not in found["grid"]
+
+
+def test_one_page_has_ours_beside_the_papers(begun):
+    items = overview(begun, studies_of_the_paper())
+    assert [name for item in items for name in item.names] == [
+        *(f"Table {n}" for n in range(1, 6)), *(f"Figure {n}" for n in range(6, 10)),
+    ]  # fmt: skip
+    shown = [item for item in items if item.names[0] in ("Table 3", "Table 5", "Figure 9")]
+    page = paper_page(shown, begun)
+    # what has been run, and the scale that the paper's numbers belong to
+    assert "Table 5, scale smoke." in page
+    assert "Table 5, scale 400M." in page
+    assert "scale laptop." not in page
+    for text in ("28.73", ">missing", "No study of this repository runs it yet", "0.231", "Nothing has been run"):
+        assert text in page
+    assert page.count("<html") == 1
+    assert not any(sign in page for sign in ("src=", "@import", 'href="http'))
+
+
+def test_the_page_is_written_where_it_should_be(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("titans_platform.study.overview.studies_of_the_paper", dict)
+    assert cli.run(["paper", "--root", str(tmp_path)]) == 0
+    assert str(tmp_path / "paper.html") in capsys.readouterr().out
+    assert "no study here yet" in (tmp_path / "paper.html").read_text()
