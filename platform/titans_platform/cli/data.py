@@ -101,8 +101,7 @@ def info(
     counts all training tokens in memory, and is measured on the tokens that the perplexity task takes.
 
     \b
-    Examples:
-      titans data info run.yaml --json
+    Example:
       titans data info run.yaml --ngram 4
     """
     from titans_platform.data import open_prepared
