@@ -77,6 +77,19 @@ def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
     assert count_parameters(presets.preset("laptop", variant)) == pytest.approx(baseline, rel=share)
 
 
+@pytest.mark.parametrize(("variant", "layers"), [("samba", 2), ("gated_deltanet_h2", 3)])
+def test_a_hybrid_has_the_depth_of_its_size_in_layers(variant, layers):
+    for size in ("400M", "760M"):
+        c, depth = presets.preset(size, variant), presets.preset(size, "transformer").n_layers
+        assert abs(c.n_layers * layers - depth) <= 1
+    with torch.device("meta"):
+        (block,) = LanguageModel(c.model_copy(update={"n_layers": 1})).blocks
+    assert [type(layer).__name__ for layer in block.stack][-1] == "Transformer"
+    assert len(block.stack) == layers
+    assert all(layer.mlp is not None for layer in block.stack)
+    assert {layer.attention.config.window for layer in block.stack if hasattr(layer, "attention")} == {1024}
+
+
 @pytest.mark.parametrize("variant", BASELINE_OPTIONS)
 def test_bf16_autocast_keeps_the_state_in_float32(variant):
     torch.manual_seed(0)

@@ -81,3 +81,16 @@ def test_a_path_that_leads_nowhere_is_one_line(path, says):
     with pytest.raises(UsageError) as caught:
         build_task(TaskConfig(task=path))
     assert str(caught.value).startswith(says)
+
+
+def test_what_two_columns_ask_alike_is_measured_once(sums, tiny_run, tmp_path, monkeypatch):
+    source = {"kind": "task", "rows": 12, "tasks": [sums.model_dump(mode="json")]}
+    data = DataConfig.model_validate_json(json.dumps({"sequence_length": 16, "sources": [source]}))
+    prepared, kind = prepare(data, tmp_path), type(build_task(sums))
+    asked, measure = [], kind.measure
+    monkeypatch.setattr(kind, "measure", lambda *args: (asked.append(args[1].length), measure(*args))[1])
+    longer = sums.model_copy(update={"lengths": (1.0, 2.0)})
+    config = EvalConfig(columns={"one": (sums,), "mean": (sums, longer)}, items=4)
+    found = evaluate(LanguageModel(tiny_run.model), prepared, config, 16)
+    assert asked == [16, 32]
+    assert found["tasks"]["one/sums@16"] == found["tasks"]["mean/sums@16"] == found["tasks"]["mean/sums-2@16"]

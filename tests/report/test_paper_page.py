@@ -51,7 +51,13 @@ def test_one_page_has_ours_beside_the_papers(begun):
     assert "Table 5, scale smoke." in page
     assert "Table 5, scale 400M." in page
     assert "scale laptop." not in page
-    for text in ("28.73", ">missing", "No study of this repository runs it yet", "0.231", "Nothing has been run"):
+    for text in (
+        "28.73",
+        ">missing",
+        "No study of this repository runs it yet",
+        "0.231",
+        "Nothing has been run",
+    ):
         assert text in page
     assert page.count("<html") == 1
     assert not any(sign in page for sign in ("src=", "@import", 'href="http'))
