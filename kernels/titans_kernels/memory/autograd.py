@@ -66,7 +66,8 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     """y [B, T, H, D] of the next tokens of a chunk, which do not reach beyond it, and the chunk with them."""
     now = Inputs(*(x.transpose(1, 2) for x in inputs))
     rule, f, by_column = options.rule, ACTIVATIONS[options.activation], now.forgets_by_column
-    alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha
+    # copies: a view would keep all of a call's tokens alive
+    alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha.clone()
     decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
     decays = [over_weights(decay, W.shape[-1], by_column) for W in chunk.start]
     gradients = token_gradients(
