@@ -58,7 +58,7 @@ def gradients(
         y, W, S = _forget_and_learn(Inputs(*given[:6]), W, S, options._replace(residual=residual), False)
         return y, *W, *S
 
-    _, pullback = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.norm)
+    _, pullback, *_ = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.norm)
     return list(pullback(tuple(doutputs)))
 
 

@@ -77,7 +77,8 @@ class Norm(NamedTuple):
         """From weight and bias [H, D], and where their gradients go; None where there is no LN."""
         if not parts:
             return None
-        return Norm(*(x[heads, None] for x in parts), tuple(x[heads, None] for x in grads))
+        weight, bias = (x[heads, None] for x in parts)
+        return Norm(weight, bias, tuple(x[heads, None] for x in grads))
 
     def output(self, x: Tensor, z: Tensor) -> Tensor:
         """M(x) from z = f(x); [R, b, D]."""
