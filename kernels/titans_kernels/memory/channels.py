@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS
@@ -99,11 +100,37 @@ class Chunk(NamedTuple):
         """From alpha [n, H, b, A], eta and theta [n, H, b]."""
         keep, h = 1 - alpha, eta.cumprod(-1)
         N = decay_products(eta) * theta[..., None, :]
-        A = decay_products(keep.mT)
-        # all groups in one product with N and h
-        both = A.flatten(2, 3) @ torch.cat([N, h[..., None]], -1)
-        C, m = both.unflatten(2, A.shape[2:4]).split([N.shape[-1], 1], -1)
+        both: Tensor = _Forgotten.apply(keep.movedim(2, 0), torch.cat([N, h[..., None]], -1).movedim(2, 0))
+        C, m = both.movedim(0, 3).split([N.shape[-1], 1], -1)
         return Chunk(C, N, keep.cumprod(-2), m[..., 0].mT, h)
+
+
+class _Forgotten(torch.autograd.Function):
+    """A_g X of every group, ``Z_t = keep_t Z_{t-1} + X_t``.
+
+    keep [b, n, H, A], X [b, n, H, c], Z [b, n, H, A, c].
+    """
+
+    @staticmethod
+    def forward(keep: Tensor, X: Tensor) -> Tensor:
+        Z = X[..., None, :].repeat(1, 1, 1, keep.shape[-1], 1)
+        for t in range(1, len(Z)):
+            Z[t].addcmul_(keep[t][..., None], Z[t - 1])
+        return Z
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dZ):  # pyright: ignore[reportIncompatibleMethodOverride]
+        keep, Z = ctx.saved_tensors
+        dZ = dZ.clone(memory_format=torch.contiguous_format)
+        for t in range(len(Z) - 1, 0, -1):
+            dZ[t - 1].addcmul_(keep[t][..., None], dZ[t])
+        dkeep = (dZ[1:] * Z[:-1]).sum(-1)
+        return torch.cat([torch.zeros_like(keep[:1]), dkeep]), dZ.sum(-2)
 
 
 def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Options) -> tuple[Tensor, ...]:
