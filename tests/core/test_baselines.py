@@ -16,7 +16,7 @@ from titans_core.blocks import Positions
 from titans_core.blocks.baselines.mamba2 import SSMState
 from titans_kernels import DecodeState
 
-SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear"]
+SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear", "ttt_mlp"]
 BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
 OPEN = [*SETTINGS, "gated_deltanet_h2"]
 """Those with a neural memory, whose open chunk may be kept in another form."""
@@ -190,7 +190,7 @@ def test_mamba2_is_that_of_transformers():
 @pytest.mark.parametrize("variant", SETTINGS)
 def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
     set_of = config(variant)
-    for field, value in {"depth": 2, "momentum": True, "max_theta": 0.25}.items():
+    for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
         with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but {variant} is the memory with"):
             LanguageModel(
                 set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})

@@ -11,6 +11,7 @@ from titans_core.blocks.base import Block
 from titans_core.blocks.baselines import (
     GLA,
     HGRN2,
+    TTTMLP,
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaNetH2,
@@ -42,6 +43,7 @@ BLOCKS: dict[str, type[Block]] = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "ttt_linear": TTTLinear,
+    "ttt_mlp": TTTMLP,
     "samba": Samba,
     "gated_deltanet_h2": GatedDeltaNetH2,
 }

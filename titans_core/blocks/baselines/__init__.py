@@ -1,6 +1,6 @@
 """The paper's language baselines, one block a file; docs/method.md has what each contains and from where."""
 
-from titans_core.blocks.baselines.delta import DeltaNet, GatedDeltaNet, TTTLinear
+from titans_core.blocks.baselines.delta import TTTMLP, DeltaNet, GatedDeltaNet, TTTLinear
 from titans_core.blocks.baselines.gla import GLA
 from titans_core.blocks.baselines.hgrn2 import HGRN2
 from titans_core.blocks.baselines.hybrids import GatedDeltaNetH2, Samba
@@ -11,6 +11,7 @@ from titans_core.blocks.baselines.retnet import RetNet
 __all__ = [
     "GLA",
     "HGRN2",
+    "TTTMLP",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedDeltaNetH2",
