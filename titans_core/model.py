@@ -23,7 +23,7 @@ class ModelOutput(NamedTuple):
     """What a pass gives: logits or losses, and the state after the last token (None when packed)."""
 
     logits: Tensor | None
-    """[B, T, V], or [B, 1, V] of the last token; None where there were targets."""
+    """[B, T, V], [B, 1, V] of the last token or [N, V] of given places; None where there were targets."""
     state: ModelState | None
     losses: Tensor | None = None
     """[B, T] cross-entropy of the targets in nats."""
@@ -50,6 +50,7 @@ class LanguageModel(Backbone):
         *,
         document_starts: Tensor | Documents | None = None,
         last: bool = False,
+        at_BT: Tensor | None = None,
         targets_BT: Tensor | None = None,
     ) -> ModelOutput:
         """Logits of the token after each, or the losses of given ones.
@@ -59,6 +60,7 @@ class LanguageModel(Backbone):
             state: from an earlier call, as `encode` takes it.
             document_starts: [B, T] bool, where packed documents begin, as `encode` takes it.
             last: only the logits of the last token, [B, 1, V].
+            at_BT: [B, T] bool; only the logits of these N places, [N, V], row by row.
             targets_BT: [B, T] int64, the token after each: their cross-entropy in place of the logits, of
                 which at most LOGITS_AT_ONCE are held, and made again for the backward pass.
         """
@@ -67,6 +69,8 @@ class LanguageModel(Backbone):
         x, state = self.encode(x, state, document_starts)
         if targets_BT is not None:
             return ModelOutput(None, state, self._losses(x, targets_BT))
+        if at_BT is not None:
+            return ModelOutput(self.head(x[at_BT]), state)
         return ModelOutput(self.head(x[:, -1:] if last else x), state)
 
     def _losses(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
