@@ -23,7 +23,7 @@ class ModelOutput(NamedTuple):
     """What a pass gives: logits or losses, and the state after the last token (None when packed)."""
 
     logits: Tensor | None
-    """[B, T, V], [B, 1, V] of the last token or [N, V] of given places; None where there were targets."""
+    """[B, T, V], or [B, 1, V] of the last token; None where there were targets."""
     state: ModelState | None
     losses: Tensor | None = None
     """[B, T] cross-entropy of the targets in nats."""
@@ -50,7 +50,6 @@ class LanguageModel(Backbone):
         *,
         document_starts: Tensor | Documents | None = None,
         last: bool = False,
-        at_BT: Tensor | None = None,
         targets_BT: Tensor | None = None,
     ) -> ModelOutput:
         """Logits of the token after each, or the losses of given ones.
@@ -60,18 +59,24 @@ class LanguageModel(Backbone):
             state: from an earlier call, as `encode` takes it.
             document_starts: [B, T] bool, where packed documents begin, as `encode` takes it.
             last: only the logits of the last token, [B, 1, V].
-            at_BT: [B, T] bool; only the logits of these N places, [N, V], row by row.
             targets_BT: [B, T] int64, the token after each: their cross-entropy in place of the logits, of
                 which at most LOGITS_AT_ONCE are held, and made again for the backward pass.
         """
-        # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
-        x = self.embedding(tokens_BT) * self.config.d_model**0.5
-        x, state = self.encode(x, state, document_starts)
+        x, state = self.features(tokens_BT, state, document_starts)
         if targets_BT is not None:
             return ModelOutput(None, state, self._losses(x, targets_BT))
-        if at_BT is not None:
-            return ModelOutput(self.head(x[at_BT]), state)
         return ModelOutput(self.head(x[:, -1:] if last else x), state)
+
+    def features(
+        self,
+        tokens_BT: Tensor,
+        state: ModelState | None = None,
+        document_starts: Tensor | Documents | None = None,
+    ) -> tuple[Tensor, ModelState | None]:
+        """[B, T, D], what ``head`` makes logits of, and the state. Arguments are those of `forward`."""
+        # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
+        x_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
+        return self.encode(x_BTD, state, document_starts)
 
     def _losses(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """[B, T] cross-entropy, of a part of the positions after the other where there are many."""

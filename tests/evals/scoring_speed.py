@@ -3,8 +3,8 @@
     git worktree add ../earlier COMMIT
     python -m tests.evals.scoring_speed ../earlier FOLDER [TOKENIZER]
 
-FOLDER has .jsonl.gz files of multiple choice. Each file's questions go through both adapters in turn, three times;
-a rate is the median in CPU seconds of one thread, and the log-likelihoods of both must agree.
+FOLDER has .jsonl.gz files of multiple choice. Each file's questions go through both adapters in turn, three
+times; a rate is the median in CPU seconds of one thread, and the log-likelihoods of both must agree.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -15,14 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
 from titans_core.generation import read_pieces
-from titans_core.model import LOGITS_AT_ONCE
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
+
+LOGITS_AT_ONCE = 2**21
+"""Logits that are scored at once: what a processor's cache holds, or nearly."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -197,11 +200,7 @@ class Scorer:
         """Scores of the rows of a fork, whose groups are the first rows of `state`."""
         of = [(row, place) for place, group in enumerate(fork.groups) for row in group.rows]
         ends = [rows[row].after(fork.position) for row, _ in of]
-        widths = [len(end.tokens) - 1 - end.first for end in ends]
-        parts = [list(range(len(of)))]
-        if self._forks:
-            most = LOGITS_AT_ONCE // self.tokenizer.vocab_size
-            parts = alike([len(end.tokens) for end in ends], widths, most)
+        parts = alike([len(end.tokens) for end in ends]) if self._forks else [list(range(len(of)))]
         found = {}
         for part in parts:
             copies = state and state.take([of[i][1] for i in part])
@@ -219,20 +218,26 @@ class Scorer:
         first_B1 = torch.tensor([[row.first] for row in rows], device=self.device)
         last_B1 = torch.tensor([[len(row.tokens) - 1] for row in rows], device=self.device)
         at_BT = (position_T >= first_B1) & (position_T < last_B1)
-        logits_NV = self._logits_at(tokens_BT[:, :-1], at_BT, state).float()
         targets_N = tokens_BT[:, 1:][at_BT]
-        chosen = logits_NV.gather(-1, targets_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
-        logprobs, greedy = iter(chosen.tolist()), iter((logits_NV.argmax(-1) == targets_N).tolist())
+        scored = self._scored(tokens_BT[:, :-1], at_BT, state, targets_N)
+        logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*scored, strict=True))
         return [
             Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)
             for width in (len(row.tokens) - 1 - row.first for row in rows)
         ]
 
-    def _logits_at(self, tokens_BT: Tensor, at_BT: Tensor, state: ModelState | None) -> Tensor:
-        """[N, V] logits of the places where `at_BT` is True."""
-        if isinstance(self.model, LanguageModel):
-            return self.model(tokens_BT, state, at_BT=at_BT).logits
-        return self.logits(tokens_BT)[at_BT]
+    def _scored(
+        self, tokens_BT: Tensor, at_BT: Tensor, state: ModelState | None, targets_N: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """`token_scores` of the places where `at_BT` is True, some of them after the others."""
+        if not self._forks:
+            yield token_scores(self.logits(tokens_BT)[at_BT], targets_N)
+            return
+        model: Any = self.model
+        x_BTD, _ = model.features(tokens_BT, state)
+        rows = max(1, LOGITS_AT_ONCE // self.tokenizer.vocab_size)
+        for x_ND, part_N in zip(x_BTD[at_BT].split(rows), targets_N.split(rows), strict=True):
+            yield token_scores(model.head(x_ND), part_N)
 
 
 class _Row(NamedTuple):
@@ -244,3 +249,13 @@ class _Row(NamedTuple):
     def after(self, position: int) -> _Row:
         """What is left when so many tokens have been read."""
         return _Row(self.tokens[position:], self.first - position)
+
+
+def token_scores(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] log-likelihoods of the targets in nats, and whether each is the first of the likeliest tokens."""
+    logits_NV = logits_NV.float()
+    logprob_N = -F.cross_entropy(logits_NV, targets_N, reduction="none")
+    greedy_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] == logits_NV.amax(-1)
+    # argmax takes longer than the rest, and only a tie needs it
+    greedy_N[greedy_N.clone()] = logits_NV[greedy_N].argmax(-1) == targets_N[greedy_N]
+    return logprob_N, greedy_N

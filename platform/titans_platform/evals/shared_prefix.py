@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-PASS_TOKENS = 256
+PASS_TOKENS = 512
 """What a pass costs beside its tokens, in tokens: what would save fewer is not worth a pass of its own."""
 
 
@@ -59,8 +59,15 @@ def batch_groups(groups: Sequence[Group], lengths: Sequence[int], budget: int) -
         return group.shared + sum(lengths[row] - group.shared for row in group.rows)
 
     order = sorted(groups, key=lambda group: (-group.shared, -lengths[group.rows[0]]))
-    parts = _up_to(range(len(order)), [tokens(group) for group in order], budget)
-    return [[order[i] for i in part] for part in parts]
+    batches: list[list[Group]] = []
+    left = 0
+    for group in order:
+        if not batches or tokens(group) > left:
+            batches.append([])
+            left = budget
+        batches[-1].append(group)
+        left -= tokens(group)
+    return batches
 
 
 def forks(batch: Sequence[Group]) -> list[Fork]:
@@ -70,17 +77,10 @@ def forks(batch: Sequence[Group]) -> list[Fork]:
     return [Fork(part[0].shared, tuple(part)) for part in parts]
 
 
-def alike(lengths: Sequence[int], widths: Sequence[int], most: int) -> list[list[int]]:
-    """Rows that one pass takes, the longest first; shorter ones are padded.
-
-    Args:
-        lengths: tokens of each row.
-        widths: how many of them are scored.
-        most: tokens that a pass scores, unless one row alone has more.
-    """
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Which rows of these lengths one pass takes, the longest first; shorter ones are padded."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    parts = _parts(order, lambda first, row: lengths[first] - lengths[row])
-    return [part for whole in parts for part in _up_to(whole, widths, most)]
+    return _parts(order, lambda first, row: lengths[first] - lengths[row])
 
 
 def _parts(order: Sequence[T], waste: Callable[[T, T], int]) -> list[list[T]]:
@@ -93,18 +93,6 @@ def _parts(order: Sequence[T], waste: Callable[[T, T], int]) -> list[list[T]]:
             parts.append([])
             wasted = 0
         parts[-1].append(item)
-    return parts
-
-
-def _up_to(rows: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    left = 0
-    for row in rows:
-        if not parts or sizes[row] > left:
-            parts.append([])
-            left = most
-        parts[-1].append(row)
-        left -= sizes[row]
     return parts
 
 
