@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
-from titans_core.generation import read_pieces
+from titans_core.generation import PIECE, read_pieces
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
@@ -147,6 +147,24 @@ class Scorer:
         """[B, T, V] logits; `starts_BT` marks document starts, None: one document a row."""
         starts = None if starts_BT is None else starts_BT.to(self.device)
         return self.model(tokens_BT.to(self.device), document_starts=starts).logits
+
+    def greedy(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """[B, T - start] the likeliest token after each from ``start`` on, on the CPU.
+
+        Rows longer than `batch_tokens` are read in pieces, each on the state that the last one left, so that
+        memory grows with the length by the tokens alone (and by what attention without a window keeps).
+        """
+        if tokens_BT.shape[1] <= self.batch_tokens or not isinstance(self.model, LanguageModel):
+            return self.logits(tokens_BT).argmax(-1).cpu()[:, start:]
+        found, state, end = [], None, 0
+        for piece_BT in tokens_BT.split(PIECE, 1):
+            end += piece_BT.shape[1]
+            # sharded models: every worker makes all of these passes, wherever its answers are
+            out = self.model(piece_BT.to(self.device), state, last=end <= start)
+            state = out.state
+            if end > start:
+                found.append(out.logits.argmax(-1).cpu()[:, max(0, start - end + piece_BT.shape[1]) :])
+        return torch.cat(found, 1)
 
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
         """Scores in the order of `requests`; contexts lose their beginning where a row exceeds `max_length`.
