@@ -112,3 +112,16 @@ def test_a_fork_more_is_made_where_it_saves_more_than_a_pass():
     assert [fork.position for fork in forks([far, near, none])] == [0, start, 2 * start]
     assert [fork.position for fork in forks([far._replace(shared=start + PASS), near])] == [start]
     assert alike([5, 4, 5 + PASS + 1]) == [[2], [0, 1]]
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "transformer"])
+@pytest.mark.parametrize("start", [0, 1, 63, 64, 129])
+def test_long_rows_are_read_in_pieces_on_the_state(variant, start, tiny_run, monkeypatch):
+    monkeypatch.setattr("titans_platform.evals.scoring.PIECE", 32)
+    model, tokens = small(tiny_run, variant), torch.randint(256, (2, 130))
+    whole, pieces = (Scorer(model, BYTE, torch.device("cpu"), budget) for budget in (1000, 100))
+    shapes = []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape[1]))
+    with torch.inference_mode():
+        assert torch.equal(whole.greedy(tokens, start), pieces.greedy(tokens, start))
+    assert shapes == [130, 32, 32, 32, 32, 2]
