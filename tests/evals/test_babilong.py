@@ -177,9 +177,7 @@ def test_the_hubs_files_are_asked_as_they_are(tmp_path, monkeypatch):
         task.item(random.Random(0), 50, BYTE)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"), [({"kind": "qa9"}, "qa9"), ({"dataset": "absent"}, "absent, 1k")]
-)
+@pytest.mark.parametrize(("change", "says"), [({"kind": "qa9"}, "qa9"), ({"path": "absent"}, "absent, 1k")])
 def test_what_the_hub_has_not_is_one_line(change, says, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -11,7 +11,7 @@ import random
 import re
 from functools import lru_cache
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -120,7 +120,7 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
     import datasets
 
     try:
-        records = list(datasets.load_dataset(dataset, length, split=kind, revision=revision))
+        records: list[Any] = list(datasets.load_dataset(dataset, length, split=kind, revision=revision))
         found = [(record["input"], record["question"], record["target"]) for record in records]
     except Exception as error:  # HTTP, Arrow, JSON and its own have no common base
         reason = f"{type(error).__name__} {one_line(error, 160)}"

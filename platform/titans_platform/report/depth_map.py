@@ -35,7 +35,7 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
                 place: Series(name, {}, {task: tuple(column.factor * value for value in values)}, {})
                 for place, values in tiles.items()
             }
-            grid = [[at.get((x, str(y))) for x in across.values] for y in down.values]
+            grid = [[at.get((float(x), str(y))) for x in across.values] for y in down.values]
             draw = partial(plot.heat, tiles=grid, key=task, column=column, scale=scale)
             means = [series.means[task] for series in at.values()]
             alt = f"{name}: from {min(means):.0f} to {max(means):.0f} {column.unit}"
