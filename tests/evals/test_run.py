@@ -395,16 +395,3 @@ def test_training_and_evaluation_encode_an_item_alike():
     tokens, answers = encode_item(item, BYTE, 48)
     assert BYTE.decode(tokens[1:]) == item.text
     assert BYTE.decode([t for t, a in zip(tokens, answers, strict=True) if a]) == item.pieces[-1][0]
-
-
-def test_needles_are_counted_by_depth():
-    far = Oracle(lambda text: solve_needle(text) if re.search(r"[A-Z]:\d", text[:40]) else "x")
-    found = evaluate(far, prepared(), config("needle", COMPACT, items=300), 80)
-    ((key, buckets),) = found["buckets"].items()
-    assert key == "col/needle-passkey@80"
-    assert list(buckets) == [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
-    assert buckets["0-10%"] == 1.0
-    assert buckets["90-100%"] == 0.0
-    # of several questions each has a depth of its own
-    both = evaluate(far, prepared(), config("needle", {**COMPACT, "needles": 2, "queries": 2}, items=3), 80)
-    assert both["buckets"] == {}
