@@ -82,7 +82,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and not attention_mask.all():
             raise ValueError("attention_mask: no padding; model.model.generate takes prompts of any lengths")
         before = past_key_values and past_key_values.state
-        logits, state = self.model(input_ids, before, last=logits_to_keep == 1)
+        logits, state, _ = self.model(input_ids, before, last=logits_to_keep == 1)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.model.config.vocab_size)

@@ -172,6 +172,8 @@ class CheckpointConfig(Frozen):
     """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
     keep: PositiveInt = 2
     """The newest checkpoints that are kept."""
+    best: bool = True
+    """Also keep the one with the lowest validation loss, where ``eval.every`` measures it."""
 
 
 class LogConfig(Frozen):

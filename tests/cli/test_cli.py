@@ -38,7 +38,7 @@ FROZEN = {
     "cluster stop": "NAME JOB --dry-run",
     "cluster submit": "NAME COMMAND --detach --dry-run --json",
     "cluster up": "NAME --schema --dry-run --json",
-    "data info": "CONFIG --set --root --verify --json",
+    "data info": "CONFIG --set --root --verify --ngram --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "eval": "RUN --set --root --json",
     "export": "RUN FOLDER --root",
@@ -261,7 +261,9 @@ def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
     assert process.returncode == 130
     told, error = err.strip().splitlines()
     assert told == "ending at a checkpoint; once more ends at once"
-    assert re.fullmatch(r"error: interrupted after step \d+, at a checkpoint; the same command goes on", error)
+    assert re.fullmatch(
+        r"error: interrupted after step \d+, at a checkpoint; the same command goes on", error
+    )
 
 
 @pytest.mark.slow

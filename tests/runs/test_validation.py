@@ -21,6 +21,7 @@ from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import work
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
+from titans_platform.training.checkpoint import saved, step_of
 
 NUMBERS = ("columns", "final_train_loss", "telemetry")
 
@@ -70,6 +71,32 @@ def test_it_is_logged_and_shown(book, tmp_path):
     (used,) = store.client.get_run(result["mlflow_run_id"]).inputs.dataset_inputs
     assert used.dataset.name == "files:book.txt"
     assert json.loads(used.dataset.profile)["train tokens"] > 1000
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, best):
+    cfg = run_on(book, every=1)
+    kept = cfg.checkpoint.model_copy(update={"every": 1, "keep": 1, "best": best})
+    cfg = cfg.model_copy(update={"checkpoint": kept})
+    prepare(cfg.data, tmp_path)
+    losses = iter([5.0, 2.0, 3.0, 2.0, 4.0])
+    monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
+    spec = spec_for(cfg, tmp_path)
+    result = work(spec).result
+    assert (result["best_step"], result["best_validation_loss"]) == ((2, 2.0) if best else (None, None))
+    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
+    assert steps == ({2, 5} if best else {5})
+
+
+def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
+    cfg = run_on(book, every=3)
+    kept = cfg.checkpoint.model_copy(update={"every": 100, "keep": 1})
+    cfg = cfg.model_copy(update={"checkpoint": kept})
+    prepare(cfg.data, tmp_path)
+    spec = spec_for(cfg, tmp_path)
+    result = work(spec).result
+    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
+    assert steps == {result["best_step"], 5}
 
 
 def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tmp_path):

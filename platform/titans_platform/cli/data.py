@@ -15,7 +15,7 @@ from titans_platform.cli import cluster_option, config_options, dry_run_option, 
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
-    from titans_platform.config import DataConfig
+    from titans_platform.config import DataConfig, RunConfig
     from titans_platform.data import PreparedData
     from titans_platform.data.prepare import Progress
 
@@ -58,7 +58,7 @@ def prepare(
     from titans_platform.data.prepare import prepare as prepare_data
     from titans_platform.runs.ray_session import in_job, joined
 
-    loaded = _load(config, overrides, tokenising=True)
+    loaded = _load(config, overrides, tokenising=True).data
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import prepare_on
 
@@ -69,7 +69,7 @@ def prepare(
     run = by_ray if in_job() else by_processes(processes or cores())
     with joined(root), _progress_bars() as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
-    _show(prepared, as_json)
+    _show(describe(prepared), as_json)
     return 0
 
 
@@ -77,7 +77,7 @@ def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
     from titans_platform.data import NotPrepared, open_prepared
 
     try:
-        _show(open_prepared(data, root), as_json)
+        _show(describe(open_prepared(data, root)), as_json)
     except NotPrepared as error:
         echo_json({"prepared": False}) if as_json else click.echo(str(error))
 
@@ -85,24 +85,40 @@ def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
 @click.option("--verify", is_flag=True, help="Read every shard and compare its hash.")
+@click.option(
+    "--ngram",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Also the perplexity of an N-gram model.",
+)
 @json_option
-def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_json: bool) -> None:
+def info(
+    config: Path, overrides: tuple[str, ...], root: Path, verify: bool, ngram: int | None, as_json: bool
+) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
-    With data.on_corrupt=skip, the damaged shards that --verify finds are left out from then on.
+    With data.on_corrupt=skip, the damaged shards that --verify finds are left out from then on. --ngram
+    counts all training tokens in memory, and is measured on the tokens that the perplexity task takes.
 
     \b
     Example:
-      titans data info run.yaml --json
+      titans data info run.yaml --ngram 4
     """
     from titans_platform.data import open_prepared
+    from titans_platform.data.ngram import ngram_perplexity
 
-    _show(open_prepared(_load(config, overrides), root, verify=verify), as_json)
+    cfg = _load(config, overrides)
+    prepared = open_prepared(cfg.data, root, verify=verify)
+    described = describe(prepared)
+    if ngram:
+        value, tokens = ngram_perplexity(prepared, ngram, cfg.eval.perplexity_tokens)
+        described["ngram"] = {"order": ngram, "perplexity": value, "tokens": tokens}
+    _show(described, as_json)
 
 
-def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) -> DataConfig:
-    """The `data` of a run on text. Raises UsageError, also where the run's objective takes no text, and
-    before ``tokenising`` where the model has too few ids.
+def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) -> RunConfig:
+    """A run on text. Raises UsageError, also where the run's objective takes no text, and before
+    ``tokenising`` where the model has too few ids.
     """
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
@@ -117,7 +133,7 @@ def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) ->
         )
     if tokenising and isinstance(objective, NextToken):
         objective.check_vocabulary(objective.tokenizer())
-    return cfg.data
+    return cfg
 
 
 @contextmanager
@@ -175,8 +191,7 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
     }
 
 
-def _show(prepared: PreparedData, as_json: bool) -> None:
-    described = describe(prepared)
+def _show(described: dict[str, Any], as_json: bool) -> None:
     if as_json:
         echo_json(described)
         return
@@ -196,6 +211,13 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if found := described.get("ngram"):
+        console.print(
+            f"an interpolated {found['order']}-gram has perplexity {found['perplexity']:.3f} on "
+            f"{found['tokens']:,} validation tokens",
+            highlight=False,
+            soft_wrap=True,
+        )
     for label, source in described["sources"].items():
         if source["left_out"]:
             names = ", ".join(source["left_out"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from titans_platform.data.shards import REPAIR, ShardInfo
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import UsageError
 from titans_platform.files import not_written
 
 CACHE = "TITANS_CACHE"
@@ -44,8 +44,10 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.folder / f"{info.sha256}.lock"):
                 if not _touch(path):
-                    self._make_room(info.bytes)
+                    self._make_room(path, info.bytes)
                     self._write(path, info, chunks, name)
+                    # others have written meanwhile, into the same room
+                    self._make_room(path)
         return path
 
     def _write(self, path: Path, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> None:
@@ -65,15 +67,16 @@ class ShardCache:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _make_room(self, needed: int) -> None:
+    def _make_room(self, wanted: Path, needed: int = 0) -> None:
         with FileLock(self.folder / "room.lock"):
             files = [(path, path.stat()) for path in self.folder.glob("*.arrow")]
             held = sum(stat.st_size for _, stat in files)
             for path, stat in sorted(files, key=lambda file: file[1].st_mtime_ns):
                 if held + needed <= self.bytes:
                     return
-                path.unlink(missing_ok=True)
-                held -= stat.st_size
+                if path != wanted:
+                    path.unlink(missing_ok=True)
+                    held -= stat.st_size
 
 
 def _touch(path: Path) -> bool:
@@ -111,6 +114,6 @@ class Ahead:
                     self._thread = None
                     return
                 info = self._wanted.popleft()
-            # raised again where the shard is needed
-            with suppress(TitansError, FileNotFoundError):
+            # whatever it is, it is raised again where the shard is needed
+            with suppress(Exception):
                 self._fetch(info)

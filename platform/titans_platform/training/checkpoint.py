@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
 import time
 import warnings
@@ -20,7 +19,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +33,7 @@ from titans_platform.files import PATIENCE, backoff, may_pass, not_written, pati
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.manifest import MANIFEST, fault, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
+from titans_platform.training.rng import rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ TRIES = 3
 class Saver:
     """Writes a trainer's checkpoints to ``folder`` while it goes on training, and keeps the last ``keep``.
 
-    Those count whose step is a multiple of ``every``; the one of step ``pinned``, and a newest one at another
-    step, are kept beside them.
+    Those count whose step is a multiple of ``every``; the one of step ``pinned``, the one with the lowest
+    validation loss (where the trainer saves it) and a newest one at another step are kept beside them.
 
     Every worker makes one and calls `save` and `finish` at the same steps; a ``with`` block finishes at its
     end. ``phases`` is told how long training stood still: "checkpoint" for the copy of the state to CPU
@@ -204,7 +203,9 @@ class _Writer(FileSystemWriter):
         os.replace(self.partial, self.final)
         # later ones are damaged and will be written again; they must not push this one out
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
-        kept = [self.final, self.pinned, *[p for p in written if step_of(p) % self.every == 0][: self.keep]]
+        due = [path for path in written if step_of(path) % self.every == 0]
+        best = at_step(self.final.parent, self.progress.best_step or 0)
+        kept = [self.final, self.pinned, best, *due[: self.keep]]
         for old in written:
             if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
@@ -265,7 +266,7 @@ def _bring(path: Path, trainer: Trainer) -> None:
         trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
-        _set_rng(own)
+        set_rng_state(own)
     trainer.progress = patiently(lambda: read_manifest(path)).progress
 
 
@@ -309,7 +310,7 @@ def load_model(path: Path, model: nn.Module) -> int:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    return {"model": model, "optimizer": optimizer, "rng": {f"rank{rank()}": _rng()}}
+    return {"model": model, "optimizer": optimizer, "rng": {f"rank{rank()}": rng_state()}}
 
 
 def _load(path: Path, state: dict[str, Any]) -> None:
@@ -372,24 +373,6 @@ def step_of(path: Path) -> int:
 def at_step(folder: Path, step: int) -> Path:
     """Where the checkpoint after so many steps lies."""
     return folder / f"step-{step:08d}"
-
-
-def _rng() -> dict[str, Any]:
-    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    numpy = np.random.get_state(legacy=False)
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, **cuda}
-
-
-def _set_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(_as_tuple(state["python"]))
-    np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 @contextmanager

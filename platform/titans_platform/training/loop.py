@@ -98,10 +98,11 @@ class Hooks:
     """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due.
 
     ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` count steps; 0 is never. There is a
-    checkpoint after step ``checkpoint_at`` too. ``validate()`` gives the validation loss, which goes to
-    ``on_step``. ``phases`` is told how long the steps waited for their batches, as "data wait", and how long
-    validation took. ``on_divergence(batch, error)`` keeps a batch and says where; ``rewind()`` brings the
-    trainer back to a checkpoint; false where there is none.
+    checkpoint after step ``checkpoint_at`` too and, where ``checkpoint_best``, after each validation whose
+    loss is the lowest so far. ``validate()`` gives the validation loss, which goes to ``on_step``. ``phases``
+    is told how long the steps waited for their batches, as "data wait", and how long validation took.
+    ``on_divergence(batch, error)`` keeps a batch and says where; ``rewind()`` brings the trainer back to a
+    checkpoint; false where there is none.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
@@ -111,6 +112,7 @@ class Hooks:
     rewind: Callable[[], bool] = lambda: False
     checkpoint_every: int = 0
     checkpoint_at: int | None = None
+    checkpoint_best: bool = False
     telemetry_every: int = 0
     validate_every: int = 0
     phases: Phases = field(default_factory=Phases)
@@ -131,6 +133,10 @@ class Progress:
     recent: list[float] = field(default_factory=list)
     """Losses of the last steps, where spikes are looked for."""
     seconds: float = 0.0
+    best_loss: float | None = None
+    """The lowest validation loss so far, in nats; None where its checkpoint is not kept."""
+    best_step: int | None = None
+    """The step it was measured after."""
     tail_loss: float = 0.0
     tail_steps: int = 0
     telemetry: dict[str, float] = field(default_factory=dict)
@@ -197,12 +203,22 @@ class Trainer:
                 self.progress.seconds += seconds
                 metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
                 if _due(number, hooks.validate_every, steps):
-                    with hooks.phases.phase("validate"):
-                        metrics["validation_loss"] = hooks.validate()
+                    metrics["validation_loss"] = self._validated(hooks)
                 hooks.on_step(number, metrics)
-                if _due(number, hooks.checkpoint_every, last) or number == hooks.checkpoint_at:
+                best = hooks.checkpoint_best and self.progress.best_step == number
+                if _due(number, hooks.checkpoint_every, last) or number == hooks.checkpoint_at or best:
                     hooks.on_checkpoint()
         return self.progress
+
+    def _validated(self, hooks: Hooks) -> float:
+        """The validation loss, the same on all workers, so that all of them save the best."""
+        with hooks.phases.phase("validate"):
+            own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
+            loss = self._over_workers(own).item()
+        lowest = self.progress.best_loss
+        if hooks.checkpoint_best and (lowest is None or loss < lowest):
+            self.progress.best_loss, self.progress.best_step = loss, self.progress.step
+        return loss
 
     def _batches(self, last: int) -> Generator[Any, None, None]:
         """The batches up to step ``last``, made ahead; made again from the new position after one was left
