@@ -35,7 +35,7 @@ FORMS = {
     "siqa": "siqa",
     "boolq": "boolq",
 }
-QUESTIONS, ROUNDS, MAX_LENGTH, BATCH_TOKENS = 60, 3, 2048, 16_384
+QUESTIONS, ROUNDS, MAX_LENGTH, BATCH_TOKENS = 40, 3, 2048, 16_384
 
 
 def main(earlier: str, folder: str, tokenizer: str = "byte") -> None:

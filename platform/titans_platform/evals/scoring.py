@@ -24,8 +24,8 @@ from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
 
-LOGITS_AT_ONCE = 2**21
-"""Logits that are scored at once: what a processor's cache holds, or nearly."""
+LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
+"""Logits that are scored at once: what a processor's cache holds."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -253,7 +253,7 @@ class Scorer:
             return
         model: Any = self.model
         x_BTD, _ = model.features(tokens_BT, state)
-        rows = max(1, LOGITS_AT_ONCE // self.tokenizer.vocab_size)
+        rows = max(1, LOGITS_AT_ONCE.get(self.device.type, 2**24) // self.tokenizer.vocab_size)
         for x_ND, part_N in zip(x_BTD[at_BT].split(rows), targets_N.split(rows), strict=True):
             yield token_scores(model.head(x_ND), part_N)
 
