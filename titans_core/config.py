@@ -37,10 +37,16 @@ class MemoryConfig(Frozen):
     """The paper's b (eq. 16): gradients of a chunk are taken at the weights it starts from."""
     activation: Literal["silu", "gelu", "identity"] = "silu"
     """Non-linearity between the layers of the memory."""
+    residual: Literal["none", "input", "norm"] = "none"
+    """What is around the layers f of the memory: nothing, ``x + f(x)``, or ``x + LN(f(x))`` with a trained
+    weight and bias of each head, as in the later published version and in TTT."""
     momentum: bool = True
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
     """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
+    decay_per: Literal["head", "channel"] = "head"
+    """alpha_t as one number a head, or one for each channel that a layer of the memory gives out (a hidden
+    layer of a larger expansion has as many neighbours of one alpha). Slower."""
     conv: bool = True
     """Causal depthwise convolution after each of the q, k, v projections."""
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
@@ -95,7 +101,7 @@ class ModelConfig(Frozen):
 
     variant: str = "lmm"
     """lmm, mac, mag, mal, transformer; a baseline: retnet, gla, hgrn2, mamba, mamba2, deltanet,
-    gated_deltanet, ttt_linear; or the import path of a block class, ``my_lab.blocks:MyBlock``."""
+    gated_deltanet, ttt_linear, ttt_mlp; or the import path of a block class, ``my_lab.blocks:MyBlock``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """What a variant takes beyond the fields here: the fields of its block's ``Options``."""
     vocab_size: PositiveInt = 32_000

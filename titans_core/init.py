@@ -5,9 +5,9 @@
 | embedding | normal, std 1 / sqrt(d_model), tied or not the head too; read times sqrt(d_model) |
 | linear layers | normal, std 1 / sqrt(fan in) |
 | layers that write to the residual stream (w_o, down) | the same over sqrt(2 n_layers) |
-| norms, the scale of attention's scores | 1 |
+| norms, the scale of attention's scores | 1; the bias of LN inside a memory 0 |
 | convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
-| M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, so that it predicts little |
+| M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, to predict little; not under LN |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
 | alpha, eta, theta | weight 0.02, bias `MemoryConfig.alpha_bias`, `eta_bias`, `theta_bias` |
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titans_core.layers import CausalConv
+from titans_core.layers import CausalConv, HeadNorm
 
 RESIDUAL = ("w_o", "down")
 """Names of the linear layers that write to the residual stream."""
@@ -41,6 +41,9 @@ def initialize(model: nn.Module, n_layers: int) -> None:
         elif isinstance(module, CausalConv):
             bound = module.weight_KC.shape[0] ** -0.5
             nn.init.uniform_(module.weight_KC, -bound, bound)
+        elif isinstance(module, HeadNorm):
+            nn.init.ones_(module.weight_HE)
+            nn.init.zeros_(module.bias_HE)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
     for module in model.modules():
@@ -63,8 +66,9 @@ def _memory(memory: Any) -> None:
     """M_0 and the gates of a `NeuralMemory`."""
     for W in memory.initial_weights:
         nn.init.normal_(W, std=W.shape[-2] ** -0.5)
-    memory.initial_weights[-1].mul_(0.1)
     config = memory.config
+    if config.residual != "norm":  # LN would undo it, and its gradient be ten times as large
+        memory.initial_weights[-1].mul_(0.1)
     biases = {"alpha": config.alpha_bias, "eta": config.eta_bias, "theta": config.theta_bias}
     for name, bias in biases.items():
         gate = getattr(memory, name)

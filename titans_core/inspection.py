@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from titans_core.memory import NeuralMemory, Writes
-from titans_kernels import DecodeState, MemoryState, OpenChunk, Rule, read_memory
+from titans_kernels import DecodeState, MemoryState, OpenChunk, Rule
 
 
 class Nearest(NamedTuple):
@@ -31,7 +31,7 @@ class Nearest(NamedTuple):
     """``c_i (q . k_i)`` over the sum of its absolute value over all written i, c as in `MemoryTrace`.
 
     Of a linear memory this is exactly how much of the read, beyond what M_0 gives, is the write of i; of a
-    deep one, of what its first layer makes of the query. NaN for a rule with an update of its own.
+    deep one, of what its first layer makes of the query. NaN where `MemoryTrace.coefficient` is.
     """
 
 
@@ -50,6 +50,7 @@ class MemoryTrace(NamedTuple):
     final: Tensor
     """``||M_T(k_t) - v_t||^2``, under the memory after the last token: what has been kept of it."""
     alpha: Tensor
+    """Where it is one a channel, their mean."""
     eta: Tensor
     theta: Tensor
     weight_norm: Tensor
@@ -58,7 +59,8 @@ class MemoryTrace(NamedTuple):
     momentum_norm: Tensor
     coefficient: Tensor
     """c_t, by which the token's gradient g_t stands in the weights after the last token (eqs. 13, 14):
-    ``M_T = beta M_0 + m S_0 - sum_t c_t g_t``. NaN for a rule with an update of its own."""
+    ``M_T = beta M_0 + m S_0 - sum_t c_t g_t``. NaN for a rule with an update of its own, and where alpha is
+    one a channel."""
     own: Nearest
     """Keys near each token's query in ``y_t = M_t(q_t)``, its own among them."""
     context: Nearest | None
@@ -144,8 +146,8 @@ class _Watch:
     def _piece(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
     ) -> tuple[_Piece, DecodeState | OpenChunk]:
-        k, activation = writes.k, self.memory.config.activation
-        first = read_memory(k[:, :1], state.memory().weights, activation=activation)
+        k = writes.k
+        first = self.memory.predict(k[:, :1], state.memory().weights)
         following, _ = self.memory.extend(torch.roll(k, -1, 1), writes, state)
         after_each, state = self.memory.extend(k, writes, state)
         before = torch.cat([first, following[:, :-1]], 1)
@@ -158,12 +160,14 @@ class _Watch:
         """All pieces as one."""
         assert self.after is not None
         seen = _Piece(*(torch.cat(parts) for parts in zip(*self.pieces, strict=True)))
-        prediction = read_memory(seen.k[None], self.after.weights, activation=self.memory.config.activation)
-        mixed = _Mixed(seen, nearest, type(self.memory.rule).update is Rule.update)
+        prediction = self.memory.predict(seen.k[None], self.after.weights)
+        one_alpha = seen.alpha.ndim == seen.theta.ndim
+        alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
+        mixed = _Mixed(seen, nearest, one_alpha and type(self.memory.rule).update is Rule.update)
         mixed.run(self.reads)
         found = MemoryTrace(
             name, seen.surprise, seen.written, _error(prediction[0], seen.v),
-            seen.alpha, seen.eta, seen.theta, seen.weight_norm, seen.momentum_norm,
+            alpha, seen.eta, seen.theta, seen.weight_norm, seen.momentum_norm,
             mixed.coefficient, mixed.own, mixed.context,
         )  # fmt: skip
         return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, found)
@@ -201,6 +205,7 @@ class _Mixed:
     def _write(self, t: int) -> None:
         """What momentum and forgetting make of all gradients so far, token t's among them (eqs. 13, 14)."""
         alpha, eta, theta = (gate[t] for gate in (self.seen.alpha, self.seen.eta, self.seen.theta))
+        alpha = alpha if alpha.ndim == eta.ndim else torch.zeros_like(eta)  # then nothing here is known
         self.n *= eta[:, None]
         self.n[:, t] = theta
         self.c = (1 - alpha[:, None]) * self.c + self.n

@@ -29,6 +29,15 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, EPS)
 
 
+class HeadNorm(nn.Module):
+    """Weight and bias of the LN inside each head's memory, [H, E]; the operator applies them."""
+
+    def __init__(self, heads: int, width: int):
+        super().__init__()
+        self.weight_HE = nn.Parameter(torch.empty(heads, width))
+        self.bias_HE = nn.Parameter(torch.empty(heads, width))
+
+
 class CausalConv(nn.Module):
     """Depthwise convolution over the last K tokens; starts afresh at each document."""
 

@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents
 from titans_core.init import initialize
-from titans_core.layers import EPS, RMSNorm
+from titans_core.layers import EPS, HeadNorm, RMSNorm
 from titans_core.projections import ConvState, Projections, per_row
 from titans_kernels import (
     DecodeState,
     MemoryState,
     OpenChunk,
+    Residual,
     Rule,
     extend_memory,
     find_rule,
@@ -38,7 +39,7 @@ Record = dict[str, tuple[Tensor, int]]
 
 
 class Writes(NamedTuple):
-    """What tokens write with: k, v [B, T, H, E] and the gates [B, T, H]."""
+    """What tokens write with: k, v [B, T, H, E] and the gates [B, T, H], alpha perhaps [B, T, H, E]."""
 
     k: Tensor
     v: Tensor
@@ -90,12 +91,14 @@ class NeuralMemory(Projections):
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
         super().__init__(d_model, config.heads, head_dim, kernel, unit)
         self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
-        self.alpha = nn.Linear(d_model, config.heads) if config.decay else None
+        forgotten = config.heads if config.decay_per == "head" else channels
+        self.alpha = nn.Linear(d_model, forgotten) if config.decay else None
         self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
         self.theta = nn.Linear(d_model, config.heads)
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
         self.initial_weights = nn.ParameterList(torch.empty(config.heads, *pair) for pair in pairwise(widths))
+        self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
         self.w_o = nn.Linear(channels, d_model, bias=False)
@@ -144,8 +147,19 @@ class NeuralMemory(Projections):
         (q,), conv_state = self.project(x_BTD, "q", conv_state)
         if self.watcher is not None:
             self.watcher.read(q, weights)
-        y = read_memory(q, weights, activation=self.config.activation)
-        return self._output(y, x_BTD), conv_state
+        return self._output(self.predict(q, weights), x_BTD), conv_state
+
+    def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """M(q) of q [B, T, H, E] at given weights."""
+        return read_memory(q, weights, activation=self.config.activation, residual=self.residual)
+
+    @property
+    def residual(self) -> Residual | None:
+        """What is around the memory's layers."""
+        if self.config.residual == "none":
+            return None
+        norm = self.inner_norm
+        return Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """The cache before the first token: the initial weights, after the persistent tokens if given.
@@ -171,8 +185,9 @@ class NeuralMemory(Projections):
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.initial_weights]
-        per_head = state_numel(shapes, opened, self.rule)
-        per_head += 3 if c.gates_per == "chunk" and opened else 0
+        groups = self.head_dim if self._forgets_by_channel else None
+        per_head = state_numel(shapes, opened, self.rule, groups)
+        per_head += 2 + (groups or 1) if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -195,7 +210,13 @@ class NeuralMemory(Projections):
         found = dict(zip(gates, _gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
+        if self._forgets_by_channel:
+            alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         return q, Writes(k, v, alpha, eta, theta), conv_state
+
+    @property
+    def _forgets_by_channel(self) -> bool:
+        return self.config.decay and self.config.decay_per == "channel"
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -232,7 +253,7 @@ class NeuralMemory(Projections):
         c = self.config
         return extend_memory(
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
-            surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule,
+            surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule, residual=self.residual,
         )  # fmt: skip
 
     def _extend(
@@ -258,7 +279,8 @@ class NeuralMemory(Projections):
         call = lambda q: neural_memory(  # noqa: E731
             q, *writes, state.weights, state.momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
-            rule=self.rule, output_final_state=cu_seqlens is None or self.recorder is not None,
+            rule=self.rule, residual=self.residual,
+            output_final_state=cu_seqlens is None or self.recorder is not None,
         )  # fmt: skip
         y, after = call(q)
         if self.recorder is not None and record:
@@ -275,7 +297,7 @@ class NeuralMemory(Projections):
             inside = torch.ones(writes.k.shape[1], dtype=torch.bool, device=errors.device)
             inside[cu_seqlens[:-1].long()] = False
             errors = errors[:, inside[1:]]
-        tokens = writes.alpha[..., 0].numel()
+        tokens = writes.theta[..., 0].numel()
         norms = (torch.stack([s.square().sum((-1, -2, -3)) for s in part]).sum(0).sqrt() for part in after)
         means = {name: gate.mean() for name, gate in zip(("alpha", "eta", "theta"), writes[2:], strict=True)}
         self.recorder.append(
@@ -308,11 +330,11 @@ def _rule(config: MemoryConfig) -> Rule:
 def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     """Gates in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
     with without_autocast(x):
-        dtype, heads = state_dtype(linears[0].weight), linears[0].out_features
+        dtype, sizes = state_dtype(linears[0].weight), [n.out_features for n in linears]
         weight, bias = (
             torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
         )
-        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(heads, -1)
+        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(sizes, -1)
 
 
 def _check_start(cache: MemoryCache) -> None:

@@ -57,7 +57,8 @@ def load_memory(path: Path, model: Backbone) -> Reading:
         with safe_open(path, "pt", device=device) as file:
             about = file.metadata() or {}
             _check(path, about, model)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # copies: the file's tensors begin at any byte, and how operands are aligned may change a rounding
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         return _put_together(json.loads(about["reading"]), tensors)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())

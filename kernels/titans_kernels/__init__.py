@@ -12,6 +12,7 @@ from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory
 from titans_kernels.memory.layout import document_borders, packed_layout
 from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
 from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
+from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import RULES, Rule, find_rule
 from titans_kernels.registry import find_class, near, source_file
 
@@ -21,6 +22,7 @@ __all__ = [
     "DecodeState",
     "MemoryState",
     "OpenChunk",
+    "Residual",
     "Rule",
     "decode_step",
     "document_borders",

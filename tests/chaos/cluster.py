@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.chaos.local import BATCH, Line, config, samples, weights
 from tests.small import RUN
+from titans_platform.training.checkpoint import step_of
 
 FAULTS = ("worker killed", "node lost", "driver of workers killed", "worker told to end", "elastic shrink")
 STEPS = 150
@@ -90,17 +91,24 @@ def progress(root: Path) -> dict[str, Any]:
         return {}
 
 
+def kept(root: Path) -> int:
+    """The step of the newest checkpoint. Faults wait for a new one: three deaths without it end a run."""
+    return max((step_of(path) for path in (root / "cells/run/checkpoints").glob("step-*")), default=0)
+
+
 def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Nodes) -> int:
     """A run to its end through ``hits`` faults at random moments; how many struck."""
     workers = "[1, 2]" if fault == "elastic shrink" else "2"
-    struck, deadline = 0, time.monotonic() + 1800
+    struck, before, deadline = 0, 0, time.monotonic() + 1800
     process = start(root, made.cluster.address, workers)
     try:
         while process.poll() is None:
             assert time.monotonic() < deadline, "it hangs"
             pid, step = progress(root).get("pid"), progress(root).get("step", 0)
-            if struck < hits and pid and step < STEPS - 10 and Path(f"/proc/{pid}").exists():
+            fresh = kept(root) > before
+            if struck < hits and pid and fresh and step < STEPS - 10 and Path(f"/proc/{pid}").exists():
                 time.sleep(draw.uniform(0, 2))
+                before = kept(root)
                 struck += strike(fault, process, pid, draw, made)
                 if "driver" in fault:
                     process.wait(60)

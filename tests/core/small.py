@@ -33,6 +33,10 @@ SWITCHES: dict[str, dict] = {
     "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
     "gated_delta": {"rule": "gated_delta"},
     "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
+    "residual": {"residual": "input"},
+    "inner_norm": {"residual": "norm", "expansion": 2},
+    "decay_per_channel": {"decay_per": "channel", "expansion": 2},
+    "later_version": {"residual": "norm", "decay_per": "channel", "gates_per": "chunk"},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
 }
 

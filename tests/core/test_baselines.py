@@ -12,7 +12,7 @@ from tests.core.small import BASELINE_OPTIONS, config, model, tokens
 from titans_core import Block, LanguageModel, ModelConfig, count_parameters, presets
 from titans_core.blocks import Positions
 
-SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear"]
+SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear", "ttt_mlp"]
 BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
 
 
@@ -165,7 +165,7 @@ def test_mamba2_is_that_of_transformers():
 @pytest.mark.parametrize("variant", SETTINGS)
 def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
     set_of = config(variant)
-    for field, value in {"depth": 2, "momentum": True, "max_theta": 0.25}.items():
+    for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
         with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but {variant} is the memory with"):
             LanguageModel(
                 set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})

@@ -22,7 +22,7 @@ from titans_kernels.memory import layout
 pytestmark = pytest.mark.slow
 
 
-MEMORIES = [*MEMORY_VARIANTS, "deltanet", "gated_deltanet", "ttt_linear"]
+MEMORIES = [*MEMORY_VARIANTS, "deltanet", "gated_deltanet", "ttt_linear", "ttt_mlp"]
 
 
 def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageModel:

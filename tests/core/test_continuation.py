@@ -51,7 +51,9 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
     torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("switch", ["default", "no_conv", "gates_per_chunk", "huber", "smallest"])
+@pytest.mark.parametrize(
+    "switch", ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.core.small import MEMORY_VARIANTS, VARIANTS, config, model, tokens
+from tests.core.small import MEMORY_VARIANTS, SWITCHES, VARIANTS, config, model, tokens
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from titans_kernels import DecodeState
 
@@ -15,10 +15,10 @@ from titans_kernels import DecodeState
 # lmm is enough for `make test-fast`
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant", [v if v == "lmm" else pytest.param(v, marks=pytest.mark.slow) for v in MEMORY_VARIANTS]
+    ("variant", "switch"), [*((v, "default") for v in MEMORY_VARIANTS), ("lmm", "later_version")]
 )
-def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant):
-    m = model(variant)
+def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
+    m = model(variant, **SWITCHES[switch])
     x, y = tokens(2, 17), tokens(2, 17, seed=2)
 
     def loss() -> Tensor:

@@ -11,6 +11,7 @@ from titans_core.blocks.base import Block
 from titans_core.blocks.baselines import (
     GLA,
     HGRN2,
+    TTTMLP,
     DeltaNet,
     GatedDeltaNet,
     Mamba,
@@ -40,6 +41,7 @@ BLOCKS: dict[str, type[Block]] = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "ttt_linear": TTTLinear,
+    "ttt_mlp": TTTMLP,
 }
 """Variants with a short name. ``BLOCKS["mine"] = MyBlock`` adds one to this process."""
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, Result
+from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, Result, over_weights
 from titans_kernels.memory.reference import apply_memory, bounded, each_document
+from titans_kernels.memory.residual import Residual, predict, pull
 from titans_kernels.memory.rules import Rule
 from titans_kernels.memory.vjp import flows, vjp
 
@@ -28,7 +29,7 @@ class OpenChunk(NamedTuple):
     weights: Layers  # after the last token [B, H, D, F]
     momentum: Layers
     start: Layers  # weights the chunk starts from
-    alpha: Tensor  # of the chunk's tokens so far [B, H, p]
+    alpha: Tensor  # of the chunk's tokens so far [B, H, p], or [B, H, p, A] by column
 
     @staticmethod
     def of(state: MemoryState) -> OpenChunk:
@@ -40,7 +41,7 @@ class OpenChunk(NamedTuple):
     @property
     def position(self) -> int:
         """Tokens of the open chunk so far."""
-        return self.alpha.shape[-1]
+        return self.alpha.shape[2]
 
     def memory(self) -> MemoryState:
         """Weights and momentum after the last token."""
@@ -64,42 +65,52 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
 def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[Tensor, OpenChunk]:
     """y [B, T, H, D] of the next tokens of a chunk, which do not reach beyond it, and the chunk with them."""
     now = Inputs(*(x.transpose(1, 2) for x in inputs))
-    rule, f = options.rule, ACTIVATIONS[options.activation]
-    alpha = torch.cat([chunk.alpha, now.alpha], -1)
-    decay = (1 - alpha).cumprod(-1)[..., chunk.position :]
-    gradients = token_gradients(rule, chunk.start, now.k, now.v, decay, f, options.surprise_bound)
+    rule, f, by_column = options.rule, ACTIVATIONS[options.activation], now.forgets_by_column
+    # copies: a view would keep all of a call's tokens alive
+    alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha.clone()
+    decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
+    decays = [over_weights(decay, W.shape[-1], by_column) for W in chunk.start]
+    gradients = token_gradients(
+        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual
+    )
     W, S, y = chunk.weights, chunk.momentum, []
     for t in range(now.q.shape[2]):
-        gates = [gate[:, :, t, None, None] for gate in (now.alpha, now.eta, now.theta)]
-        layers = zip(W, S, gradients, strict=True)
-        after = [rule.update(w, s, g[:, :, t], *gates) for w, s, g in layers]
+        gates = [gate[:, :, t, None, None] for gate in (now.eta, now.theta)]
+        forget = [over_weights(now.alpha[:, :, t], w.shape[-1], by_column) for w in W]
+        layers = zip(W, S, gradients, forget, strict=True)
+        after = [rule.update(w, s, g[:, :, t], a, *gates) for w, s, g, a in layers]
         W, S = (tuple(part) for part in zip(*after, strict=True))
-        y.append(apply_memory(W, now.q[:, :, t : t + 1], f))
+        y.append(apply_memory(W, now.q[:, :, t : t + 1], f, options.residual))
     return torch.cat(y, 2).transpose(1, 2), OpenChunk(W, S, chunk.start, alpha)
 
 
 def token_gradients(
-    rule: Rule, start: Layers, k: Tensor, v: Tensor, decay: Tensor, f: Activation, bound: float | None
-) -> list[Tensor]:
+    rule: Rule, start: Layers, k: Tensor, v: Tensor, decays: list[Tensor], f: Activation,
+    bound: float | None, residual: Residual | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Gradient of each token's inner loss for each layer [B, H, T, D, F].
 
     Args:
         start: weights the chunk starts from.
         k, v: [B, H, T, D].
-        decay: [B, H, T], what the chunk's forgetting has left of ``start`` at each token.
+        decays: of each layer, what the chunk's forgetting has left of ``start`` at each token,
+            [B, H, T, 1, 1] or by column [B, H, T, 1, F].
         f: activation between the layers.
         bound: of each token's error signal at every layer, or None.
+        residual: around all layers, or None.
     """
-    create_graph, x, pullbacks = flows(*start, k, v, decay), k[..., None, :], []
-    for l, W in enumerate(start):
-        points = rule.gradient_point(W[:, :, None], decay[..., None, None])
+    norm = residual.norm if residual is not None else ()
+    create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm), k[..., None, :], []
+    for l, (W, decay) in enumerate(zip(start, decays, strict=True)):
+        points = rule.gradient_point(W[:, :, None], decay)
         points = points.expand(*k.shape[:3], *W.shape[-2:])
         layer = partial(_layer, f if l else ACTIVATIONS["identity"])
         # no error goes below the first layer
         asked, fixed = ((points, x), ()) if l else ((points,), (x,))
         x, pullback = vjp(layer, *asked, create_graph=create_graph, fixed=fixed)
         pullbacks.append(pullback)
-    errors, gradients = [rule.error(x, v[..., None, :])], []
+    error = rule.error(predict(residual, k[..., None, :], x), v[..., None, :])
+    errors, gradients = [pull(residual, error, x)], []
     for pullback in reversed(pullbacks):
         gradient, *errors = pullback(bounded(errors[0], bound))
         gradients.append(gradient)

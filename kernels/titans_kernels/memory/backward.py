@@ -14,6 +14,7 @@ from torch import Tensor
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.gates import Gates
 from titans_kernels.memory.passes import Keys, Last, Reads, State, halves, side_by_side
+from titans_kernels.memory.residual import Norm
 
 
 class ReadGrads(NamedTuple):
@@ -28,7 +29,7 @@ class ReadGrads(NamedTuple):
 
 
 class Step(NamedTuple):
-    """All that the backward of one chunk needs; lists are per layer, the last four are added to in place."""
+    """All that the backward of one chunk needs; lists are per layer, the last three written to."""
 
     WS: list[Tensor]  # the state it starts from
     W: list[Tensor]
@@ -41,6 +42,7 @@ class Step(NamedTuple):
     leaving: list[Tensor]  # c X and n X, side by side
     scaled: list[Tensor]  # beta x and m x of the reads, side by side
     read_dz: list[Tensor]
+    top: list[Tensor]  # the last layer's output and v, where LN follows; else empty
     last: list[Tensor]
     dX: list[Tensor]
     dd: list[Tensor]
@@ -48,15 +50,17 @@ class Step(NamedTuple):
 
 
 def read_backward(
-    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation
-) -> ReadGrads:
+    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation,
+    norm: Norm | None = None,
+) -> ReadGrads:  # fmt: skip
     """Backward of `read_pass`, from the top layer down; dy [R, b, F] is the gradient of y."""
     depth = len(WS)
-    dd, dX, dz = [dy] * depth, [dy] * depth, [dy] * depth
+    du = norm.output_backward(dy, reads.u[-1]) if norm else dy
+    dd, dX, dz = [du] * depth, [du] * depth, [du] * depth
     dC, dstarts = torch.zeros_like(gates.C), dy.new_zeros(*dy.shape[:2], 2)
     minus_C = -gates.C
     beta, m = gates.beta[..., None], gates.m[..., None]
-    dx = dy
+    dx = du
     for l in range(depth - 1, -1, -1):
         dd[l] = torch.bmm((minus_C * reads.scores[l]).mT, dz[l])
         minus_dP = torch.bmm(dz[l], keys.d[l].mT)
@@ -69,13 +73,15 @@ def read_backward(
         dx = torch.bmm(dscores, keys.X[l]).addcmul_(left, beta).addcmul_(right, m)
         if l:
             dz[l - 1] = f.through(dx, reads.u[l - 1])
+    if norm:
+        dx.add_(dy)
     return ReadGrads(dx, dd, dX, dz, dC, dstarts)
 
 
-def step_backward(step: Step, carry: State) -> None:
+def step_backward(step: Step, carry: State, norm: Norm | None = None) -> None:
     """Backward of one chunk: ``carry`` goes from the gradient of the state after it to that before it."""
     update_backward(step, carry)
-    keys_backward(step, carry)
+    keys_backward(step, carry, norm)
 
 
 def update_backward(step: Step, carry: State) -> None:
@@ -96,8 +102,11 @@ def update_backward(step: Step, carry: State) -> None:
         dafter.baddbmm_(step.scaled[l].mT, step.read_dz[l])
 
 
-def keys_backward(step: Step, carry: State) -> None:
-    """Backward of `keys_pass`: up through the error's way down, then down through the keys' way up."""
+def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
+    """Backward of `keys_pass`: up through the error's way down, then down through the keys' way up.
+
+    It leaves dd of the last layer as minus half of what v is to get.
+    """
     depth = len(carry.W)
     dW, dz = [], []
     for l in range(depth - 1):
@@ -107,13 +116,22 @@ def keys_backward(step: Step, carry: State) -> None:
         step.dd[l + 1].baddbmm_(dE, step.W[l + 1])
         dW.append(torch.bmm(dE.mT, step.d[l + 1]))
     _bound_backward(step, depth - 1)
-    dz.append(step.dd[-1] * 2)
+    dz.append(_error_backward(step, norm) if norm else step.dd[-1] * 2)
     for l in range(depth - 1, -1, -1):
         X = step.X[l].mT
         carry.W[l].add_(dW[l - 1].baddbmm_(X, dz[l]) if l else torch.bmm(X, dz[l]))
         step.dX[l].baddbmm_(dz[l], step.W[l].mT)
         if l:
             dz[l - 1].addcmul_(step.dX[l], step.slope[l - 1])
+
+
+def _error_backward(step: Step, norm: Norm) -> Tensor:
+    """Gradient of the last layer's output; the keys get theirs as part of the prediction."""
+    z, v = step.top
+    dz, dp = norm.surprise_backward(step.dd[-1], z, step.X[0], v)
+    step.dX[0].add_(dp)
+    torch.mul(dp, 0.5, out=step.dd[-1])
+    return dz
 
 
 def curves(keys: Keys, f: Activation) -> tuple[list[Tensor], list[Tensor]]:

@@ -35,6 +35,7 @@ from titans_kernels.memory.passes import (
     keys_pass,
     read_pass,
 )
+from titans_kernels.memory.residual import Norm
 from titans_kernels.memory.rules import Rule
 
 TAKES = (Rule,)
@@ -52,11 +53,11 @@ BLOCK_BYTES = 2 * 2**20
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.forget_and_learn` does."""
     call = Call.of(inputs, options)
-    arguments = (*_tokens(inputs), *weights, *momentum)
+    arguments = (*_tokens(inputs), *weights, *momentum, *call.norm)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
         y, *state = _Memory.apply(call, *arguments)
     else:
-        (y, *state), _ = call.forward(arguments[:4], arguments[4:], keep=False)
+        (y, *state), _ = call.forward(arguments[:4], (*weights, *momentum), keep=False)
     depth = len(weights)
     return y, tuple(state[:depth]), tuple(state[depth:])
 
@@ -64,7 +65,7 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights and momenta from those of y, weights and momenta after.
+    """Gradients of all inputs, weights, momenta and LN from those of y, weights and momenta after.
 
     For a caller that kept nothing: the forward pass is done anew.
     """
@@ -87,7 +88,7 @@ class Saved(NamedTuple):
     """
 
     states: list[Tensor]  # of each chunk, or of the first
-    errors: list[Tensor]  # of the last layer: d and, with a bound, scale
+    errors: list[Tensor]  # of the last layer: d, with a bound scale, where LN follows its output
     outputs: list[Tensor]  # u of `Reads`
     rest: tuple[Keys, Gates, Reads] | tuple[()]  # where there is space for it
 
@@ -121,7 +122,7 @@ class Plan(NamedTuple):
 
     def save(self, states: list[Tensor], keys: Keys, gates: Gates, reads: Reads, first: int) -> Saved:
         """What a block keeps; ``first`` is how many rows its first chunks take."""
-        errors, outputs = [keys.d[-1], *keys.scale[-1:]], reads.u
+        errors, outputs = [keys.d[-1], *keys.scale[-1:], *keys.top], reads.u
         if not self.keep_states:
             return Saved([x[:first].clone() for x in states], errors, outputs, ())
         rest = (keys, gates, reads)
@@ -146,12 +147,14 @@ class Call(NamedTuple):
     layout: Layout
     f: Activation
     bound: float | None
+    norm: tuple[Tensor, ...] = ()
+    """LN's weight and bias [H, D] where the memory has one, with its residual."""
 
     @staticmethod
     def of(inputs: Inputs, options: Options) -> Call:
         """With the layout of documents found once for each cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
-        return Call(layout, ACTIVATIONS[options.activation], options.surprise_bound)
+        return Call(layout, ACTIVATIONS[options.activation], options.surprise_bound, options.norm)
 
     def forward(
         self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
@@ -162,11 +165,11 @@ class Call(NamedTuple):
         plan, after = Plan.of(layout, state), [torch.empty_like(x) for x in state]
         y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
-            current = State.of(_stack(state, heads))
+            current, norm = State.of(_stack(state, heads)), Norm.of(self.norm, heads)
             for steps in plan.steps:
-                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound)
+                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, norm)
                 states, keys = block.run(current)
-                reads_y, reads = read_pass(block.q, keys, states.WS, block.gates, self.f)
+                reads_y, reads = read_pass(block.q, keys, states.WS, block.gates, self.f, norm=norm)
                 _put(y, block.index, reads_y)
                 if keep:
                     saved.append(plan.save(states.WS, keys, block.gates, reads, block.sizes[0]))
@@ -174,23 +177,24 @@ class Call(NamedTuple):
         return [layout.join(y), *_ordered(after, layout.back)], Kept(plan, saved)
 
     def backward(self, tokens: Sequence[Tensor], kept: Kept, doutputs: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the tokens and of the state before them."""
+        """Gradients of the tokens, of the state before them and of LN."""
         layout, plan = self.layout, kept.plan
         inputs, dy = [layout.split(x) for x in tokens], layout.split(doutputs[0])
         dstate = _ordered(doutputs[1:], layout.order)
         grads, before = [layout.empty_like(x) for x in tokens], [torch.empty_like(x) for x in dstate]
-        saved = reversed(kept.blocks)
+        saved, dnorm = reversed(kept.blocks), tuple(torch.zeros_like(x) for x in self.norm)
         for heads in reversed(plan.heads):
-            carry = State.of(_stack(dstate, heads))
+            carry, norm = State.of(_stack(dstate, heads)), Norm.of(self.norm, heads, dnorm)
             for steps in reversed(plan.steps):
                 own = next(saved)
-                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, own.rest)
+                span = Span(steps[0], steps[1], heads)
+                block = _Block(span, layout, inputs, self.f, self.bound, norm, own.rest)
                 recalled = block.recall(own, plan.keep_states)
                 results = block.backward(_take(dy, block.index), *recalled, carry)
                 for whole, rows in zip(grads, results, strict=True):
                     _put(whole, block.index, rows)
             _unstack(carry.WS, heads, before)
-        return [*(layout.join(x) for x in grads), *_ordered(before, layout.back)]
+        return [*(layout.join(x) for x in grads), *_ordered(before, layout.back), *dnorm]
 
 
 class _Memory(torch.autograd.Function):
@@ -198,20 +202,23 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *arguments):
-        outputs, kept = call.forward(arguments[:4], arguments[4:], keep=True)
+        state = arguments[4 : len(arguments) - len(call.norm)]
+        outputs, kept = call.forward(arguments[:4], state, keep=True)
         # all through save_for_backward, which lets go of it as soon as the backward is done
         leaves, ctx.kept_as = tree_flatten(kept.blocks)
-        ctx.save_for_backward(*arguments[:4], *leaves)
-        ctx.call, ctx.plan = call, kept.plan
+        ctx.save_for_backward(*arguments[:4], *call.norm, *leaves)
+        ctx.call, ctx.plan, ctx.norms = call._replace(norm=()), kept.plan, len(call.norm)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(doutputs[0].device.type, enabled=False):
-            tokens, leaves = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+            first = 4 + ctx.norms
+            tokens, leaves = ctx.saved_tensors[:4], ctx.saved_tensors[first:]
             kept = Kept(ctx.plan, tree_unflatten(leaves, ctx.kept_as))
-            return None, *ctx.call.backward(tokens, kept, doutputs)
+            call = ctx.call._replace(norm=ctx.saved_tensors[4:first])
+            return None, *call.backward(tokens, kept, doutputs)
 
 
 class _Block:
@@ -223,9 +230,9 @@ class _Block:
 
     def __init__(
         self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
-        rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
+        norm: Norm | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
     ):  # fmt: skip
-        self.index, self.f, self.bound = layout.index(span), f, bound
+        self.index, self.f, self.bound, self.norm = layout.index(span), f, bound, norm
         self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)
         alpha, eta, self.theta = gates.unbind(-1)
         heads = span.heads.stop - span.heads.start
@@ -250,15 +257,17 @@ class _Block:
             for slot, x in zip(start, now.WS, strict=True):
                 slot.copy_(x)
             here = Keys(*parts)
-            keys_pass(here, v, W, self.f, self.bound, top_known=saved is not None)
+            keys_pass(here, v, W, self.f, self.bound, saved is not None, self.norm)
             if saved is None or i < len(pieces) - 1:
                 advance(now, here, Last(*last))
         return states, keys
 
     def _keys(self, states: State, saved: Saved | None) -> Keys:
-        keys = Keys.empty(self.k, states.W, self.bound)
+        keys = Keys.empty(self.k, states.W, self.bound, self.norm)
         if saved is not None:
-            keys.d[-1], keys.scale[-1:] = saved.errors[0], saved.errors[1:]
+            scales = len(keys.scale[-1:])
+            keys.d[-1], keys.scale[-1:] = saved.errors[0], saved.errors[1 : 1 + scales]
+            keys.top[:] = saved.errors[1 + scales :]
         return keys
 
     def recall(self, saved: Saved, keep_states: bool) -> tuple[State, Keys, Reads]:
@@ -268,23 +277,28 @@ class _Block:
         if keep_states:
             states = State.of(saved.states)
             keys = self._keys(states, saved)
-            keys_pass(keys, self.v, states.W, self.f, self.bound, top_known=True)
+            keys_pass(keys, self.v, states.W, self.f, self.bound, True, self.norm)
         else:
             states, keys = self.run(State.of([x.clone() for x in saved.states]), saved)
-        return states, keys, read_pass(self.q, keys, states.WS, self.gates, self.f, saved.outputs)[1]
+        return (
+            states,
+            keys,
+            read_pass(self.q, keys, states.WS, self.gates, self.f, saved.outputs, self.norm)[1],
+        )
 
     def backward(
         self, dy: Tensor, states: State, keys: Keys, reads: Reads, carry: State
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and the gates; ``carry`` moves to the gradient of the first state."""
-        grad = read_backward(dy, states.WS, keys, reads, self.gates, self.f)
+        grad = read_backward(dy, states.WS, keys, reads, self.gates, self.f, self.norm)
         dlast = [torch.zeros_like(grad.starts), dy.new_zeros(dy.shape[0], 2, 2)]
         whole = Step(
             states.WS, states.W, keys.X, keys.d, keys.scale, held(keys, self.bound), *curves(keys, self.f),
-            leaving(keys, self.last), reads.scaled, grad.z, list(self.last), grad.X, grad.d, dlast,
+            leaving(keys, self.last), reads.scaled, grad.z, [*keys.top, self.v] if self.norm else [],
+            list(self.last), grad.X, grad.d, dlast,
         )  # fmt: skip
         for size, pieces in zip(reversed(self.sizes), reversed(cut(whole, self.sizes)), strict=True):
-            step_backward(Step(*pieces), carry.first(size))
+            step_backward(Step(*pieces), carry.first(size), self.norm)
         dgates = self._gates_backward(grad.C, grad.starts, *dlast)
         return grad.q, grad.X[0], grad.d[-1] * -2, torch.stack(dgates, -1)
 

@@ -3,7 +3,8 @@
 The gradients of a chunk's tokens are taken at the weights it began with, so a cut inside a chunk leaves
 those, and of the open chunk's tokens the factors of their gradients and what momentum and forgetting have
 made of them since. A token then costs one pass through the memory and one row of products with the tokens
-of its chunk; nothing written before is written anew. For any other rule an open chunk is an `OpenChunk`.
+of its chunk; nothing written before is written anew. For any other rule, and for an alpha by column, an
+open chunk is an `OpenChunk`.
 
 Shapes: B batch, T new tokens, H heads, D/F widths of a layer's input and output, p tokens of the open chunk.
 """
@@ -21,9 +22,10 @@ from titans_kernels.memory.autograd import OpenChunk, continue_chunk
 from titans_kernels.memory.gates import decay_products
 from titans_kernels.memory.op import neural_memory
 from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, without_autocast
-from titans_kernels.memory.reference import surprise
+from titans_kernels.memory.reference import squared_error, surprise
+from titans_kernels.memory.residual import Residual, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
-from titans_kernels.memory.validate import check_options, check_shapes
+from titans_kernels.memory.validate import check_options, check_residual, check_shapes
 
 TAKES = (Rule,)
 """The rules whose open chunk the factors of `DecodeState` describe: the paper's."""
@@ -31,6 +33,8 @@ TAKES = (Rule,)
 
 class DecodeState(NamedTuple):
     """The memory on a chunk border, or for the paper's rule anywhere; float32 (float64 for float64 input).
+
+    Anywhere, where alpha is one number a head.
 
     With W, S the state where the open chunk began and g_i = X_i^T d_i the gradients of its tokens, the
     weights now are ``beta W + m S - sum_i c_i g_i`` and the momentum ``h S - sum_i n_i g_i``.
@@ -122,14 +126,16 @@ def decode_step(
     activation: str = "silu",
     surprise_bound: float | None = None,
     rule: Rule | str = PAPER,
+    residual: Residual | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
 
     Args:
         q, k, v: [B, T, H, D] of T new tokens that do not reach beyond the open chunk; T = 1 always fits.
-        alpha, eta, theta: [B, T, H].
+        alpha, eta, theta: [B, T, H]; alpha may be by column, [B, T, H, A].
         state: after the tokens before; it stays as it is.
-        chunk_size, activation, surprise_bound, rule: as in `neural_memory`, the same for the whole sequence.
+        chunk_size, activation, surprise_bound, rule, residual: as in `neural_memory`, the same for the whole
+            sequence.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. Gradients flow through both.
@@ -139,15 +145,16 @@ def decode_step(
     """
     _check(q, k, v, (alpha, eta, theta), state)
     check_options(chunk_size, activation, surprise_bound)
+    residual = check_residual(residual, q, v)
     if state.position + q.shape[1] > chunk_size:
         raise ValueError(
             f"q: {q.shape[1]} tokens after {state.position} of the open chunk are more than chunk_size "
             f"{chunk_size}; extend_memory takes any number"
         )
-    options = Options(chunk_size, activation, surprise_bound, None, _rule(rule))
+    options = Options(chunk_size, activation, surprise_bound, None, _rule(rule), residual=residual)
     tokens = Inputs(q, k, v, alpha, eta, theta).to_state_dtype()
     with without_autocast(q):
-        if type(options.rule) in TAKES:
+        if _has_factors(options.rule, by_column=tokens.forgets_by_column):
             y, state = _by_factors(tokens, _as_factors(state), options)
         else:
             y, state = continue_chunk(tokens, _as_open_chunk(state), options)
@@ -170,6 +177,7 @@ def extend_memory(
     surprise_bound: float | None = None,
     backend: str = "auto",
     rule: Rule | str = PAPER,
+    residual: Residual | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
 
@@ -188,24 +196,31 @@ def extend_memory(
         if start == fill and whole:
             y, after = neural_memory(
                 *part, state.weights, state.momentum, chunk_size=chunk_size, activation=activation,
-                surprise_bound=surprise_bound, backend=backend, rule=rule,
+                surprise_bound=surprise_bound, backend=backend, rule=rule, residual=residual,
             )  # fmt: skip
             state = DecodeState.of(after)
         else:
             y, state = decode_step(
                 *part, state, chunk_size=chunk_size, activation=activation,
-                surprise_bound=surprise_bound, rule=rule,
+                surprise_bound=surprise_bound, rule=rule, residual=residual,
             )  # fmt: skip
         outputs.append(y)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), state
 
 
-def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule) -> int:
-    """Numbers that a head's state holds ``position`` tokens into a chunk; ``shapes`` [D, F] of the layers."""
+def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, groups: int | None = None) -> int:
+    """Numbers that a head's state holds ``position`` tokens into a chunk.
+
+    ``shapes`` are [D, F] of the layers; ``groups`` is the A of an alpha by column.
+    """
     weights = sum(D * F for D, F in shapes)
-    if position and type(rule) not in TAKES:
-        return 3 * weights + position
+    if position and not _has_factors(rule, by_column=groups is not None):
+        return 3 * weights + position * (groups or 1)
     return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3
+
+
+def _has_factors(rule: Rule, by_column: bool) -> bool:
+    return type(rule) in TAKES and not by_column
 
 
 def _rule(rule: Rule | str) -> Rule:
@@ -224,14 +239,14 @@ def _check(
 def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
     if isinstance(state, DecodeState):
         return state
-    raise ValueError("state: left inside a chunk by another rule than the paper's")
+    raise ValueError("state: left inside a chunk by another rule than the paper's, or by an alpha by column")
 
 
 def _as_open_chunk(state: DecodeState | OpenChunk) -> OpenChunk:
     if isinstance(state, OpenChunk):
         return state
     if state.position:
-        raise ValueError("state: left inside a chunk by the paper's rule; no other rule can go on from there")
+        raise ValueError("state: left inside a chunk by the paper's rule; only that can go on from there")
     return OpenChunk.of(state.memory())
 
 
@@ -239,8 +254,10 @@ def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[T
     """y [B, T, H, D] of the next tokens of the open chunk, and the state after them."""
     now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
     rows = Rows.of(now.alpha, now.eta, now.theta, state)
-    state = _written(state, rows, surprise(state.weights, now.k, now.v, f, options.surprise_bound))
-    return _read(now.q, rows, state, f).transpose(1, 2), state
+    bound, residual = options.surprise_bound, options.residual
+    new = surprise(state.weights, now.k, now.v, f, bound, squared_error, residual)
+    state = _written(state, rows, new)
+    return predict(residual, now.q, _read(now.q, rows, state, f)).transpose(1, 2), state
 
 
 def _products(r: Tensor) -> Tensor:

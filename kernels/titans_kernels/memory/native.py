@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, not_in_the_paper
 from titans_kernels.memory.rules import Rule
 from titans_kernels.native import in_parts, library, numbers, pointer, pointers
 
@@ -35,6 +35,8 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
         return f"tensors are on {inputs.q.device.type}"
     if type(options.rule) not in TAKES:
         return f"not compiled for the rule {options.rule}"
+    if beyond := not_in_the_paper(inputs, options):
+        return f"not compiled for {beyond}"
     chunks = sum(-(-n // options.chunk_size) for n in _lengths(inputs.q, options.cu_seqlens))
     kept = 2 * chunks * sum(W[0].numel() for W in weights) * inputs.state_dtype.itemsize
     if kept > KEEP_BYTES:

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import autograd, chunked, chunked_op, native, online, reference
+from titans_kernels.memory import autograd, channels, chunked, chunked_op, native, online, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import (
     Inputs,
@@ -17,17 +17,22 @@ from titans_kernels.memory.options import (
     MemoryState,
     Options,
     Result,
+    not_in_the_paper,
     state_dtype,
     without_autocast,
 )
+from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
-from titans_kernels.memory.validate import check_options, check_shapes
+from titans_kernels.memory.validate import check_options, check_residual, check_shapes
 
 BACKENDS = ("auto", "reference", "autograd", "chunked", "native", "online", "triton")
 
 Form = Callable[[Inputs, Layers, Layers, Options], Result]
 """One form of the operator: inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's
 precision, contiguous or not."""
+
+OF_ANY_LOSS = (reference.forget_and_learn, autograd.forget_and_learn)
+"""The forms that take a rule whose loss is of more than the difference of prediction and value."""
 
 log = logging.getLogger("titans_kernels")
 
@@ -48,6 +53,7 @@ def neural_memory(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
     rule: Rule | str = PAPER,
+    residual: Residual | None = None,
     keep_bytes: int | None = None,
     output_final_state: bool = True,
 ) -> tuple[Tensor, MemoryState]:
@@ -59,7 +65,8 @@ def neural_memory(
 
     Args:
         q, k, v: [B, T, H, D]; the width of v is that of the last layer's output.
-        alpha, eta, theta: [B, T, H]; alpha, eta in [0, 1], theta >= 0.
+        alpha, eta, theta: [B, T, H]; alpha, eta in [0, 1], theta >= 0. An alpha [B, T, H, A] has a number for
+            each of A groups of neighbouring columns of every layer, whose width A divides (see `channels`).
         weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
         momentum: the same shapes, or None for zeros.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
@@ -75,6 +82,8 @@ def neural_memory(
             "online" takes the place of all but "triton" for a linear memory in chunks of one token.
         rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
             the paper's. "reference" and "autograd" take any rule.
+        residual: None for the paper's memory, or a residual around it, with or without LN. LN and an alpha by
+            column are not for "native", "online" and "triton", and "auto" passes these over.
         keep_bytes: what the kernels may keep of this call for its backward; a call that needs more computes
             it again there, with the same result. None for 1/64 of the card's memory. The other forms do not
             look at it.
@@ -102,10 +111,14 @@ def neural_memory(
         shared = tuple(x[None] for x in weights), tuple(x[None] for x in momentum)
     weights, momentum = _per_document(weights, documents), _per_document(momentum, documents)
     rule = find_rule(rule) if isinstance(rule, str) else rule
+    residual = check_residual(residual, q, v)
     options = Options(
-        chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared
-    )
+        chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared,
+        residual,
+    )  # fmt: skip
     form = choose(backend, inputs, weights, options)
+    if residual is not None and not residual.norm and form not in OF_ANY_LOSS:
+        form = partial(_around, form)
     # the state is float32 whatever autocast would make of the products
     with without_autocast(q):
         y, weights, momentum = form(inputs, weights, momentum, options)
@@ -124,7 +137,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         return reference.forget_and_learn
     by_hand = type(options.rule) in chunked.TAKES
     if backend == "online" or (backend == "auto" and not (by_hand and inputs.q.is_cuda)):
-        reason = online.refusal(weights, options)
+        reason = online.refusal(inputs, weights, options)
         if reason is None:
             return online.forget_and_learn
         if backend == "online":
@@ -152,7 +165,16 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
             return native.forget_and_learn
         if backend == "native":
             raise ValueError(f"backend: native does not serve this call: {reason}")
-    return chunked.forget_and_learn
+    return channels.forget_and_learn if inputs.forgets_by_column else chunked.forget_and_learn
+
+
+def _around(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """``x + f(x)`` by a form of f: ``||k + f(k) - v||^2`` is the loss of f for the value v - k."""
+    q, k, v = (x.to(inputs.state_dtype) for x in inputs[:3])
+    # a kernel takes its operands in one type
+    value = (v - k).to(inputs.v.dtype) if inputs.v.is_cuda else v - k
+    y, weights, momentum = form(inputs._replace(v=value), weights, momentum, options._replace(residual=None))
+    return q + y, weights, momentum
 
 
 def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
@@ -164,6 +186,8 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
     dtype = _operands(inputs.q)
     if type(options.rule) not in triton.TAKES:
         return f"no kernel for the rule {options.rule}"
+    if beyond := not_in_the_paper(inputs, options):
+        return f"no kernel for {beyond}"
     reason = refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
     return reason or partial(triton.forget_and_learn, dtype=dtype)
 
@@ -181,12 +205,15 @@ def _operands(q: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
-def read_memory(q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu") -> Tensor:
+def read_memory(
+    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Residual | None = None
+) -> Tensor:
     """M(q) without a write: q [B, T, H, D], weights [B, H, D_in, D_out] or [H, D_in, D_out]."""
     dtype = state_dtype(q)
-    layers = tuple(W.to(dtype) for W in weights)
+    layers, f = tuple(W.to(dtype) for W in weights), ACTIVATIONS[activation]
+    residual = residual and residual.to(dtype)
     with without_autocast(q):
-        y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), ACTIVATIONS[activation])
+        y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), f, residual)
     return y.transpose(1, 2).to(q.dtype)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import PAPER, Rule
 
 Layers = tuple[Tensor, ...]
@@ -23,14 +24,19 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, T, H, D]
     k: Tensor
     v: Tensor
-    alpha: Tensor  # [B, T, H]
-    eta: Tensor
+    alpha: Tensor  # [B, T, H], or [B, T, H, A] where A groups of columns forget apart
+    eta: Tensor  # [B, T, H]
     theta: Tensor
 
     @property
     def state_dtype(self) -> torch.dtype:
         """Precision of the weights and the momentum: float32, or float64 where the input is."""
         return state_dtype(self.q)
+
+    @property
+    def forgets_by_column(self) -> bool:
+        """Whether alpha has a number for each of some groups of columns, not one for a head."""
+        return self.alpha.ndim > self.eta.ndim
 
     def to_state_dtype(self) -> Inputs:
         """All in the precision of the state."""
@@ -61,11 +67,31 @@ class Options(NamedTuple):
     """whether the state after the last token is wanted"""
     shared_start: tuple[Layers, Layers] | None = None
     """weights and momentum [1, H, D_in, D_out] where all documents begin alike"""
+    residual: Residual | None = None
+
+    @property
+    def norm(self) -> tuple[Tensor, ...]:
+        """Weight and bias of the residual's LN, or nothing."""
+        return self.residual.norm if self.residual is not None else ()
+
+
+def not_in_the_paper(inputs: Inputs, options: Options) -> str | None:
+    """What of a call the fastest forms do not compute."""
+    if options.norm:
+        return "LN inside the memory"
+    return "an alpha by column" if inputs.forgets_by_column else None
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
     """Precision of the state for tokens x: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def over_weights(gate: Tensor, width: int, by_column: bool) -> Tensor:
+    """A gate [...], or [..., A] by column, as what multiplies weights [..., D, width]."""
+    gate = gate if by_column else gate[..., None]
+    groups = gate.shape[-1]
+    return (gate if groups in (1, width) else gate.repeat_interleave(width // groups, -1))[..., None, :]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.gates import Gates
+from titans_kernels.memory.residual import Norm
 
 
 class State(NamedTuple):
@@ -42,15 +43,17 @@ class Keys(NamedTuple):
     d: list[Tensor]  # gradient of the loss with respect to z, bounded [R, b, F]
     E: list[Tensor]  # d_{l+1} W_{l+1}^T, l < L - 1 [R, b, F]
     scale: list[Tensor]  # what the bound divided d by [R, b, 1]; empty without a bound
+    top: list[Tensor]  # output of the last layer, where LN follows [R, b, F]; else empty
 
     @staticmethod
-    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None) -> Keys:
+    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None, norm: Norm | None = None) -> Keys:
         """Uninitialised tensors for keys k [R, b, D]; `keys_pass` fills them."""
         widths = [x.shape[-1] for x in W]
         empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
         hidden = widths[:-1]
         scale = [] if bound is None else empty([1] * len(widths))
-        return Keys([k, *empty(hidden)], empty(hidden), empty(widths), empty(hidden), scale)
+        top = empty(widths[-1:]) if norm else []
+        return Keys([k, *empty(hidden)], empty(hidden), empty(widths), empty(hidden), scale, top)
 
 
 class Reads(NamedTuple):
@@ -59,7 +62,7 @@ class Reads(NamedTuple):
     x: list[Tensor]  # input of layer l [R, b, D]
     scaled: list[Tensor]  # beta x and m x, side by side [R, b, 2 D]
     scores: list[Tensor]  # x X^T [R, b, b]
-    u: list[Tensor]  # output before the non-linearity, l < L - 1 [R, b, F]
+    u: list[Tensor]  # output before the non-linearity [R, b, F], the last layer's where LN follows
 
 
 class Last(NamedTuple):
@@ -73,18 +76,22 @@ class Last(NamedTuple):
 
 
 def keys_pass(
-    keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False
-) -> None:
+    keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False,
+    norm: Norm | None = None,
+) -> None:  # fmt: skip
     """Fill ``keys``: forward through the memory, then the error back: each token's gradient, as factors.
 
-    With ``top_known`` the last layer's d and scale are there already.
+    With ``top_known`` the last layer's d, scale and output are there already.
     """
-    X, z, d, E, scale = keys
+    X, z, d, E, scale, last = keys
     top = len(W) - 1
     for l in range(top):
         torch.bmm(X[l], W[l], out=z[l])
         f.value(z[l], out=X[l + 1])
-    if not top_known:
+    if not top_known and norm:
+        torch.bmm(X[top], W[top], out=last[0])
+        d[top].copy_(norm.surprise(last[0], X[0], v))
+    elif not top_known:
         torch.baddbmm(v, X[top], W[top], beta=-2, alpha=2, out=d[top])
     for l in range(top - top_known, -1, -1):
         if l < top:
@@ -110,6 +117,7 @@ def read_pass(
     gates: Gates,
     f: Activation,
     known: list[Tensor] | None = None,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, Reads]:
     """Queries through the per-token weights: y [R, b, F] and what was met on the way.
 
@@ -126,7 +134,9 @@ def read_pass(
             reads.u.append(y)
         if l < len(WS) - 1:
             reads.x.append(f.value(reads.u[l]))
-    return y, reads._replace(u=reads.u[: len(WS) - 1])
+    if norm is None:
+        return y, reads._replace(u=reads.u[: len(WS) - 1])
+    return (norm.output(q, y) if known is None else y), reads
 
 
 def halves(WS: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:

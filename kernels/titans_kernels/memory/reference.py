@@ -15,7 +15,8 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, over_weights
+from titans_kernels.memory.residual import Residual, predict, pull
 from titans_kernels.memory.rules import Rule
 
 
@@ -43,21 +44,25 @@ def each_document(
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    rule, f = options.rule, ACTIVATIONS[options.activation]
+    rule, f, by_column = options.rule, ACTIVATIONS[options.activation], inputs.forgets_by_column
     chunk_start, decay, y = weights, torch.ones_like(inputs.alpha[:, 0]), []
     for t in range(inputs.q.shape[1]):
         if t % options.chunk_size == 0:
             # M_{t'}: every gradient of the chunk is taken here (16), or where the rule says
             chunk_start, decay = weights, torch.ones_like(decay)
         now = Inputs(*(x[:, t] for x in inputs))
-        alpha, eta, theta = (gate[:, :, None, None] for gate in (now.alpha, now.eta, now.theta))
+        eta, theta = (gate[:, :, None, None] for gate in (now.eta, now.theta))
         decay = (1 - now.alpha) * decay
-        point = tuple(rule.gradient_point(W, decay[:, :, None, None]) for W in chunk_start)
-        gradient = inner_gradient(point, now.k, now.v, f, options.surprise_bound, rule)
-        layers = zip(weights, momentum, gradient, strict=True)
-        after = [rule.update(W, S, g, alpha, eta, theta) for W, S, g in layers]  # (13, 14)
+        point = tuple(
+            rule.gradient_point(W, over_weights(decay, W.shape[-1], by_column)) for W in chunk_start
+        )
+        gradient = inner_gradient(point, now.k, now.v, f, options.surprise_bound, rule, options.residual)
+        after = [
+            rule.update(W, S, g, over_weights(now.alpha, W.shape[-1], by_column), eta, theta)  # (13, 14)
+            for W, S, g in zip(weights, momentum, gradient, strict=True)
+        ]
         weights, momentum = (tuple(part) for part in zip(*after, strict=True))
-        y.append(apply_memory(weights, now.q[:, :, None], f)[:, :, 0])  # (15)
+        y.append(apply_memory(weights, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
 
 
@@ -65,18 +70,20 @@ def _joined(documents: Sequence[Layers]) -> Layers:
     return tuple(torch.cat(layer) for layer in zip(*documents, strict=True))
 
 
-def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation) -> Tensor:
+def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Residual | None = None) -> Tensor:
     """M(x): the memory's MLP at given weights [B, H, D_in, D_out]; x and the result [B, H, T, D]."""
+    hidden = x_BHTD
     for W in weights[:-1]:
-        x_BHTD = f.value(x_BHTD @ W)
-    return x_BHTD @ weights[-1]
+        hidden = f.value(hidden @ W)
+    return predict(residual, x_BHTD, hidden @ weights[-1])
 
 
 def inner_gradient(
-    weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None, rule: Rule
-) -> Layers:
+    weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None, rule: Rule,
+    residual: Residual | None = None,
+) -> Layers:  # fmt: skip
     """Gradient of the rule's inner loss (eq. 12) for one token, each [B, H, D_in, D_out]."""
-    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound, rule.error)
+    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound, rule.error, residual)
     return tuple(x.mT @ d for x, d in zip(inputs, errors, strict=True))
 
 
@@ -87,7 +94,7 @@ def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
 
 def surprise(
     weights: Layers, k_BHTD: Tensor, v_BHTD: Tensor, f: Activation, bound: float | None,
-    error: Callable[[Tensor, Tensor], Tensor] = squared_error,
+    error: Callable[[Tensor, Tensor], Tensor] = squared_error, residual: Residual | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Of each layer its input X and error d [B, H, T, D]: the gradient a token brings is ``X_t^T d_t``.
 
@@ -97,7 +104,8 @@ def surprise(
     for W in weights[:-1]:
         z.append(inputs[-1] @ W)
         inputs.append(f.value(z[-1]))
-    errors = [bounded(error(inputs[-1] @ weights[-1], v_BHTD), bound)]
+    last = inputs[-1] @ weights[-1]
+    errors = [bounded(pull(residual, error(predict(residual, k_BHTD, last), v_BHTD), last), bound)]
     for W, out in zip(reversed(weights), reversed(z), strict=False):
         errors.insert(0, bounded(f.through(errors[0] @ W.mT, out), bound))
     return inputs, errors

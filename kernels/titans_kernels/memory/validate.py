@@ -7,7 +7,8 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.options import Layers
+from titans_kernels.memory.options import Layers, state_dtype
+from titans_kernels.memory.residual import Residual
 
 
 def check_shapes(
@@ -24,8 +25,13 @@ def check_shapes(
         if x.shape[:3] != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
     for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
-        if x.shape != (B, T, H):
+        by_column = name == "alpha" and x.ndim == 4
+        if (x.shape[:3] if by_column else x.shape) != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
+        if by_column and (wrong := [W.shape[-1] for W in weights if W.shape[-1] % max(x.shape[-1], 1)]):
+            raise ValueError(
+                f"alpha: {x.shape[-1]} groups of columns, which {wrong[0]} columns do not divide into"
+            )
     documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
@@ -51,6 +57,22 @@ def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
     if not (torch.compiler.is_compiling() or cu_seqlens.is_meta):  # values; a form looks at them when it runs
         document_borders(cu_seqlens, T)
     return cu_seqlens.shape[0] - 1
+
+
+def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual | None:
+    """The residual in the state's precision; raises ValueError where it does not fit q and v."""
+    if residual is None:
+        return None
+    if (residual.weight is None) != (residual.bias is None):
+        raise ValueError("residual: LN needs a weight and a bias, or neither")
+    if q.shape[-1] != v.shape[-1]:
+        raise ValueError(f"residual: x + f(x) of widths {q.shape[-1]} and {v.shape[-1]}")
+    for name, x in zip(("weight", "bias"), residual.norm, strict=False):
+        if x.shape != q.shape[2:]:
+            raise ValueError(
+                f"residual: {name} of shape {tuple(x.shape)} is not [H, D] = {tuple(q.shape[2:])}"
+            )
+    return residual.to(state_dtype(q))
 
 
 def check_options(chunk_size: int, activation: str, bound: float | None) -> None:

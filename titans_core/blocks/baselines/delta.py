@@ -1,17 +1,19 @@
-"""DeltaNet, Gated DeltaNet and TTT-linear: settings of the neural memory, by name."""
+"""DeltaNet, Gated DeltaNet, TTT-linear and TTT-MLP: settings of the neural memory, by name."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from titans_core.blocks.lmm import LMM
 from titans_core.config import ModelConfig
 
 COMMON: dict[str, Any] = {
-    "depth": 1, "momentum": False, "value_norm": False, "surprise_bound": None, "theta_bias": 0.0,
+    "momentum": False, "value_norm": False, "surprise_bound": None, "theta_bias": 0.0,
     "gates_per": "token", "qk_norm": True, "rule": "paper", "rule_options": {},
 }  # fmt: skip
-"""What the three have in common: a linear memory without momentum, a bound or normalised values."""
+"""What they have in common: a memory without momentum, a bound or normalised values."""
+LINEAR = COMMON | {"depth": 1}
+TTT: dict[str, Any] = COMMON | {"chunk_size": 16, "decay": False, "residual": "norm"}
 
 
 class _MemorySetting(LMM):
@@ -23,12 +25,14 @@ class _MemorySetting(LMM):
 
     uses_persistent = False
     preset_expansion = None
+    unchecked: ClassVar[tuple[str, ...]] = ()
+    """Fields that a config may set otherwise."""
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         super().check(config)
         for field, value in cls.preset_memory.items():
-            if (given := getattr(config.memory, field)) != value:
+            if (given := getattr(config.memory, field)) != value and field not in cls.unchecked:
                 raise ValueError(
                     f"memory.{field}: {given}, but {config.variant} is the memory with {value} there; "
                     "write that, or take variant lmm"
@@ -42,7 +46,7 @@ class DeltaNet(_MemorySetting):
     memory by its Appendix C.
     """
 
-    preset_memory = COMMON | {"chunk_size": 1, "decay": False, "max_theta": 0.5}
+    preset_memory = LINEAR | {"chunk_size": 1, "decay": False, "max_theta": 0.5}
 
 
 class GatedDeltaNet(_MemorySetting):
@@ -51,14 +55,23 @@ class GatedDeltaNet(_MemorySetting):
     ``S_t = S_{t-1} (a_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T`` with a_t = 1 - alpha_t, a sigmoid here.
     """
 
-    preset_memory = COMMON | {"chunk_size": 1, "max_theta": 0.5, "rule": "gated_delta"}
+    preset_memory = LINEAR | {"chunk_size": 1, "max_theta": 0.5, "rule": "gated_delta"}
 
 
 class TTTLinear(_MemorySetting):
-    """TTT-linear (Sun et al. 2024, arXiv 2407.04620): gradients at the start of each 16 tokens, no decay.
+    """TTT-linear (Sun et al. 2024, arXiv 2407.04620): ``f(x) = x + LN(x W)``, no momentum, no decay.
 
-    Without the inner LayerNorm and residual of the published layer. max_theta is one over the chunk, as the
-    published rate is over the place in its batch: all tokens alike then take no more than one full step.
+    Gradients are taken at the start of each mini-batch of 16 tokens; the step theta_t is a learned function
+    of the token. max_theta is one over the mini-batch, as the published rate is over the place in it: without
+    LN, tokens that are all alike then take no more than one full step. ``memory.residual: none`` is this
+    variant without LN and the residual, as it was before they could be had.
     """
 
-    preset_memory = COMMON | {"chunk_size": 16, "decay": False, "max_theta": 1 / 16}
+    preset_memory = TTT | {"depth": 1, "max_theta": 1 / 16}
+    unchecked = ("residual",)
+
+
+class TTTMLP(_MemorySetting):
+    """TTT-MLP: ``f(x) = x + LN(gelu(x W_1) W_2)``, hidden layer four times as wide, a tenth of the step."""
+
+    preset_memory = TTT | {"depth": 2, "expansion": 4, "activation": "gelu", "max_theta": 0.1 / 16}

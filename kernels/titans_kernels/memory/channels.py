@@ -1,0 +1,180 @@
+"""The parallel form where each group of a layer's columns forgets at its own pace: alpha [B, T, H, A].
+
+Eq. 13 with a vector is ``M_t = diag(1 - alpha_t) M_{t-1} + S_t``. The paper's M maps a column vector,
+``y = M q``, so diag scales its rows, what comes out of a layer; here, where ``y = q W``, those are the
+columns of W. A layer of F columns has A groups of F / A neighbours, with a number each. Momentum and step
+stay one number a head.
+
+Columns do not meet within a chunk: a read needs ``x W`` column by column, and the keys' gradients are those
+at the weights that the chunk starts from. So group g is a chunk with scalar gates of its own (see `gates`),
+
+    u[:, g] = beta_g (x W[:, g]) + m_g (x S[:, g]) - ((x X^T) * C_g) d[:, g],    C_g = A_g E diag(theta),
+
+the same scores ``x X^T`` for all, and the next chunk's columns likewise. It takes A products [b, b] in place
+of one, and so more memory and time than a number a head; there is no division, and alpha = 1 is exact.
+The backward is autograd's; a call whose work is large keeps the steps' states and does the rest again.
+
+Shapes: N documents, n those still running; H heads, b tokens of a chunk, D/F widths of a layer, A groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.gates import decay_products
+from titans_kernels.memory.layout import Layout, Span, layout_of
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, over_weights
+from titans_kernels.memory.reference import squared_error, surprise
+from titans_kernels.memory.residual import Residual, predict
+
+KEEP_BYTES = 256 * 2**20
+"""Coefficients of a call up to this size are kept for the backward pass; of a larger one, states alone."""
+
+
+def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write and read every token, as `reference.forget_and_learn` does."""
+    again = torch.is_grad_enabled() and _coefficient_bytes(inputs, options) > KEEP_BYTES
+    return _forget_and_learn(inputs.to_state_dtype(), weights, momentum, options, again)
+
+
+def gradients(
+    inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of all inputs, weights, momenta and LN from those of y, weights and momenta after.
+
+    For an operator of torch's library, in which plain autograd records nothing.
+    """
+    depth = len(weights)
+
+    def outputs(*given: Tensor) -> tuple[Tensor, ...]:
+        W, S, norm = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
+        residual = Residual(*norm) if norm else None
+        y, W, S = _forget_and_learn(Inputs(*given[:6]), W, S, options._replace(residual=residual), False)
+        return y, *W, *S
+
+    _, pullback, *_ = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.norm)
+    return list(pullback(tuple(doutputs)))
+
+
+def _forget_and_learn(
+    inputs: Inputs, weights: Layers, momentum: Layers, options: Options, again: bool
+) -> Result:
+    """``again``: the backward is to compute each step anew."""
+    layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
+    chunks = Inputs(*(layout.split(x) for x in inputs))
+    state = [x if layout.order is None else x[layout.order] for x in (*weights, *momentum)]
+    outputs = []
+    for i, rows in enumerate(layout.rows):
+        index = layout.index(Span(i, i + 1, slice(None)))
+        here = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
+        running = [x[:rows] for x in state]
+        arguments = (here, running, _last(layout, i, rows), options)
+        y, *after = checkpoint(_step, *arguments, use_reentrant=False) if again else _step(*arguments)
+        outputs.append(y)
+        state = [
+            torch.cat([new, x[rows:]]) if rows < len(x) else new for new, x in zip(after, state, strict=True)
+        ]
+    y = layout.join(torch.stack(outputs) if layout.order is None else torch.cat(outputs))
+    state = state if layout.back is None else [x[layout.back] for x in state]
+    return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
+
+
+class Chunk(NamedTuple):
+    """Coefficients of a chunk for each group, as `gates.Gates` has them for a head."""
+
+    C: Tensor  # [n, H, A, b, b]
+    N: Tensor  # [n, H, b, b]
+    beta: Tensor  # [n, H, b, A]
+    m: Tensor
+    h: Tensor  # [n, H, b]
+
+    @staticmethod
+    def of(alpha: Tensor, eta: Tensor, theta: Tensor) -> Chunk:
+        """From alpha [n, H, b, A], eta and theta [n, H, b]."""
+        keep, h = 1 - alpha, eta.cumprod(-1)
+        N = decay_products(eta) * theta[..., None, :]
+        both: Tensor = _Forgotten.apply(keep.movedim(2, 0), torch.cat([N, h[..., None]], -1).movedim(2, 0))
+        C, m = both.movedim(0, 3).split([N.shape[-1], 1], -1)
+        return Chunk(C, N, keep.cumprod(-2), m[..., 0].mT, h)
+
+
+class _Forgotten(torch.autograd.Function):
+    """A_g X of every group, ``Z_t = keep_t Z_{t-1} + X_t``.
+
+    keep [b, n, H, A], X [b, n, H, c], Z [b, n, H, A, c].
+    """
+
+    @staticmethod
+    def forward(keep: Tensor, X: Tensor) -> Tensor:
+        Z = X[..., None, :].repeat(1, 1, 1, keep.shape[-1], 1)
+        for t in range(1, len(Z)):
+            Z[t].addcmul_(keep[t][..., None], Z[t - 1])
+        return Z
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dZ):  # pyright: ignore[reportIncompatibleMethodOverride]
+        keep, Z = ctx.saved_tensors
+        dZ = dZ.clone(memory_format=torch.contiguous_format)
+        for t in range(len(Z) - 1, 0, -1):
+            dZ[t - 1].addcmul_(keep[t][..., None], dZ[t])
+        dkeep = (dZ[1:] * Z[:-1]).sum(-1)
+        return torch.cat([torch.zeros_like(keep[:1]), dkeep]), dZ.sum(-2)
+
+
+def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Options) -> tuple[Tensor, ...]:
+    """y [n, H, b, D] of a chunk of each document, and weights and momenta after its ``last`` token."""
+    depth, f = len(state) // 2, ACTIVATIONS[options.activation]
+    weights, momentum = state[:depth], state[depth:]
+    chunk = Chunk.of(inputs.alpha, inputs.eta, inputs.theta)
+    keys, errors = surprise(
+        tuple(weights), inputs.k, inputs.v, f, options.surprise_bound, squared_error, options.residual
+    )
+    x, outputs = inputs.q, []
+    for l, (W, S, X, d) in enumerate(zip(weights, momentum, keys, errors, strict=True)):
+        x = x if l == 0 else f.value(x)
+        widen = lambda gate, width=W.shape[-1]: over_weights(gate, width, True)  # noqa: E731
+        beta, m = (widen(gate)[..., 0, :] for gate in (chunk.beta, chunk.m))
+        x, scores = beta * (x @ W) + m * (x @ S), x @ X.mT
+        x = x - _by_group(scores[:, :, None] * chunk.C, d)
+        c, n, h = (_token(part, last) for part in (chunk.C.movedim(2, 4), chunk.N, chunk.h[..., None]))
+        a, b = (widen(_token(gate, last)) for gate in (chunk.beta, chunk.m))
+        outputs.append((
+            a * W + b * S - X.mT @ (widen(c)[..., 0, :] * d),
+            h[..., None] * S - X.mT @ (n[..., None] * d),
+        ))  # fmt: skip
+    after = [x for part in zip(*outputs, strict=True) for x in part]
+    return predict(options.residual, inputs.q, x), *after
+
+
+def _by_group(P: Tensor, d: Tensor) -> Tensor:
+    """P [n, H, A, b, b] of each group times its columns of d [n, H, b, F]."""
+    grouped = d.unflatten(-1, (P.shape[2], -1)).movedim(3, 2)
+    return (P @ grouped).movedim(2, 3).flatten(3)
+
+
+def _token(x: Tensor, at: Tensor | int) -> Tensor:
+    """x [n, H, b, ...] at a token, one for all or one for each document."""
+    return x[:, :, at] if isinstance(at, int) else x[torch.arange(len(at), device=at.device), :, at]
+
+
+def _last(layout: Layout, step: int, rows: int) -> Tensor | int:
+    """The last valid token of each of a step's chunks."""
+    _, last = layout.ends(Span(step, step + 1, slice(None)), rows)
+    return last
+
+
+def _coefficient_bytes(inputs: Inputs, options: Options) -> int:
+    B, T, H, A = inputs.alpha.shape
+    return 4 * B * T * H * A * options.chunk_size * inputs.alpha.element_size()

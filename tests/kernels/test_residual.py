@@ -1,0 +1,322 @@
+"""A residual and LN around the memory, and an alpha by column: every form against the recurrence."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_kernels import (
+    DecodeState,
+    MemoryState,
+    Residual,
+    Rule,
+    decode_step,
+    extend_memory,
+    find_rule,
+    neural_memory,
+    read_memory,
+)
+from titans_kernels.memory import channels, chunked, reference
+from titans_kernels.memory.activations import ACTIVATIONS
+
+KINDS = ["none", "input", "norm"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Case:
+    """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
+
+    ``groups`` is the A of an alpha by column, ``kind`` what is around the memory.
+    """
+
+    def __init__(
+        self, T: int, depth: int = 2, *, kind: str = "norm", groups: int | None = None, batch: int = 1,
+        documents: int | None = None, widths: list[int] | None = None,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(100 * T + depth)
+        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+        widths = widths or [4, *[8] * (depth - 1), 4]
+        tokens = [F.normalize(rand(batch, T, 2, 4) - 0.5, dim=-1) for _ in range(3)]
+        alpha = 0.05 * rand(batch, T, 2, *([groups] if groups else []))
+        eta, theta = 0.9 * rand(batch, T, 2), 0.05 * rand(batch, T, 2)
+        alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
+        alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
+        rows = documents or batch
+        shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
+        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
+        self.state = MemoryState(
+            tuple(((rand(*s) - 0.5) * 4 / s[-2] ** 0.5).requires_grad_() for s in shapes),
+            tuple((0.1 * (rand(*s) - 0.5)).requires_grad_() for s in shapes),
+        )
+        norm = (1 + 0.2 * rand(2, 4)).requires_grad_(), (rand(2, 4) - 0.5).requires_grad_()
+        self.residual = {"none": None, "input": Residual(), "norm": Residual(*norm)}[kind]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        norm = self.residual.norm if self.residual else ()
+        return [*self.tokens, *self.state.weights, *self.state.momentum, *norm]
+
+    def whole(self, **options) -> list[Tensor]:
+        """y and the state after the last token."""
+        y, after = neural_memory(*self.tokens, *self.state, residual=self.residual, **options)
+        return [y, *after.weights, *after.momentum]
+
+    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
+        """The results of `whole`, by calls on pieces of the sequence."""
+        state, outputs = DecodeState.of(self.state), []
+        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
+            y, state = form(*part, state, residual=self.residual, **options)
+            outputs.append(y)
+        after = state.memory()
+        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+
+def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
+    """Equal results, and equal gradients of all leaves from a random functional of them."""
+    assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
+    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
+    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-7, atol=1e-8)
+
+
+# T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
+CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)]
+SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2)]
+
+
+@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_every_form_is_the_recurrence(depth, kind, groups):
+    for T, chunk_size, bound in CALLS:
+        case, options = Case(T, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
+        options["surprise_bound"] = bound
+        expected = case.whole(backend="reference", **options)
+        for backend in ("autograd", "chunked") if T < 20 else ("chunked",):
+            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+
+
+@pytest.mark.parametrize("rule", ["gated_delta", "huber", "yaad"])
+@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("none", 2), ("norm", 4)])
+def test_other_rules(rule, kind, groups):
+    for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
+        case = Case(T, depth, kind=kind, groups=groups)
+        # `gated_delta` takes a gradient at weights that have forgotten all, where that of LN is without bound
+        options = {"chunk_size": chunk_size, "surprise_bound": 0.5, "rule": find_rule(rule)}
+        expected = case.whole(backend="reference", **options)
+        for backend in ("autograd", "auto"):
+            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+
+
+@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
+def test_activations_widths_and_rows(kind, groups):
+    case = Case(21, widths=[4, 12, 8, 4], batch=3, kind=kind, groups=groups)
+    for activation in ("gelu", "identity"):
+        options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation}
+        expected = case.whole(backend="reference", **options)
+        assert_same(expected, case.whole(backend="chunked", **options), case.leaves)
+
+
+@pytest.mark.parametrize("bound", [None, 0.3])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, bound):
+    """By automatic differentiation through torch's own LN; the bound holds back what goes below a layer."""
+    case = Case(1, 1 if bound else 3)
+    f, (weight, bias) = ACTIVATIONS[activation], (x[0].detach() for x in case.residual.norm)
+    k, v = (x[0, 0, 0].detach() for x in case.tokens[1:3])
+
+    def loss(weights):
+        x = k
+        for W in weights[:-1]:
+            x = f.value(x @ W)
+        return (k + F.layer_norm(x @ weights[-1], (4,), weight, bias, 1e-6) - v).square().sum()
+
+    one_head = tuple(W[0, 0].detach() for W in case.state.weights)
+    expected = list(torch.func.grad(loss)(one_head))
+    if bound:  # one layer: its gradient is k^T d, and |k| = 1
+        expected = [g * min(1, bound / g.norm()) for g in expected]
+    residual = Residual(weight[None], bias[None])
+    batched = tuple(W[None, None] for W in one_head)
+    found = reference.inner_gradient(batched, k[None, None], v[None, None], f, bound, Rule(), residual)
+    torch.testing.assert_close([g[0, 0] for g in found], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "autograd", "chunked"])
+@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 2)])
+def test_packed_documents_are_separate_calls(kind, groups, backend):
+    borders = [0, 3, 18, 18, 19, 25]
+    case = Case(borders[-1], kind=kind, groups=groups, documents=len(borders) - 1)
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "residual": case.residual}
+    call = lambda tokens, state, **more: neural_memory(*tokens, *state, **options, **more)  # noqa: E731
+    y, after = call(case.tokens, case.state, cu_seqlens=torch.tensor(borders))
+    apart = []
+    for i, (start, end) in enumerate(pairwise(borders)):
+        own = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in case.state))
+        if start < end:
+            y_i, own = call([x[:, start:end] for x in case.tokens], own)
+            apart.append([y_i, *own.weights, *own.momentum])
+        else:
+            apart.append([y[:, :0], *own.weights, *own.momentum])
+    expected = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
+    assert_same(expected, [y, *after.weights, *after.momentum], case.leaves)
+
+
+@pytest.mark.parametrize("bound", [None, 0.3])
+@pytest.mark.parametrize("chunk_size", [1, 5])
+@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
+def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, chunk_size, bound):
+    for depth in (1, 3):
+        case, rule = Case(13, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
+        rule["surprise_bound"] = bound
+        expected = case.whole(backend="reference", **rule)
+        assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
+        for sizes in ([3, 2, 3, 5], [1, 11, 1]):
+            assert_same(expected, case.pieces(sizes, **rule), case.leaves)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 4)])
+def test_float32_is_near_the_float64_recurrence(kind, groups):
+    case = Case(130, kind=kind, groups=groups)
+    single = Case(130, kind=kind, groups=groups)
+    low = lambda xs: [x.detach().float().requires_grad_() for x in xs]  # noqa: E731
+    single.tokens, single.state = low(case.tokens), MemoryState(*(tuple(low(part)) for part in case.state))
+    if kind == "norm":
+        single.residual = Residual(*low(case.residual))
+    options = {"chunk_size": 16, "surprise_bound": 0.5}
+    expected, found = case.whole(backend="reference", **options), single.whole(backend="chunked", **options)
+    for x, y in zip(expected, found, strict=True):
+        assert y.dtype == torch.float32
+        assert (x - y).norm() <= 1e-4 * x.norm()
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_bfloat16_tokens_leave_the_state_in_float32(groups):
+    case = Case(20, groups=groups)
+    low = [x.detach().bfloat16() for x in case.tokens]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = neural_memory(*low, *case.state, residual=case.residual, chunk_size=8)
+    assert (y.dtype, {x.dtype for x in state.weights}) == (torch.bfloat16, {torch.float32})
+    exact = neural_memory(*(x.float() for x in low), *case.state, residual=case.residual, chunk_size=8)[1]
+    torch.testing.assert_close(state, exact, rtol=0, atol=0)
+
+
+# (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES, CACHE_BYTES)
+STORAGE = [(2**30, 0, 4000, 2**30), (2**30, 2**30, 1, 1), (3000, 0, 1, 2**30), (3000, 0, 1, 1)]
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("bound", [None, 0.5])
+def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, bound):
+    case, options = Case(40, batch=2), {"chunk_size": 7, "surprise_bound": bound}
+    expected = case.whole(backend="reference", **options)
+    names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
+    for name, value in zip(names, storage, strict=True):
+        monkeypatch.setattr(chunked, name, value)
+    assert_same(expected, case.whole(backend="chunked", **options), case.leaves)
+
+
+def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch):
+    case, options = Case(40, batch=2, groups=4), {"chunk_size": 7, "surprise_bound": 0.5}
+    expected, calls, step = case.whole(backend="reference", **options), [], channels._step
+    monkeypatch.setattr(channels, "KEEP_BYTES", 0)
+    monkeypatch.setattr(channels, "_step", lambda *args: calls.append(1) or step(*args))
+    found = case.whole(backend="chunked", **options)
+    assert len(calls) == 6
+    assert_same(expected, found, case.leaves)
+    assert len(calls) == 12
+
+
+def test_one_group_is_an_alpha_of_the_head():
+    case = Case(30, kind="none")
+    found = case.whole(chunk_size=8)
+    case.tokens[3] = case.tokens[3][..., None]
+    torch.testing.assert_close(case.whole(chunk_size=8), found, rtol=1e-10, atol=1e-11)
+
+
+def test_groups_are_neighbouring_columns_of_every_layer():
+    """What a group forgets is exactly its own columns."""
+    case = Case(1, 2, kind="none", groups=2)
+    with torch.no_grad():
+        case.tokens[3].copy_(torch.tensor([1.0, 0.0]))
+        case.tokens[5].zero_()
+        for S in case.state.momentum:
+            S.zero_()
+        _, after = neural_memory(*case.tokens, *case.state, chunk_size=4)
+    for W, given in zip(after.weights, case.state.weights, strict=True):
+        half = W.shape[-1] // 2
+        assert W[..., :half].abs().max() == 0
+        torch.testing.assert_close(W[..., half:], given[..., half:].detach(), rtol=0, atol=0)
+
+
+@every_kind
+def test_a_read_without_a_write(kind):
+    case = Case(20, kind=kind)
+    tokens = [*case.tokens[:3], *(torch.zeros_like(x) for x in case.tokens[3:])]
+    weights = tuple(W[0] for W in case.state.weights)
+    y, _ = neural_memory(*tokens, weights, residual=case.residual, chunk_size=16)
+    found = read_memory(case.tokens[0], weights, residual=case.residual)
+    torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])
+@pytest.mark.parametrize(("kind", "groups"), [("norm", None), ("none", 2), ("norm", 4)])
+@pytest.mark.slow
+def test_compiled_is_eager_and_so_is_every_gradient(kind, groups, borders):
+    case = Case(20, kind=kind, groups=groups, batch=1 if borders else 2, documents=borders and 3)
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders and torch.tensor(borders)}
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
+    assert_same(case.whole(**options), compiled(), case.leaves)
+
+
+@pytest.mark.parametrize(("kind", "groups", "reason"), [
+    ("norm", None, "LN inside the memory"), ("none", 4, "an alpha by column"),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", ["native", "online", "triton"])
+def test_a_form_that_does_not_compute_it_says_so(backend, kind, groups, reason):
+    case = Case(8, 1, kind=kind, groups=groups)
+    with pytest.raises(ValueError, match=f"^backend: {backend} does not serve this call: .* {reason}"):
+        case.whole(backend=backend, chunk_size=1)
+
+
+@pytest.mark.parametrize("backend", ["native", "online"])
+def test_a_plain_residual_is_for_every_form(backend):
+    case, options = Case(8, 1, kind="input"), {"chunk_size": 1}
+    assert_same(
+        case.whole(backend="reference", **options), case.whole(backend=backend, **options), case.leaves
+    )
+
+
+HEADS = torch.ones(2, 4, dtype=torch.float64)
+BAD = {
+    "half": (lambda c: {"residual": Residual(HEADS)}, "residual: LN needs a weight and a bias, or neither"),
+    "shape": (
+        lambda c: {"residual": Residual(HEADS, HEADS[:1])},
+        "residual: bias of shape (1, 4) is not [H, D] = (2, 4)",
+    ),
+    "widths": (
+        lambda c: {"residual": Residual(), "v": c.tokens[2][..., :3],
+                   "weights": tuple(W[..., :3] if W.shape[-1] == 4 else W for W in c.state.weights)},
+        "residual: x + f(x) of widths 4 and 3",
+    ),
+    "groups": (
+        lambda c: {"alpha": c.tokens[3][..., None].expand(-1, -1, -1, 3)},
+        "alpha: 3 groups of columns, which 8 columns do not divide into",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_named(name):
+    case = Case(8, kind="none")
+    good = dict(zip(("q", "k", "v", "alpha", "eta", "theta"), case.tokens, strict=True))
+    change, message = BAD[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        neural_memory(**(good | {"weights": case.state.weights} | change(case)))
