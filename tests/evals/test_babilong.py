@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_generated, encode_item, evaluate
+from titans_platform.evals import build_generated, build_task, encode_item, evaluate
 from titans_platform.evals.babilong import floor_of, parts_of
 
 BYTE = load_tokenizer("byte")
@@ -138,3 +139,48 @@ def test_what_is_held_out_is_not_in_the_rest(files):
 def test_mistakes_name_the_field(files, options, length, message):
     with pytest.raises(UsageError, match=message):
         made(files, **options).item(random.Random(0), length, BYTE)
+
+
+# --- the Hub's version
+
+CARD = """---
+configs:
+  - config_name: 1k
+    data_files: [{split: qa1, path: 1k/qa1.jsonl}]
+---
+"""
+
+
+def published(folder, **fields):
+    """A folder as the dataset of the Hub is laid out."""
+    (folder / "1k").mkdir()
+    (folder / "README.md").write_text(CARD)
+    records = [
+        {"input": f"It rained. {who} went to the {place}. It was late.", "target": place}
+        | {"question": f"Where is {who}? ", **fields}
+        for who, place in (("Mary", "garden"), ("John", "kitchen"))
+    ]
+    (folder / "1k" / "qa1.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"path": str(folder), "length": "1k"}
+
+
+def test_the_hubs_files_are_asked_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    task = build_task(TaskConfig(task="babilong_hub", options=published(tmp_path)))
+    assert (task.label, task.chance) == ("babilong_hub-qa1-1k", 1 / 2)
+    item = task.item(random.Random(0), 200, BYTE)
+    assert item.text in {
+        f"It rained. {who} went to the {place}. It was late.\nQuestion: Where is {who}? \nAnswer: {place}"
+        for who, place in (("Mary", "garden"), ("John", "kitchen"))
+    }
+    with pytest.raises(UsageError, match="lengths: no story of qa1"):
+        task.item(random.Random(0), 50, BYTE)
+
+
+@pytest.mark.parametrize(("change", "says"), [({"kind": "qa9"}, "qa9"), ({"path": "absent"}, "absent, 1k")])
+def test_what_the_hub_has_not_is_one_line(change, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    options = published(tmp_path) | change
+    with pytest.raises(UsageError, match=f"options.path: .*{says}.* cannot be read"):
+        build_task(TaskConfig(task="babilong_hub", options=options)).item(random.Random(0), 200, BYTE)

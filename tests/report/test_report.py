@@ -15,6 +15,7 @@ from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
 from titans_platform.report import export, plot
 from titans_platform.report.content import Links
+from titans_platform.report.depth_map import depth_maps
 from titans_platform.report.figure import pictures
 from titans_platform.report.figure_data import figure_data
 from titans_platform.report.picture import DARK, LIGHT, svg
@@ -230,6 +231,24 @@ def test_a_task_with_a_column_for_each_length_is_one_line_beside_the_papers(tmp_
     picture = next(picture for picture in pictures(data) if picture.key == "length")
     assert "Dashed: the paper's" in picture.caption
     assert "LMM from 50.0 to 25.0" in picture.panels[0].alt
+
+
+def test_depths_of_a_needle_are_tiles_over_length(tmp_path):
+    columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
+    found = study([Row(name="LMM"), Row(name="Window")], **columns)
+    cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
+    for cell in cells:
+        shares = {"0-10%": float(cell.row == "LMM"), "90-100%": 1.0 - cell.seed / 2}
+        keys = ("pk_1/needle-passkey@64", "pk_2/needle-passkey@128")
+        done = result(cell, 0, keys) | {"buckets": dict.fromkeys(keys, shares)}
+        done["buckets"]["ppl/perplexity@64"] = {"64-127": 3.0}
+        write_json(cell.folder(tmp_path).path / "result.json", done)
+    table = table_of(tmp_path, found, cells)
+    (picture,) = depth_maps(figure_data(table))
+    assert picture.key == "depth-needle-passkey"
+    assert [shown.alt for shown in picture.panels] == ["LMM: from 75 to 100 %", "Window: from 0 to 75 %"]
+    drawn = svg(picture.panels[1], picture.size, "a")
+    assert all(text in drawn for text in ("Window", "64", "128", "90-100%", "75"))
 
 
 def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):

@@ -284,6 +284,8 @@ def evaluate(run: str, overrides: tuple[str, ...], root: Path, as_json: bool) ->
         echo_json({"cell": point.parents[1].name, "step": step, **measured})
     else:
         console.print(measures_table(measured))
+        for buckets in bucket_tables(measured):
+            console.print(buckets)
         console.print(f"run {point.parents[1].name}, step {step:,}")
 
 
@@ -300,6 +302,32 @@ def measures_table(result: Mapping[str, Any]) -> Table:
                 measured = (number(task.get(key)) for key in ("value", "stderr", "chance", "floor"))
                 table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task['items']:,}")
     return table
+
+
+def bucket_tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """Of each task that tells items apart, its value by bucket and length: a needle's depth, a position."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for key, buckets in result["buckets"].items():
+        task, _, length = key.partition("/")[2].rpartition("@")
+        for bucket, value in buckets.items():
+            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
+    for task, rows in found.items():
+        lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column(task)
+        for length in lengths:
+            table.add_column(f"{int(length):,}", justify="right")
+        for bucket, values in rows.items():
+            table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
+        yield table
+
+
+def _shaded(value: float | None, bucket: str) -> str:
+    """A number; of a depth, the greener the more needles were found there."""
+    if value is None or not bucket.endswith("%"):
+        return number(value)
+    colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
+    return f"[{colour}]{number(value)}"
 
 
 def number(value: float | None) -> str:

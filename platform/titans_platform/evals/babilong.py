@@ -1,7 +1,8 @@
 """BABILong (Kuratov et al. 2024, arXiv 2406.10149): the facts of a bAbI question hidden in the text of books.
 
 A row is the book's sentences with the facts between them, in their order and at uniformly random places, then
-the question. A row as long as the story alone is the paper's 0K.
+the question. A row as long as the story alone is the paper's 0K. `babilong_hub` reads the authors' own files
+from the Hub.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import random
 import re
 from functools import lru_cache
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titans_platform.errors import UsageError
+from titans_core.config import Frozen
+from titans_platform.errors import UsageError, one_line
 from titans_platform.evals.items import Item, Tokenizer, count_tokens, fill, item_of, scatter
 from titans_platform.evals.registry import register
 from titans_platform.evals.texts import Babi, BabiOptions, cycle, prose_of
@@ -80,6 +82,52 @@ class Babilong(Babi):
             return prose_of(self.options.books)
         except UsageError as error:
             raise UsageError(str(error).replace("options.path", "options.books", 1)) from None
+
+
+class HubOptions(Frozen):
+    """Which questions of the published files."""
+
+    path: str = "RMT-team/babilong"
+    """A dataset of the Hub by its name, or a folder, with fields input, question and target."""
+    length: str = "0k"
+    """Its configuration: the tokens of the text, 0k, 1k, 2k and so on; the row has to hold them."""
+    kind: str = "qa1"
+    """Its split."""
+    revision: str | None = None
+    """A commit or a branch of the dataset."""
+
+
+@register
+class BabilongHub(Babi):
+    """BABILong as its authors publish it: text, facts and question as they are, where the row holds them."""
+
+    name = "babilong_hub"
+    Options = HubOptions
+
+    @property
+    def label(self) -> str:
+        """Name, task and length: `babilong_hub-qa1-4k`."""
+        return f"{super().label}-{self.options.length}"
+
+    def _questions(self) -> tuple[Item, ...]:
+        options = self.options
+        return hub_questions(options.path, options.length, options.kind, options.revision)
+
+
+@lru_cache(maxsize=2)
+def hub_questions(dataset: str, length: str, kind: str, revision: str | None) -> tuple[Item, ...]:
+    """Every question of a split. Raises UsageError: it cannot be read, or has other fields."""
+    import datasets
+
+    try:
+        records: list[Any] = list(datasets.load_dataset(dataset, length, split=kind, revision=revision))
+        found = [(record["input"], record["question"], record["target"]) for record in records]
+    except Exception as error:  # HTTP, Arrow, JSON and its own have no common base
+        reason = f"{type(error).__name__} {one_line(error, 160)}"
+        raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
+    return tuple(
+        item_of([(f"{text}{_asked(asked)}", False), (f" {said}", True)]) for text, asked, said in found
+    )
 
 
 def parts_of(item: Item) -> tuple[list[str], str, str]:

@@ -37,6 +37,8 @@ class Item:
     """One row: `(text, is_answer)` pieces in reading order; each answer follows at least one other piece."""
 
     pieces: tuple[tuple[str, bool], ...]
+    bucket: str | None = None
+    """What it is counted under besides the whole, as the depth of a needle."""
 
     @cached_property
     def text(self) -> str:
@@ -49,7 +51,7 @@ class Item:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
-def item_of(pieces: Iterable[tuple[str, bool]]) -> Item:
+def item_of(pieces: Iterable[tuple[str, bool]], bucket: str | None = None) -> Item:
     """Item of `pieces` with neighbours of the same kind joined and empty ones left out.
 
     Pieces are tokenised one by one, so that an answer's tokens are its own; joining first keeps a
@@ -60,7 +62,8 @@ def item_of(pieces: Iterable[tuple[str, bool]]) -> Item:
         tuple(
             ("".join(text for text, _ in run), is_answer)
             for is_answer, run in groupby(kept, key=lambda piece: piece[1])
-        )
+        ),
+        bucket,
     )
 
 

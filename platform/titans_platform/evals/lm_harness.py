@@ -148,7 +148,7 @@ class LmEval(Task):
     """Mean of one metric over tasks of lm-evaluation-harness."""
 
     name = "lm_eval"
-    version = 2
+    version = 3
     Options = LmEvalOptions
 
     @property

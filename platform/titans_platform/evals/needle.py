@@ -3,6 +3,7 @@
 `style="ruler"` is RULER's task with its templates: a pass-key in repeated noise (S-NIAH-1), a number in
 prose (S-NIAH-2), a uuid in prose (S-NIAH-3; Table 2 of the Titans paper calls it W). Its haystack of
 essays is made prose here, or the file at `path`.
+Of rows with one question the share of right answers is given by depth too, in tenths of the haystack.
 `style="compact"` is the task for models of some 64 to 512 bytes of context: `K:47;` somewhere in
 lower-case filler, `?K:` at the end.
 """
@@ -91,6 +92,8 @@ class Needle(GeneratedTask):
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)
         depths = sorted(rng.random() for _ in values)
+        # of several answers in a row each has a depth of its own
+        only = depths[list(values).index(queried[0])] if len(queried) == 1 else None
         seed = rng.getrandbits(64)
         opening, needle, question, answer = self._templates()
         needles = [[(needle.format(key=key, value=value), False)] for key, value in values.items()]
@@ -101,7 +104,7 @@ class Needle(GeneratedTask):
             pieces = [(opening, False), *scatter(haystack, needles, spots)]
             for key in queried:
                 pieces += [(question.format(key=key), False), (answer.format(value=values[key]), True)]
-            return item_of(pieces)
+            return item_of(pieces, None if only is None else depth_bucket(only))
 
         return fill(build, length, tokenizer)
 
@@ -154,3 +157,9 @@ class Needle(GeneratedTask):
             haystack = cycle(text, rng.randrange(len(text)), characters)
         ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
         return haystack, [0, *(match.end() for match in ends)]
+
+
+def depth_bucket(depth: float) -> str:
+    """The tenth of the haystack that a share of it lies in: `30-40%`."""
+    tenth = int(10 * depth)
+    return f"{10 * tenth}-{10 * tenth + 10}%"

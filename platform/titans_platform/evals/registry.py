@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from statistics import fmean, pvariance
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +34,8 @@ class Measurement:
     chance: float
     items: int
     buckets: dict[str, float] = field(default_factory=dict)
-    """Perplexity by the number of tokens a prediction could see, e.g. `"64-127"`."""
+    """The value by what tells items apart: perplexity by the number of tokens a prediction could see
+    (`"64-127"`), answers by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
     """`Task.floor`."""
 
@@ -102,16 +106,21 @@ class GeneratedTask(Task):
         The standard error takes the item, not the answer, as what is drawn independently; with one answer
         an item it is sqrt(p (1 - p) / n).
         """
-        items = self._fresh_items(context)
-        rows = context.scorer.rows(context.length)
-        batches = (items[start : start + rows] for start in range(0, len(items), rows))
+        rows, items = context.scorer.rows(context.length), self._fresh_items(context)
+        batches = iter(lambda: list(islice(items, rows)), [])
         measured = measure_shared(batches, partial(_right_shares, context))
-        shares = [share for batch in measured for share in batch]
+        found = list(chain.from_iterable(measured))
+        shares = [share for _, share in found]
         stderr = (pvariance(shares) / len(shares)) ** 0.5
-        return Measurement(fmean(shares), stderr, self.chance, len(items), floor=self.floor)
+        buckets: dict[str, list[float]] = {}
+        for bucket, share in sorted(found, key=lambda pair: _natural(pair[0] or "")):
+            if bucket is not None:
+                buckets.setdefault(bucket, []).append(share)
+        means = {bucket: fmean(inside) for bucket, inside in buckets.items()}
+        return Measurement(fmean(shares), stderr, self.chance, len(shares), means, self.floor)
 
-    def _fresh_items(self, context: Context) -> list[Item]:
-        """Up to `config.items` different items, none of which occurs in the training rows.
+    def _fresh_items(self, context: Context) -> Iterator[Item]:
+        """Up to `config.items` different items, none of which occurs in the training rows, one by one.
 
         Raises:
             UsageError: not one unseen item was found.
@@ -120,32 +129,42 @@ class GeneratedTask(Task):
         options = self.options.model_dump(mode="json")
         identity = digest({"seed": config.seed, "task": self.name, "options": options, "length": length})
         rng = random.Random(identity)
-        items: dict[str, Item] = {}
+        given: set[str] = set()
         misses = 0
-        while len(items) < config.items and misses < PATIENCE:
+        while len(given) < config.items and misses < PATIENCE:
             item = self.item(rng, length, context.scorer.tokenizer)
-            known = item.hash in items or item.hash in context.prepared.item_hashes
+            known = item.hash in given or item.hash in context.prepared.item_hashes
             misses = misses + 1 if known else 0
             if not known:
-                items[item.hash] = item
-        if not items:
+                given.add(item.hash)
+                yield item
+        if not given:
             raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
-        return list(items.values())
 
 
-def _right_shares(context: Context, items: list[Item]) -> list[float]:
-    """Per item, the share of its answers that are right.
+def _natural(name: str) -> tuple[int, str]:
+    """Order of buckets: by the number they begin with."""
+    digits = re.match(r"\d*", name)
+    return int(digits[0] or 0) if digits else 0, name
+
+
+def _right_shares(context: Context, items: list[Item]) -> list[tuple[str | None, float]]:
+    """Per item its bucket, and the share of its answers that are right.
 
     Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
     decoding from the question gives the whole answer: one forward pass does for generation.
     """
-    encoded = [encode_item(item, context.scorer.tokenizer, context.length) for item in items]
-    tokens = torch.tensor([row for row, _ in encoded])
-    greedy = context.scorer.logits(tokens[:, :-1]).argmax(-1).cpu()
-    right = (greedy == tokens[:, 1:]).tolist()
+    rows, spans = [], []
+    for item in items:
+        row, is_answer = encode_item(item, context.scorer.tokenizer, context.length)
+        rows.append(torch.tensor(row))
+        spans.append(list(answer_spans(is_answer)))
+    tokens = torch.stack(rows)
+    start = min(first for row in spans for first, _ in row) - 1
+    right = (context.scorer.greedy(tokens[:, :-1], start) == tokens[:, start + 1 :]).tolist()
     return [
-        fmean(all(row[start - 1 : end - 1]) for start, end in answer_spans(is_answer))
-        for (_, is_answer), row in zip(encoded, right, strict=True)
+        (item.bucket, fmean(all(row[first - 1 - start : end - 1 - start]) for first, end in answers))
+        for item, row, answers in zip(items, right, spans, strict=True)
     ]
 
 

@@ -45,7 +45,7 @@ def evaluate(
 
     Returns:
         `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, floor, items}},
-        `chance` {column: value}, `buckets` {column/task@tokens: {positions: perplexity}}.
+        `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}}.
 
     Raises:
         UsageError: a task, option or length is not valid, or no unseen item is left.

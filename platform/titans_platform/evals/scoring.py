@@ -6,17 +6,26 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from titans_core import LanguageModel
+from titans_core.backbone import ModelState
+from titans_core.generation import PIECE, read_pieces
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
+from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
+
+LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
+"""Logits that are scored at once: what a processor's cache holds."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -139,40 +148,132 @@ class Scorer:
         starts = None if starts_BT is None else starts_BT.to(self.device)
         return self.model(tokens_BT.to(self.device), document_starts=starts).logits
 
+    def greedy(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """[B, T - start] the likeliest token after each from ``start`` on, on the CPU.
+
+        Rows longer than `batch_tokens` are read in pieces, each on the state that the last one left, so that
+        memory grows with the length by the tokens alone (and by what attention without a window keeps).
+        """
+        if tokens_BT.shape[1] <= self.batch_tokens or not isinstance(self.model, LanguageModel):
+            return self.logits(tokens_BT).argmax(-1).cpu()[:, start:]
+        found, state, end = [], None, 0
+        for piece_BT in tokens_BT.split(PIECE, 1):
+            end += piece_BT.shape[1]
+            # sharded models: every worker makes all of these passes, wherever its answers are
+            out = self.model(piece_BT.to(self.device), state, last=end <= start)
+            state = out.state
+            if end > start:
+                found.append(out.logits.argmax(-1).cpu()[:, max(0, start - end + piece_BT.shape[1]) :])
+        return torch.cat(found, 1)
+
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
         """Scores in the order of `requests`; contexts lose their beginning where a row exceeds `max_length`.
 
-        Rows of similar length share a pass, padded on the right, which a causal model does not see.
-        Every worker of a process group calls this with the same requests.
+        What rows have in common at their beginning is read once (`shared_prefix`), and logits are made of the
+        tokens scored alone. Rows of similar length share a pass, padded on the right, which a causal model
+        does not see. Every worker of a process group calls this with the same requests.
         """
-        sequences = []
-        for request in requests:
-            tokens = request.context + request.continuation
-            sequences.append([self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]])
-        batches = self.batches([len(row) for row in sequences])
+        rows = [self._row(request, max_length) for request in requests]
+        lengths = [len(row.tokens) for row in rows]
+        if self._forks:
+            groups = group_rows([row.tokens for row in rows], [row.first for row in rows])
+            batches = batch_groups(groups, lengths, self.batch_tokens)
+        else:
+            batches = [[Group(0, (i,)) for i in batch] for batch in self.batches(lengths)]
 
-        def measure(batch: list[int]) -> list[Score]:
-            return self._pass([sequences[i] for i in batch], [len(requests[i].continuation) for i in batch])
+        def measure(batch: list[Group]) -> dict[int, Score]:
+            return self._measure(batch, rows)
 
-        measured = chain.from_iterable(measure_shared(batches, measure))
-        scores = dict(zip(chain.from_iterable(batches), measured, strict=True))
+        scores = {i: score for found in measure_shared(batches, measure) for i, score in found.items()}
         return [scores[i] for i in range(len(requests))]
 
-    def _pass(self, sequences: list[list[int]], widths: list[int]) -> list[Score]:
-        length = max(map(len, sequences))
-        padded = [row + [self.tokenizer.pad] * (length - len(row)) for row in sequences]
-        logits = self.logits(torch.tensor(padded)[:, :-1])
+    @property
+    def _forks(self) -> bool:
+        """Whether a batch may take any number of passes, on from a state."""
+        return isinstance(self.model, LanguageModel) and not sharded_modules(self.model)
+
+    def _row(self, request: Request, max_length: int) -> _Row:
+        tokens = request.context + request.continuation
+        row = [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
+        return _Row(row, max(0, len(row) - 1 - len(request.continuation)))
+
+    def _measure(self, batch: list[Group], rows: Sequence[_Row]) -> dict[int, Score]:
+        """The score of every row of a batch."""
+        found: dict[int, Score] = {}
+        state: ModelState | None = None
+        read = 0
+        left = sorted(batch, key=lambda group: group.shared)
+        for fork in forks(batch):
+            if fork.position > read:
+                beginnings = [rows[group.rows[0]].tokens[read : fork.position] for group in left]
+                _, state = read_pieces(self.model, torch.tensor(beginnings, device=self.device), state)
+            read = fork.position
+            found |= self._ends(fork, state, rows)
+            left = left[len(fork.groups) :]
+            if state is not None and left:
+                state = state.take(range(len(fork.groups), len(fork.groups) + len(left)))
+        return found
+
+    def _ends(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
+        """Scores of the rows of a fork, whose groups are the first rows of `state`."""
+        of = [(row, place) for place, group in enumerate(fork.groups) for row in group.rows]
+        ends = [rows[row].after(fork.position) for row, _ in of]
+        parts = alike([len(end.tokens) for end in ends]) if self._forks else [list(range(len(of)))]
+        found = {}
+        for part in parts:
+            copies = state and state.take([of[i][1] for i in part])
+            scores = self._pass([ends[i] for i in part], copies)
+            found |= {of[i][0]: score for i, score in zip(part, scores, strict=True)}
+        return found
+
+    def _pass(self, rows: Sequence[_Row], state: ModelState | None) -> list[Score]:
+        length = max(len(row.tokens) for row in rows)
+        if length == 1:  # empty continuations
+            return [Score(0.0, True, 0)] * len(rows)
+        padded = [row.tokens + [self.tokenizer.pad] * (length - len(row.tokens)) for row in rows]
+        tokens_BT = torch.tensor(padded, device=self.device)
+        position_T = torch.arange(length - 1, device=self.device)
+        first_B1 = torch.tensor([[row.first] for row in rows], device=self.device)
+        last_B1 = torch.tensor([[len(row.tokens) - 1] for row in rows], device=self.device)
+        at_BT = (position_T >= first_B1) & (position_T < last_B1)
+        targets_N = tokens_BT[:, 1:][at_BT]
+        scored = self._scored(tokens_BT[:, :-1], at_BT, state, targets_N)
+        logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*scored, strict=True))
         return [
-            _score_row(row_logits, row, min(width, len(row) - 1))
-            for row_logits, row, width in zip(logits, sequences, widths, strict=True)
+            Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)
+            for width in (len(row.tokens) - 1 - row.first for row in rows)
         ]
 
+    def _scored(
+        self, tokens_BT: Tensor, at_BT: Tensor, state: ModelState | None, targets_N: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """`token_scores` of the places where `at_BT` is True, some of them after the others."""
+        if not self._forks:
+            yield token_scores(self.logits(tokens_BT)[at_BT], targets_N)
+            return
+        model: Any = self.model
+        x_BTD, _ = model.features(tokens_BT, state)
+        rows = max(1, LOGITS_AT_ONCE.get(self.device.type, 2**24) // self.tokenizer.vocab_size)
+        for x_ND, part_N in zip(x_BTD[at_BT].split(rows), targets_N.split(rows), strict=True):
+            yield token_scores(model.head(x_ND), part_N)
 
-def _score_row(logits_TV: Tensor, row: list[int], width: int) -> Score:
-    """Score of the last `width` tokens of `row`; position t of the logits predicts token t + 1."""
-    if width == 0:
-        return Score(0.0, True, 0)
-    logprobs = logits_TV[len(row) - 1 - width : len(row) - 1].float().log_softmax(-1)
-    targets = torch.tensor(row[-width:], device=logprobs.device)
-    chosen = logprobs.gather(-1, targets[:, None]).sum()
-    return Score(float(chosen), bool((logprobs.argmax(-1) == targets).all()), width)
+
+class _Row(NamedTuple):
+    """Tokens, and the place of the last one that is not scored."""
+
+    tokens: list[int]
+    first: int
+
+    def after(self, position: int) -> _Row:
+        """What is left when so many tokens have been read."""
+        return _Row(self.tokens[position:], self.first - position)
+
+
+def token_scores(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] log-likelihoods of the targets in nats, and whether each is the first of the likeliest tokens."""
+    logits_NV = logits_NV.float()
+    logprob_N = -F.cross_entropy(logits_NV, targets_N, reduction="none")
+    greedy_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] == logits_NV.amax(-1)
+    # argmax takes longer than the rest, and only a tie needs it
+    greedy_N[greedy_N.clone()] = logits_NV[greedy_N].argmax(-1) == targets_N[greedy_N]
+    return logprob_N, greedy_N

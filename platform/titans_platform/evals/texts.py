@@ -144,6 +144,7 @@ class MultipleChoice(Task):
     """Share of questions whose right choice is the likeliest."""
 
     name = "multiple_choice"
+    version = 2
     Options = ChoiceOptions
 
     @property
@@ -206,6 +207,7 @@ class Lambada(Task):
     """`acc`: share of last words greedy decoding gives; `ppl`: exp of their mean nll a word."""
 
     name = "lambada"
+    version = 2
     Options = LambadaOptions
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from titans_platform.report import plot
+from titans_platform.report.depth_map import depth_maps
 from titans_platform.report.figure_data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, placed
 from titans_platform.report.picture import KINDS, MARKERS, NARROW, STEPS, Line, Panel, Picture, ordered, panel
 from titans_platform.study.spec import Column
@@ -291,6 +292,7 @@ RULES = (
     heat_maps,
     against_a_field,
     against_measured_length,
+    depth_maps,
     against_every_field,
     trials_of_a_search,
     learning_curves,
