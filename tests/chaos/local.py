@@ -144,9 +144,11 @@ def strike(root: Path, fault: str, process: Any, draw: random.Random, server: Se
         time.sleep(draw.uniform(0, 1))
         process.kill()
     else:
-        struck = process.is_alive()
-        os.kill(process.pid, signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
-        return struck
+        try:
+            os.kill(process.pid, signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
+        except ProcessLookupError:
+            # it had come to its end
+            return 0
     return 1
 
 
