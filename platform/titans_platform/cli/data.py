@@ -85,12 +85,7 @@ def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
 @click.option("--verify", is_flag=True, help="Read every shard and compare its hash.")
-@click.option(
-    "--ngram",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Also the perplexity of an N-gram model.",
-)
+@click.option("--ngram", type=click.IntRange(1), metavar="N", help="Also the perplexity of an N-gram model.")
 @json_option
 def info(
     config: Path, overrides: tuple[str, ...], root: Path, verify: bool, ngram: int | None, as_json: bool

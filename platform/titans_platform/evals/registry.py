@@ -144,8 +144,8 @@ class GeneratedTask(Task):
 
 def _natural(name: str) -> tuple[int, str]:
     """Order of buckets: by the number they begin with."""
-    digits = re.match(r"\d*", name)
-    return int(digits[0] or 0) if digits else 0, name
+    digits = re.match(r"\d+", name)
+    return int(digits[0]) if digits else 0, name
 
 
 def _right_shares(context: Context, items: list[Item]) -> list[tuple[str | None, float]]:

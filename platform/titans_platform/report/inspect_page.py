@@ -5,15 +5,12 @@ Shapes: T tokens, H heads.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,7 +18,8 @@ from torch import Tensor
 from titans_core import MemoryTrace, Nearest
 from titans_platform.report import plot
 from titans_platform.report.inspected import Inspected
-from titans_platform.report.picture import DARK, KINDS, LIGHT, NARROW, Line, Panel, panel, svg
+from titans_platform.report.pages import render
+from titans_platform.report.picture import KINDS, NARROW, Line, Panel, panel, svg
 from titans_platform.text import number
 
 PAGE = "inspect.html"
@@ -62,8 +60,6 @@ class Read:
 
 def page(found: Inspected, source: str, position: int | None = None) -> str:
     """The page, which needs nothing beside it; ``position`` is the token whose reads it opens with."""
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
     kept = kept_shares(found.traces).tolist()
     data = {
@@ -71,12 +67,10 @@ def page(found: Inspected, source: str, position: int | None = None) -> str:
         "kept": [round(x, 2) for x in kept],
         "reads": [vars(read) for read in reads],
     }
-    return environment.get_template(PAGE).render(
+    return render(
+        PAGE,
         found=found,
         source=source,
-        light=LIGHT,
-        dark=DARK,
-        written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
         shades=shades(found),
         chosen=chosen,
         around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from titans_platform.report import content, figure
 from titans_platform.report.figure_data import figure_data
-from titans_platform.report.picture import DARK, LIGHT
-from titans_platform.report.publish import drawn_figure, results_table, templates
+from titans_platform.report.pages import render
+from titans_platform.report.publish import drawn_figure, results_table
 from titans_platform.report.table import build_table
 from titans_platform.study.cells import open_study
 from titans_platform.study.overview import Item
@@ -21,17 +20,7 @@ PAGE = "paper.html"
 
 def paper_page(items: Sequence[Item], root: Path) -> str:
     """One HTML page that needs nothing beside it; what has not been run under ``root`` is missing on it."""
-    return (
-        templates()
-        .get_template(PAGE)
-        .render(
-            source=read_paper().source,
-            sections=[_section(item, root) for item in items],
-            light=LIGHT,
-            dark=DARK,
-            written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
-        )
-    )
+    return render(PAGE, source=read_paper().source, sections=[_section(item, root) for item in items])
 
 
 def _section(item: Item, root: Path) -> dict[str, Any]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from rich.console import Console
 
@@ -22,11 +20,12 @@ from titans_platform.report import content, figure, verdict
 from titans_platform.report.content import Links
 from titans_platform.report.export import cells_csv, latex, markdown, summary_csv, terminal, verdict_csv
 from titans_platform.report.figure_data import figure_data
-from titans_platform.report.picture import DARK, LIGHT, Line, Picture, save, svg
+from titans_platform.report.pages import render
+from titans_platform.report.picture import Line, Picture, save, svg
 from titans_platform.report.table import Table, build_table
 from titans_platform.study.schedule import MANIFEST, SEARCH
 from titans_platform.study.tracker import shown
-from titans_platform.text import NONE, commit, count, number, plural
+from titans_platform.text import NONE, plural
 
 if TYPE_CHECKING:
     from titans_platform.study.plan import StudyRun
@@ -128,68 +127,51 @@ def html(
     ``local``: ``links`` go to where `titans ui` listens, not to a server that is always there. ``commands``
     are those that worked on the study, ``notes`` stand below the table besides its own.
     """
-    return (
-        templates()
-        .get_template(PAGE)
-        .render(
-            table=table,
-            columns=table.columns,
-            results_table=results_table(table, links),
-            content=content,
-            verdict=verdict,
-            links=links,
-            local=local,
-            commands=commands,
-            light=LIGHT,
-            dark=DARK,
-            written=time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime()),
-            seeds=plural(len(table.seeds), "seed").partition(" ")[2],
-            notes=[*content.footnotes(table, failures=False), *notes],
-            failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
-            results={result["cell"]: result for result in table.results},
-            gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
-            figures=list(map(drawn_figure, pictures)),
-            made=content.only_commit(table),
-            sources={
-                "LaTeX (booktabs)": latex(table),
-                "CSV, a line a row and column": summary_csv(table),
-                "CSV, a line a cell": cells_csv(table),
-            },
-            none_sign=NONE,
-        )
+    return render(
+        PAGE,
+        table=table,
+        columns=table.columns,
+        results_table=results_table(table, links),
+        content=content,
+        verdict=verdict,
+        links=links,
+        local=local,
+        commands=commands,
+        seeds=plural(len(table.seeds), "seed").partition(" ")[2],
+        notes=[*content.footnotes(table, failures=False), *notes],
+        failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
+        results={result["cell"]: result for result in table.results},
+        gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
+        figures=list(map(drawn_figure, pictures)),
+        made=content.only_commit(table),
+        sources={
+            "LaTeX (booktabs)": latex(table),
+            "CSV, a line a row and column": summary_csv(table),
+            "CSV, a line a cell": cells_csv(table),
+        },
+        none_sign=NONE,
     )
-
-
-def templates() -> Environment:
-    """The pages of this folder."""
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(number=number, count=count, commit=commit)
-    return environment
 
 
 def results_table(table: Table, links: Links | None = None, heading: str = "Table 1") -> Markup:
     """A study's table for a page, with the paper's numbers beside or below ours."""
     columns = table.columns
     crowded, paper = len(columns) > CROWDED, [key for key in columns if content.has_paper(table, key)]
-    text = (
-        templates()
-        .get_template("results_table.html")
-        .render(
-            table=table,
-            columns=columns,
-            content=content,
-            links=links,
-            heading=heading,
-            place=re.sub(r"\W+", "-", heading.lower()),
-            caption=_caption(table, crowded, bool(paper), links is not None),
-            crowded=crowded,
-            paired={key: key in paper and not crowded for key in columns},
-            shown=partial(content.shown, table),
-            widths={key: _spread_width(table, key) for key in columns},
-            runs_of=lambda row: [str(run) for result in row.results if (run := result.get("mlflow_run_id"))],
-            none_sign=NONE,
-        )
+    text = render(
+        "results_table.html",
+        table=table,
+        columns=columns,
+        content=content,
+        links=links,
+        heading=heading,
+        place=re.sub(r"\W+", "-", heading.lower()),
+        caption=_caption(table, crowded, bool(paper), links is not None),
+        crowded=crowded,
+        paired={key: key in paper and not crowded for key in columns},
+        shown=partial(content.shown, table),
+        widths={key: _spread_width(table, key) for key in columns},
+        runs_of=lambda row: [str(run) for result in row.results if (run := result.get("mlflow_run_id"))],
+        none_sign=NONE,
     )
     return Markup(text)
 
