@@ -7,16 +7,14 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
+from tests.kernels.cases import Call, assert_same
 from titans_kernels import (
-    DecodeState,
     MemoryState,
     Residual,
     Rule,
     decode_step,
-    extend_memory,
     find_rule,
     neural_memory,
     read_memory,
@@ -28,7 +26,7 @@ KINDS = ["none", "input", "norm"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-class Case:
+class Case(Call):
     """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
 
     ``groups`` is the A of an alpha by column, ``kind`` what is around the memory.
@@ -55,36 +53,6 @@ class Case:
         )
         norm = (1 + 0.2 * rand(2, 4)).requires_grad_(), (rand(2, 4) - 0.5).requires_grad_()
         self.residual = {"none": None, "input": Residual(), "norm": Residual(*norm)}[kind]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        norm = self.residual.norm if self.residual else ()
-        return [*self.tokens, *self.state.weights, *self.state.momentum, *norm]
-
-    def whole(self, **options) -> list[Tensor]:
-        """y and the state after the last token."""
-        y, after = neural_memory(*self.tokens, *self.state, residual=self.residual, **options)
-        return [y, *after.weights, *after.momentum]
-
-    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
-        """The results of `whole`, by calls on pieces of the sequence."""
-        state, outputs = DecodeState.of(self.state), []
-        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
-            y, state = form(*part, state, residual=self.residual, **options)
-            outputs.append(y)
-        after = state.memory()
-        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
-
-
-def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
-    """Equal results, and equal gradients of all leaves from a random functional of them."""
-    assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
-    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
-    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-7, atol=1e-8)
 
 
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.kernels.cases import Call, assert_same
 from titans_kernels import (
     RULES,
     DecodeState,
@@ -55,7 +56,7 @@ EVERY_RULE = {
 each_rule = pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
 
 
-class Case:
+class Case(Call):
     """Random float64 inputs of two heads, whose gates are 0 and 1 at some tokens, and a state of each row."""
 
     def __init__(self, T: int, depth: int = 2, *, batch: int = 1, documents: int | None = None,
@@ -75,35 +76,6 @@ class Case:
             tuple(((rand(*s) - 0.5) * 2 / s[-2] ** 0.5).requires_grad_() for s in shapes),
             tuple((0.1 * rand(*s)).requires_grad_() for s in shapes),
         )
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*self.tokens, *self.state.weights, *self.state.momentum]
-
-    def whole(self, **options) -> list[Tensor]:
-        """y and the state after the last token."""
-        y, after = neural_memory(*self.tokens, *self.state, **options)
-        return [y, *after.weights, *after.momentum]
-
-    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
-        """The results of `whole`, by calls on pieces of the sequence."""
-        state, outputs = DecodeState.of(self.state), []
-        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
-            y, state = form(*part, state, **options)
-            outputs.append(y)
-        after = state.memory()
-        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
-
-
-def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
-    """Equal results, and equal gradients of all leaves from a random functional of them."""
-    assert all(torch.isfinite(x).all() for x in expected)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
-    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
-    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-9)
 
 
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk

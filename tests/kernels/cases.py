@@ -1,0 +1,48 @@
+"""What tests of the memory's forms share: a call in several forms, and equality of results and gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titans_kernels import DecodeState, MemoryState, Residual, extend_memory, neural_memory
+
+
+class Call:
+    """The inputs of a call; a subclass draws them."""
+
+    tokens: list[Tensor]
+    """q, k, v, alpha, eta, theta."""
+    state: MemoryState
+    residual: Residual | None = None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All that has a gradient."""
+        norm = self.residual.norm if self.residual else ()
+        return [*self.tokens, *self.state.weights, *self.state.momentum, *norm]
+
+    def whole(self, **options) -> list[Tensor]:
+        """y and the state after the last token."""
+        y, after = neural_memory(*self.tokens, *self.state, residual=self.residual, **options)
+        return [y, *after.weights, *after.momentum]
+
+    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
+        """The results of `whole`, by calls on pieces of the sequence."""
+        state, outputs = DecodeState.of(self.state), []
+        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
+            y, state = form(*part, state, residual=self.residual, **options)
+            outputs.append(y)
+        after = state.memory()
+        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+
+def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
+    """Equal results, and equal gradients of all leaves from a random functional of them."""
+    assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
+    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
+    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-9)
