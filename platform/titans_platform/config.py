@@ -118,8 +118,9 @@ class OptimConfig(Frozen):
     micro_batch_size: PositiveInt | None = None
     """Rows of one forward pass; global_batch_size where None."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """The rate after the warm-up: falling to min_lr_ratio, constant, or constant with a decay at the end."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "halving"] = "cosine"
+    """The rate after the warm-up: falling to min_lr_ratio, constant, constant with a decay at the end, or
+    halved after each tenth of the steps."""
     min_lr_ratio: Fraction = 0.1
     warmup_fraction: Fraction = 0.05
     """Share of the steps over which the rate rises to lr."""
@@ -162,7 +163,10 @@ class EvalConfig(Frozen):
     seed: int = 0
     every: PositiveInt | None = None
     """Optimiser steps between measurements of the validation loss while training, on perplexity_tokens; None:
-    none. It changes no number, and so no name."""
+    none. It changes no number, and so no name, unless ``at`` is best."""
+    at: Literal["last", "best"] = "last"
+    """Which weights the columns are measured on: those of the last step, or those of the lowest validation
+    loss among what ``every`` measures."""
 
 
 class CheckpointConfig(Frozen):
@@ -207,6 +211,12 @@ class RunConfig(Frozen):
     log: LogConfig = LogConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
 
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> RunConfig:
+        if self.eval.at == "best" and not (self.eval.every and self.checkpoint.best):
+            raise ValueError("eval.at: best needs eval.every, and checkpoint.best")
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimiser step, over all workers."""
@@ -245,6 +255,9 @@ class RunConfig(Frozen):
         if self.optim.on_divergence == "rewind":
             # where it goes back to
             parts["checkpoints"] = self.checkpoint_interval
+        if self.eval.at == "best":
+            # among which weights the best are looked for
+            parts["validated"] = self.eval.every
         if self.start_from:
             parts["start_from"] = _content_of(self.start_from)
         return digest(parts)

@@ -38,12 +38,12 @@ def test_windows_are_cut_by_time_and_in_units_of_the_training_part():
     assert (steps.diff(dim=1) == 1).all()
     assert steps.min() == 0
     assert steps.max() == 29
-    (batch,) = data.validation(length=6, items=100, batch_size=100)
+    (batch,) = data.held_out(length=6, items=100, batch_size=100)
     assert when(data, batch.targets).unique().tolist() == list(range(30, 40))
-    (longer,) = data.validation(length=12, items=100, batch_size=100)
+    (longer,) = data.held_out(length=12, items=100, batch_size=100)
     assert torch.equal(longer.targets, batch.targets)
     with pytest.raises(UsageError, match="lengths: 31 steps of input are more than the 30"):
-        next(data.validation(31, 1, 1))
+        next(data.held_out(31, 1, 1))
 
 
 def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():

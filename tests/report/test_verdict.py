@@ -18,6 +18,11 @@ COLUMNS = {
 }
 
 
+def measures(columns) -> Any:
+    """As much of a cell's config as says which columns it has."""
+    return SimpleNamespace(eval=SimpleNamespace(columns=columns))
+
+
 def row(
     name: str,
     columns: dict[str, list[float]],
@@ -29,7 +34,7 @@ def row(
     seeds = range(len(next(iter(columns.values()))))
     return SimpleNamespace(
         row=Row(name=name, reference=reference, expected=dict(expected)),
-        cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed) for seed in seeds],
+        cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed, config=measures(columns)) for seed in seeds],
         results=[
             {
                 "cell": f"{name}-{seed}",

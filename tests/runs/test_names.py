@@ -90,6 +90,7 @@ DEFAULTS = {
         "batch_tokens": 16_384,
         "seed": 0,
         "every": None,
+        "at": "last",
     },
     "seed": 0,
     "threads": 1,

@@ -6,31 +6,51 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 from torch import Tensor
 
 from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
+from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import DataConfig, Fraction, digest
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, find_named, nearest
 from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_shared
+from titans_platform.loading import validate
 from titans_platform.objectives.base import Input, Objective, Report, register
-from titans_platform.objectives.series import SeriesData, Table, Windows, keep, kept, read_series, sines
+from titans_platform.objectives.datasets import DATASETS, read_dataset
+from titans_platform.objectives.series import (
+    Part,
+    SeriesData,
+    Table,
+    Windows,
+    keep,
+    kept,
+    read_series,
+    sines,
+)
 
 PATH = "objective.options.path"
+FORECASTER = "objective.options.forecaster"
+Share = Annotated[float, Field(gt=0)]
 
 
 class SeriesOptions(Frozen):
-    """Which series, and how far ahead."""
+    """Which series, how far ahead, and what predicts."""
 
     path: str | None = Field(default=None, exclude=True)
     """A .csv, .parquet or .npy file (also .gz, .xz); rows are steps in the order of time."""
+    dataset: str | None = None
+    """In place of a path: a benchmark of long-term forecasting, with its split: ETTh1, ETTh2, ETTm1, ETTm2,
+    Weather, ECL or Traffic."""
+    folder: str | None = Field(default=None, exclude=True)
+    """Where the dataset's file lies: ETTh1.csv, ..., weather.csv, electricity.csv, traffic.csv (or with .gz
+    or .xz)."""
     columns: tuple[str, ...] = ()
     """The file's columns to take, by name; every column of numbers where empty."""
     channels: PositiveInt = 1
@@ -43,17 +63,32 @@ class SeriesOptions(Frozen):
     """Steps of one token; divides data.sequence_length."""
     validation_fraction: Fraction = 0.2
     """Share of the steps, the last in time, kept for validation."""
+    split: tuple[Share, Share, Share] | None = None
+    """In place of validation_fraction: training, validation and test part in the order of time, in steps or
+    in shares of the series that add up to 1."""
+    forecaster: str | None = None
+    """dlinear, rlinear, patchtst, simba, or ``module:Class`` of your own; None: blocks of model.variant read
+    the window."""
+    forecaster_options: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the forecaster takes beyond `model`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> SeriesOptions:
-        if bool(self.path) == bool(self.sines):
-            raise ValueError("path: give the file of a series, or sines in its place")
+        if [bool(self.path), bool(self.sines), bool(self.dataset)].count(True) != 1:
+            raise ValueError("path: give the file of a series, or sines in its place, or dataset")
+        if self.dataset and self.dataset not in DATASETS:
+            raise ValueError(f"dataset: {self.dataset!r} is unknown; {nearest(self.dataset, DATASETS)}")
         return self
 
     @property
     def width(self) -> int:
         """C, the number of channels."""
-        return len(self.columns) or self.channels
+        return len(self.columns) or (DATASETS[self.dataset].channels if self.dataset else self.channels)
+
+    @property
+    def parts(self) -> tuple[float, float, float] | None:
+        """The split: the one given, or the dataset's."""
+        return self.split or (DATASETS[self.dataset].split if self.dataset else None)
 
 
 @register("regression")
@@ -76,16 +111,22 @@ class Regression(Objective[SeriesData]):
         """The series as it was when it was prepared."""
         return self._cut(kept(self._index(root)))
 
-    def build_model(self) -> SeriesModel:
-        """A series model."""
-        options = self.options
+    def build_model(self) -> SeriesModel | Forecaster:
+        """A series model, or the forecaster that the options name."""
+        options, model = self.options, self.cfg.model
         try:
-            return SeriesModel(self.cfg.model, options.width, options.horizon, options.patch)
+            if options.forecaster is None:
+                return SeriesModel(model, options.width, options.horizon, options.patch)
+            found = find_named(FORECASTER, options.forecaster, FORECASTERS, Forecaster)
+            own = validate(found.Options, options.forecaster_options, f"{FORECASTER}_options")
+            return found(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
 
     def least_activations(self, rows: int) -> int:
-        """A token is a patch."""
+        """A token is a patch; of a forecaster, the window."""
+        if self.options.forecaster:
+            return rows * self.cfg.data.sequence_length * self.options.width
         return super().least_activations(rows) // self.options.patch
 
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
@@ -94,8 +135,8 @@ class Regression(Objective[SeriesData]):
 
     def inputs(self, data: SeriesData) -> list[Input]:
         """The series, by its content."""
-        where = self.options.path or f"{self.options.sines} steps of sines"
-        steps = {"training steps": data.train_steps, "validation steps": data.validation_steps}
+        where = self.options.path or self.options.dataset or f"{self.options.sines} steps of sines"
+        steps = {f"{name} steps": count for name, count in data.parts._asdict().items() if count}
         return [Input("series", data.fingerprint, where, steps)]
 
     def sample_batch(self, rows: int) -> Windows:
@@ -134,30 +175,41 @@ class Regression(Objective[SeriesData]):
             if length % self.options.patch:
                 raise UsageError(f"lengths: {length} steps are no multiple of patch {self.options.patch}")
             if data is not None:
-                next(data.validation(length, 1, 1))
+                next(data.held_out(length, 1, 1, task.options.part))
 
     def _read(self) -> Table:
         options = self.options
         if options.sines:
             return sines(options.sines, options.width, self.cfg.data.seed)
+        if options.dataset:
+            return read_dataset(options.dataset, options.folder, options.columns)
         return read_series(options.path, options.columns, PATH)
 
     def _index(self, root: Path) -> Path:
         options = self.options
         identity = [options.path, options.columns, options.sines, options.width, self.cfg.data.seed]
+        identity += [options.dataset] * bool(options.dataset)
         return root / "data" / "series" / f"{digest(identity)}.json"
 
     def _cut(self, table: Table) -> SeriesData:
-        options = self.options
-        return SeriesData(table, self.cfg.data.sequence_length, options.horizon, options.validation_fraction)
+        options, length = self.options, self.cfg.data.sequence_length
+        return SeriesData(table, length, options.horizon, options.validation_fraction, options.parts)
+
+
+class ErrorOptions(Frozen):
+    """Which windows are predicted."""
+
+    part: Part = "validation"
+    """The part of the series that their targets are in."""
 
 
 class SeriesError(Task):
-    """Mean error of predictions on validation windows; lower is better.
+    """Mean error of predictions on validation or test windows; lower is better.
 
     Chance is the error of the training part's mean, which is 0 in standard units.
     """
 
+    Options = ErrorOptions
     data_kind = "series"
     error: ClassVar[Callable[[Tensor], Tensor]]
     """Of each number, from how far the prediction is off."""
@@ -173,10 +225,11 @@ class SeriesError(Task):
         The standard error counts only windows without a common target as independent.
         """
         data: SeriesData = context.prepared
-        batches = data.validation(context.length, context.config.items, context.scorer.rows(context.length))
+        part, rows = self.options.part, context.scorer.rows(context.length)
+        batches = data.held_out(context.length, context.config.items, rows, part)
         measured = measure_shared(batches, partial(self._errors, context))
         errors, guesses = (torch.cat(parts).double() for parts in zip(*measured, strict=True))
-        apart = min(len(errors), data.validation_steps // data.horizon)
+        apart = min(len(errors), getattr(data.parts, part) // data.horizon)
         stderr = errors.std(correction=0).item() / math.sqrt(apart)
         return Measurement(errors.mean().item(), stderr, guesses.mean().item(), len(errors))
 

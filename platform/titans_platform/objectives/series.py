@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -47,8 +47,36 @@ class Windows(NamedTuple):
     """float32 [B, h, C], the steps after the inputs'."""
 
 
+class Parts(NamedTuple):
+    """Steps that training, validation and test have, one after the other; there may be more steps behind."""
+
+    training: int
+    validation: int
+    test: int = 0
+
+    @staticmethod
+    def of(steps: int, split: Sequence[float]) -> Parts:
+        """A split in steps, or in shares of the series; what rounding leaves over is validation's.
+
+        Raises UsageError: there are not so many steps.
+        """
+        if sum(split) > 1 + 1e-9:
+            parts = Parts(*(int(part) for part in split))
+        else:
+            training, test = int(steps * split[0]), int(steps * split[2])
+            parts = Parts(training, steps - training - test, test)
+        if sum(parts) > steps:
+            raise UsageError(
+                f"objective.options.split: {sum(parts)} steps are more than the {steps} of the series"
+            )
+        return parts
+
+
+Part = Literal["validation", "test"]
+
+
 class SeriesData:
-    """A series in standard units, the last part of its time kept for validation.
+    """A series in standard units, later parts of its time kept for validation and test.
 
     Mean and standard deviation are the training part's, channel by channel.
 
@@ -56,20 +84,30 @@ class SeriesData:
         UsageError: one of the parts has no window.
     """
 
-    def __init__(self, table: Table, length: int, horizon: int, validation_fraction: float):
+    def __init__(
+        self,
+        table: Table,
+        length: int,
+        horizon: int,
+        validation_fraction: float,
+        split: Sequence[float] | None = None,
+    ):
         N = len(table.values_NC)
         self.channels, self.length, self.horizon = table.channels, length, horizon
-        self.train_steps = N - round(validation_fraction * N)
-        self.validation_steps = N - self.train_steps
+        kept = round(validation_fraction * N)
+        self.parts = Parts.of(N, split) if split else Parts(N - kept, kept)
+        self.train_steps, self.validation_steps, _ = self.parts
         self.windows = self.train_steps - length - horizon + 1
         if self.windows < 1:
             raise UsageError(
                 f"data.sequence_length: {self.train_steps} training steps make no window of {length} + "
                 f"{horizon}; lower it, or objective.options.horizon"
             )
-        if self.validation_steps < horizon:
+        if self.validation_steps < horizon or 0 < self.parts.test < horizon:
+            name = "split" if split else "validation_fraction"
+            few = "test" if self.validation_steps >= horizon else "validation"
             raise UsageError(
-                f"objective.options.validation_fraction: {self.validation_steps} validation steps make no "
+                f"objective.options.{name}: {getattr(self.parts, few)} {few} steps make no "
                 f"horizon of {horizon}; raise it"
             )
         train = table.values_NC[: self.train_steps]
@@ -86,13 +124,18 @@ class SeriesData:
             )
         return WindowStream(self, batch_size, seed, rank, world_size)
 
-    def validation(self, length: int, items: int, batch_size: int) -> Iterator[Windows]:
-        """Up to ``items`` windows of ``length`` steps, evenly spread, with targets in the validation part.
+    def held_out(
+        self, length: int, items: int, batch_size: int, part: Part = "validation"
+    ) -> Iterator[Windows]:
+        """Up to ``items`` windows of ``length`` steps, evenly spread, with targets in one of the parts.
 
-        Targets are the same for every ``length``; inputs may reach back into the training part.
-        Raises UsageError where ``length`` steps are more than there are before them.
+        Targets are the same for every ``length``; inputs may reach back into the part before.
+        Raises UsageError: ``length`` steps are more than there are before them, or there is no such part.
         """
-        first, last = self.train_steps, len(self.values_NC) - self.horizon
+        if not getattr(self.parts, part):
+            raise UsageError("options.part: the series has no test part; give objective.options.split")
+        first = self.parts.training + (self.parts.validation if part == "test" else 0)
+        last = first + getattr(self.parts, part) - self.horizon
         if length > first:
             raise UsageError(f"lengths: {length} steps of input are more than the {first} before the targets")
         starts = np.unique(np.linspace(first, last, min(items, last - first + 1)).round().astype(np.int64))

@@ -55,7 +55,8 @@ def cells_csv(table: Table) -> str:
         for result in row.results:
             values = [(column.factor, result["columns"].get(key)) for key, column in columns.items()]
             numbers = [value if value is None else factor * value for factor, value in values]
-            lines.append([row.row.name, *map(result.get, names), *numbers])
+            # its own row, where a line has several
+            lines.append([result.get("row", row.row.name), *map(result.get, names), *numbers])
     return _csv(lines)
 
 

@@ -142,15 +142,38 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
     entries = {}
     for key, column in run.columns.items():
-        kept = [result for result in results if finite(result["columns"].get(key))]
-        values = tuple(column.factor * float(result["columns"][key]) for result in kept)
+        kept = measured_by_seed(cells, results, key).values()
+        means = [[float(result["columns"][key]) for result in part] for part in kept]
+        values = tuple(column.factor * statistics.fmean(part) for part in means)
         # an accuracy is better when it is higher; an error below 1 is no share of right answers
         shares = column.higher_is_better
-        errors = [column.factor * column_stderr(key, result.get("tasks", {}), shares) for result in kept]
-        wanted = sum(key in cell.config.eval.columns for cell in cells)
-        entries[key] = Entry(values, wanted, row.paper.get(key), _of_mean(errors))
+        errors = [
+            _of_mean([column_stderr(key, one.get("tasks", {}), shares) for one in part]) for part in kept
+        ]
+        wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
+        error = column.factor * _of_mean(errors)
+        entries[key] = Entry(values, wanted, row.paper.get(key), error)
     stale = sorted({str(result["commit"]) for result in results} - {run.commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
+
+
+def measured_by_seed(
+    cells: Sequence[Cell], results: Sequence[dict[str, Any]], key: str
+) -> dict[int, list[dict[str, Any]]]:
+    """For each seed the results whose mean is a line's value in a column, where all of them are there.
+
+    They are several where cells of one line at other points of the axes measure the same column.
+    """
+    wanted: dict[int, list[str | None]] = {}
+    for cell in cells:
+        if key in cell.config.eval.columns:
+            wanted.setdefault(cell.seed, []).append(cell.name)
+    done = {result["cell"]: result for result in results if finite(result["columns"].get(key))}
+    return {
+        seed: [done[name] for name in names if name]
+        for seed, names in wanted.items()
+        if all(name in done for name in names)
+    }
 
 
 def finite(value: Any) -> TypeGuard[float]:

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from titans_platform.report.table import Table, TableRow, finite
+from titans_platform.report.table import Table, TableRow, measured_by_seed
 from titans_platform.study.spec import Expectation
 from titans_platform.text import NONE, plural
 
@@ -119,9 +119,11 @@ def _paper(row: TableRow, first: TableRow, key: str, sign: int) -> float | None:
 
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
     """The column's value of each seed that has a finite one."""
-    seeds = {cell.name: cell.seed for cell in row.cells}
-    values = {seeds[result["cell"]]: result["columns"].get(key) for result in row.results}
-    return {seed: factor * value for seed, value in values.items() if finite(value)}
+    kept = measured_by_seed(row.cells, row.results, key)
+    return {
+        seed: factor * statistics.fmean(result["columns"][key] for result in part)
+        for seed, part in kept.items()
+    }
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:

@@ -305,6 +305,10 @@ class _Worker:
         started = time.perf_counter()
         if self.reporter:
             self.reporter.phase("evaluate")
+        if self.cfg.eval.at == "best" and (best := trainer.progress.best_step):
+            point = checkpoint.at_step(self.spec.folder.path / CHECKPOINTS, best)
+            with self.phases.phase("checkpoint"):
+                checkpoint.load_model(point, trainer.model)
         with self.phases.phase("evaluate"):
             measured = self._measure(trainer)
         if not self.reporter:

@@ -48,6 +48,9 @@ def go_on_from_shorter(spec: RunSpec, data_fingerprint: str) -> str | None:
     """
     if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
         return None
+    if spec.config.eval.at == "best":
+        # the best of the earlier run may be a checkpoint that this one would not have
+        return None
     found = list(_earlier(spec, data_fingerprint))
     usable = [one for one in found if one.point and one.commit == spec.commit]
     if usable:

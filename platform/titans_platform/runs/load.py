@@ -12,8 +12,8 @@ from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG
-from titans_platform.training.checkpoint import load_model, newest
-from titans_platform.training.manifest import MANIFEST
+from titans_platform.training.checkpoint import at_step, load_model, newest
+from titans_platform.training.manifest import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
     from titans_platform.data import Tokenizer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load_run(
     path_or_name: Path | str, root: Path | str = "titans-runs"
 ) -> tuple[Model, Tokenizer | None, RunConfig]:
-    """The model of a run at its newest checkpoint, ready to use on the CPU, its tokenizer and its config.
+    """The model of a run where its columns are measured, ready to use on the CPU, its tokenizer, its config.
 
     ``path_or_name`` is the run's name (or how it begins), its folder, its MLflow run id, or the folder of
     one checkpoint; names are looked up under ``root``. The tokenizer is None for an objective without one.
@@ -34,7 +34,9 @@ def load_run(
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
-    """The folder of the checkpoint that ``run`` names. Raises UsageError."""
+    """The folder of the checkpoint that ``run`` names; of a run the newest, or the best where its columns are
+    measured there (``eval.at``). Raises UsageError.
+    """
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
         if not path.is_dir():
@@ -44,7 +46,14 @@ def find_checkpoint(run: str, root: Path) -> Path:
     point = newest(folder / CHECKPOINTS)
     if point is None:
         raise UsageError(f"{run}: {folder} has no whole checkpoint; train it first")
-    return point.resolve()
+    return _measured(point).resolve()
+
+
+def _measured(newest: Path) -> Path:
+    if read_config(newest).eval.at == "last":
+        return newest
+    best = read_manifest(newest).progress.best_step
+    return at_step(newest.parent, best) if best else newest
 
 
 def located(cfg: RunConfig, root: Path) -> RunConfig:

@@ -12,9 +12,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
     "wsd": lambda done: min(1.0, 5 * (1 - done)),
+    "halving": lambda done: 0.5 ** int(10 * done),
 }
 """From 1 at the end of the warm-up to 0 at the last step, by the share in [0, 1] of the steps between that
-is done. wsd (warm-up, stable, decay) falls in a line over the last fifth of them."""
+is done. wsd (warm-up, stable, decay) falls in a line over the last fifth of them. halving is what forecasting
+calls type1, where there are ten epochs."""
 
 
 def learning_rate(step: int, cfg: OptimConfig) -> float:

@@ -1,0 +1,17 @@
+"""Forecasters: models of a window of a series, one file each. A new one is a file and a line below."""
+
+from titans_core.forecasting.base import Forecast, Forecaster, Window
+from titans_core.forecasting.dlinear import DLinear
+from titans_core.forecasting.patchtst import PatchTST
+from titans_core.forecasting.rlinear import RLinear
+from titans_core.forecasting.simba import Simba
+
+FORECASTERS: dict[str, type[Forecaster]] = {
+    "dlinear": DLinear,
+    "rlinear": RLinear,
+    "patchtst": PatchTST,
+    "simba": Simba,
+}
+"""Forecasters with a short name."""
+
+__all__ = ["FORECASTERS", "Forecast", "Forecaster", "Window"]
