@@ -163,10 +163,12 @@ class EvalConfig(Frozen):
     seed: int = 0
     every: PositiveInt | None = None
     """Optimiser steps between measurements of the validation loss while training, on perplexity_tokens; None:
-    none. It changes no number, and so no name, unless ``at`` is best."""
+    none. It changes no number, and so no name, without ``at: best`` and ``patience``."""
     at: Literal["last", "best"] = "last"
     """Which weights the columns are measured on: those of the last step, or those of the lowest validation
     loss among what ``every`` measures."""
+    patience: PositiveInt | None = None
+    """Training ends when so many measurements in a row found no lower validation loss; None: after all steps."""
 
 
 class CheckpointConfig(Frozen):
@@ -213,8 +215,11 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _best_is_kept(self) -> RunConfig:
-        if self.eval.at == "best" and not (self.eval.every and self.checkpoint.best):
-            raise ValueError("eval.at: best needs eval.every, and checkpoint.best")
+        needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
+        if needs and not (self.eval.every and self.checkpoint.best):
+            raise ValueError(
+                f"eval.{needs}: {getattr(self.eval, needs)} needs eval.every, and checkpoint.best"
+            )
         return self
 
     @property
@@ -255,7 +260,7 @@ class RunConfig(Frozen):
         if self.optim.on_divergence == "rewind":
             # where it goes back to
             parts["checkpoints"] = self.checkpoint_interval
-        if self.eval.at == "best":
+        if self.eval.at == "best" or self.eval.patience:
             # among which weights the best are looked for
             parts["validated"] = self.eval.every
         if self.start_from:

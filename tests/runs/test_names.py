@@ -91,6 +91,7 @@ DEFAULTS = {
         "seed": 0,
         "every": None,
         "at": "last",
+        "patience": None,
     },
     "seed": 0,
     "threads": 1,

@@ -277,6 +277,7 @@ class _Worker:
             checkpoint_at=saver.pinned,
             checkpoint_best=self.cfg.checkpoint.best,
             validate_every=self.cfg.eval.every or 0,
+            patience=self.cfg.eval.patience or 0,
             telemetry_every=max(1, self.cfg.optim.steps // _WATCHED),
             phases=self.phases,
         )

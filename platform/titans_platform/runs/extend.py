@@ -48,7 +48,7 @@ def go_on_from_shorter(spec: RunSpec, data_fingerprint: str) -> str | None:
     """
     if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
         return None
-    if spec.config.eval.at == "best":
+    if spec.config.eval.at == "best" or spec.config.eval.patience:
         # the best of the earlier run may be a checkpoint that this one would not have
         return None
     found = list(_earlier(spec, data_fingerprint))

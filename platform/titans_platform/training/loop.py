@@ -99,8 +99,9 @@ class Hooks:
 
     ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` count steps; 0 is never. There is a
     checkpoint after step ``checkpoint_at`` too and, where ``checkpoint_best``, after each validation whose
-    loss is the lowest so far. ``validate()`` gives the validation loss, which goes to ``on_step``. ``phases``
-    is told how long the steps waited for their batches, as "data wait", and how long validation took.
+    loss is the lowest so far; after ``patience`` validations without such a one training ends (0: it does
+    not). ``validate()`` gives the validation loss, which goes to ``on_step``. ``phases`` is told how long the
+    steps waited for their batches, as "data wait", and how long validation took.
     ``on_divergence(batch, error)`` keeps a batch and says where; ``rewind()`` brings the trainer back to a
     checkpoint; false where there is none.
     """
@@ -115,6 +116,7 @@ class Hooks:
     checkpoint_best: bool = False
     telemetry_every: int = 0
     validate_every: int = 0
+    patience: int = 0
     phases: Phases = field(default_factory=Phases)
 
 
@@ -148,7 +150,7 @@ class Progress:
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last twentieth of the steps, in nats."""
+        """Mean loss of the last twentieth of the steps; that of the last where ``patience`` ended training."""
         return self.tail_loss / max(1, self.tail_steps)
 
 
@@ -188,7 +190,7 @@ class Trainer:
         last = min(steps, until or steps)
         self.model.train()
         with closing(self._batches(last)) as batches:
-            while self.progress.step < last:
+            while self.progress.step < last and not self._tired(hooks):
                 number = self.progress.step + 1
                 started = time.perf_counter()
                 with hooks.phases.phase("data wait"):
@@ -204,11 +206,20 @@ class Trainer:
                 metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
                 if _due(number, hooks.validate_every, steps):
                     metrics["validation_loss"] = self._validated(hooks)
+                    if self._tired(hooks) and not self.progress.tail_steps:
+                        self.progress.tail_loss, self.progress.tail_steps = metrics["loss"], 1
                 hooks.on_step(number, metrics)
                 best = hooks.checkpoint_best and self.progress.best_step == number
                 if _due(number, hooks.checkpoint_every, last) or number == hooks.checkpoint_at or best:
                     hooks.on_checkpoint()
         return self.progress
+
+    def _tired(self, hooks: Hooks) -> bool:
+        """Whether the last ``patience`` validations found nothing better, which needs no memory of its own."""
+        best = self.progress.best_step
+        return bool(
+            hooks.patience and best and self.progress.step - best >= hooks.patience * hooks.validate_every
+        )
 
     def _validated(self, hooks: Hooks) -> float:
         """The validation loss, the same on all workers, so that all of them save the best."""
