@@ -168,7 +168,7 @@ class EvalConfig(Frozen):
     """Which weights the columns are measured on: those of the last step, or those of the lowest validation
     loss among what ``every`` measures."""
     patience: PositiveInt | None = None
-    """Training ends when so many measurements in a row found no lower validation loss; None: after all steps."""
+    """Training ends when so many measurements in a row found no lower validation loss; None: it does not."""
 
 
 class CheckpointConfig(Frozen):

@@ -16,10 +16,11 @@ from titans_platform.report.content import bold_note, footnotes, shown
 from titans_platform.report.export import terminal
 from titans_platform.report.publish import write_views
 from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
+from titans_platform.report.verdict import by_seed
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Column, Row, Scale, Study
+from titans_platform.study.spec import Axis, Column, Row, Scale, Study
 
 MEASURES = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in ("lm_ppl", "reasoning_acc")})
 COLUMNS = {
@@ -72,6 +73,28 @@ def finish(root, cell: Cell, commit: str = "c0ffee", **changes) -> None:
 def table(root, commit: str = "c0ffee"):
     study = Study(name="tiny", columns=COLUMNS, scales={"small": Scale(seeds=(0, 1))}, rows=ROWS)
     return build_table(StudyRun(study, "small", root, commit, whole=tuple(cells())))
+
+
+def test_a_lines_cells_that_measure_one_column_make_its_mean_seed_by_seed(root):
+    measures = EvalConfig(columns={"lm_ppl": (TaskConfig(task="recall"),)})
+    axis = Axis(points={"near": {}, "far": {}}, across=True)
+    study = Study(
+        name="tiny", columns={"lm_ppl": COLUMNS["lm_ppl"]}, scales={"small": Scale()}, rows=ROWS[:1],
+        axes={"at": axis},
+    )  # fmt: skip
+    of = {("LMM near", 0): 1.0, ("LMM far", 0): 3.0, ("LMM near", 1): 2.0, ("LMM far", 1): 6.0}
+    found = [Cell(row, seed, RunConfig(seed=seed, eval=measures), f"{row}{seed}") for row, seed in of]
+    tasks = {"lm_ppl/mse@8": {"value": 1.0, "stderr": 0.1, "chance": None, "items": 9}}
+    for cell in found[:3]:
+        result = {"cell": cell.name, "seed": cell.seed, "commit": "c", "row": cell.row, "tasks": tasks}
+        write_json(
+            cell.folder(root).path / "result.json", result | {"columns": {"lm_ppl": of[cell.row, cell.seed]}}
+        )
+    (line,) = build_table(StudyRun(study, "small", root, "c", whole=tuple(found))).rows
+    # the second seed lacks a part
+    assert (line.entries["lm_ppl"].values, line.entries["lm_ppl"].wanted) == ((2.0,), 2)
+    assert line.entries["lm_ppl"].item_stderr == pytest.approx(0.1 / math.sqrt(2))
+    assert by_seed(line, "lm_ppl") == {0: 2.0}
 
 
 @pytest.fixture

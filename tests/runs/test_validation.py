@@ -19,6 +19,7 @@ from titans_platform.objectives import build_objective
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import work
+from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import saved, step_of
@@ -97,6 +98,33 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
     result = work(spec).result
     steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
     assert steps == {result["best_step"], 5}
+
+
+def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):
+    cfg = run_on(book, every=1, at="best", patience=2)
+    prepare(cfg.data, tmp_path)
+    losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is not asked for
+    monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
+    spec = spec_for(cfg, tmp_path)
+    result = work(spec).result
+    assert result["best_step"] == 2
+    assert result["tokens"] == 4 * cfg.tokens_per_step
+    assert result["final_train_loss"] > 0
+    # what the name of the run stands for is what was measured
+    point = find_checkpoint(spec.name, tmp_path)
+    assert step_of(point) == 2
+    model, _, objective = load_checkpoint(point, read_config(point))
+    again = objective.evaluate(model, objective.open(tmp_path))
+    assert again["columns"] == result["columns"]
+    newest, _, _ = load_checkpoint(saved(point.parent)[0], cfg)
+    assert objective.evaluate(newest, objective.open(tmp_path))["columns"] != result["columns"]
+
+
+def test_where_the_best_is_looked_for_is_part_of_the_name(book):
+    names = {run_on(book, every=n, **at).fingerprint("d", "e") for n in (1, 2) for at in ({}, {"at": "best"})}
+    assert len(names) == 3
+    with pytest.raises(ValueError, match=r"eval\.at: best needs eval\.every"):
+        run_on(book, at="best")
 
 
 def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tmp_path):

@@ -78,6 +78,12 @@ def test_wsd_falls_over_the_last_fifth():
     assert rates[79] == 1.0
 
 
+def test_halving_is_that_of_ten_epochs():
+    cfg = OptimConfig(steps=40, lr=1.0, warmup_steps=0, min_lr_ratio=0.0, schedule="halving")
+    rates = [learning_rate(step, cfg) for step in range(40)]
+    assert rates[2::4] == [0.5**epoch for epoch in range(10)]
+
+
 def test_decay_pulls_on_linear_layers_alone():
     model = LanguageModel(ModelConfig(vocab_size=VOCAB, d_model=16, n_layers=1))
     optimizer = adamw(model, OptimConfig(weight_decay=0.3))

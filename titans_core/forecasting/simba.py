@@ -16,6 +16,7 @@ from titans_core.forecasting.base import Window
 from titans_core.forecasting.patches import PatchForecaster, PatchOptions
 from titans_core.init import initialize
 from titans_core.layers import RMSNorm
+from titans_kernels import state_dtype, without_autocast
 
 
 class SimbaOptions(PatchOptions):
@@ -45,12 +46,14 @@ class EinFFT(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """[B, N, D] to [B, N, D]."""
-        # transforms know no lower precision
-        x = torch.fft.fft2(x_BND.float().unflatten(-1, (self.groups, -1)), dim=(1, 2), norm="ortho")
-        real, imaginary = self._layer(0, x.real, x.imag)
-        real, imaginary = self._layer(1, F.relu(real), F.relu(imaginary))
-        spectrum = torch.complex(F.softshrink(real, self.shrink), F.softshrink(imaginary, self.shrink))
-        return torch.fft.ifft2(spectrum, dim=(1, 2), norm="ortho").real.flatten(-2).to(x_BND.dtype)
+        with without_autocast(x_BND):  # transforms know no lower precision
+            x = x_BND.to(state_dtype(x_BND)).unflatten(-1, (self.groups, -1))
+            x = torch.fft.fft2(x, dim=(1, 2), norm="ortho")
+            real, imaginary = self._layer(0, x.real, x.imag)
+            real, imaginary = self._layer(1, F.relu(real), F.relu(imaginary))
+            spectrum = torch.complex(F.softshrink(real, self.shrink), F.softshrink(imaginary, self.shrink))
+            y = torch.fft.ifft2(spectrum, dim=(1, 2), norm="ortho").real
+        return y.flatten(-2).to(x_BND.dtype)
 
     def _layer(self, index: int, real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor]:
         """W x + b of complex numbers, group by group; [B, N, G, D / G]."""

@@ -150,7 +150,7 @@ class Progress:
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last twentieth of the steps; that of the last where ``patience`` ended training."""
+        """Mean loss of the last twentieth of the steps; of the last alone where ``patience`` ended them."""
         return self.tail_loss / max(1, self.tail_steps)
 
 
@@ -215,7 +215,7 @@ class Trainer:
         return self.progress
 
     def _tired(self, hooks: Hooks) -> bool:
-        """Whether the last ``patience`` validations found nothing better, which needs no memory of its own."""
+        """Whether the last ``patience`` validations found nothing better."""
         best = self.progress.best_step
         return bool(
             hooks.patience and best and self.progress.step - best >= hooks.patience * hooks.validate_every

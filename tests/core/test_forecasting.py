@@ -1,0 +1,145 @@
+"""Forecasters: shapes, gradients, repeatability, and what each is by its equations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from titans_core import AttentionConfig, MemoryConfig, ModelConfig
+from titans_core.forecasting import FORECASTERS, Forecaster, Window
+from titans_core.forecasting.normalize import RevIN
+from titans_core.forecasting.simba import EinFFT, SimbaOptions
+
+WINDOW = Window(length=24, horizon=5, channels=3)
+SMALL = {"d_model": 8, "n_layers": 2, "attention": AttentionConfig(heads=2)}
+MEMORY = MemoryConfig(heads=2, chunk_size=2)
+CASES = [*((name, "lmm") for name in FORECASTERS), ("simba", "mamba")]
+
+
+def forecaster(name: str, variant: str = "lmm", seed: int = 0, **options: Any) -> Forecaster:
+    torch.manual_seed(seed)
+    found, config = FORECASTERS[name], ModelConfig(**SMALL, variant=variant, memory=MEMORY)
+    patches = {"patch": 8, "stride": 4} if "patch" in found.Options.model_fields else {}
+    return found(config, WINDOW, found.Options(**patches, **options)).double()
+
+
+def values(rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, *WINDOW[::2], generator=torch.Generator().manual_seed(1)).double()
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_every_parameter_is_trained_by_a_forecast_of_the_right_shape(name, variant):
+    model, x = forecaster(name, variant), values().requires_grad_()
+    forecast = model(x).prediction
+    assert forecast.shape == (4, WINDOW.horizon, WINDOW.channels)
+    forecast.square().sum().backward()
+    untrained = [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert untrained == []
+    assert x.grad is not None
+    assert (x.grad.abs().sum((0, 2)) > 0).all()
+    assert model.num_parameters() > 0
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_the_same_seed_gives_the_same_forecast_in_training_too(name, variant):
+    def trained() -> torch.Tensor:
+        model = forecaster(name, variant, seed=3)
+        return model(values()).prediction
+
+    assert torch.equal(trained(), trained())
+    assert torch.equal(
+        forecaster(name, variant).eval()(values()).prediction,
+        forecaster(name, variant).eval()(values()).prediction,
+    )
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_windows_and_channels_do_not_see_each_other(name, variant):
+    model, x = forecaster(name, variant).eval(), values().requires_grad_()
+    model(x).prediction[1, :, 2].sum().backward()
+    assert x.grad is not None
+    seen = x.grad.abs().sum(1) > 0
+    assert seen[1, 2]
+    assert seen.sum() == 1
+
+
+@pytest.mark.parametrize("name", ["rlinear", "patchtst", "simba"])
+def test_a_window_in_other_units_has_its_forecast_in_these_units(name):
+    model, x = forecaster(name).eval(), values()
+    expected = 7 * model(x).prediction - 2
+    torch.testing.assert_close(model(7 * x - 2).prediction, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_revin_is_undone(affine):
+    revin, x = RevIN(3, affine).double(), 5 * values() + 3
+    if affine:
+        torch.nn.init.uniform_(revin.weight_C, 0.5, 2)
+        torch.nn.init.uniform_(revin.bias_C, -1, 1)
+    inside, units = revin(x)
+    torch.testing.assert_close(revin.undo(inside, units), x, rtol=1e-8, atol=1e-8)
+    if not affine:
+        torch.testing.assert_close(inside.mean(1), torch.zeros(4, 3).double(), atol=1e-9, rtol=0)
+        torch.testing.assert_close(inside.std(1, correction=0), torch.ones(4, 3).double(), atol=1e-4, rtol=0)
+
+
+def test_dlinear_is_its_two_maps():
+    model, x = forecaster("dlinear", kernel=5), values()
+    # at the start each step weighs the same
+    torch.testing.assert_close(
+        model.trend.weight * WINDOW.length, torch.ones(5, 24).double(), rtol=1e-6, atol=0
+    )
+    ends = torch.cat([x[:, :1].expand(-1, 2, -1), x, x[:, -1:].expand(-1, 2, -1)], 1)
+    trend = torch.stack([ends[:, t : t + 5].mean(1) for t in range(WINDOW.length)], 1)
+    torch.nn.init.normal_(model.trend.weight)
+    torch.nn.init.normal_(model.rest.weight)
+    by_hand = torch.einsum("ht,btc->bhc", model.trend.weight, trend)
+    by_hand = by_hand + torch.einsum("ht,btc->bhc", model.rest.weight, x - trend)
+    by_hand = by_hand + (model.trend.bias + model.rest.bias)[:, None]
+    torch.testing.assert_close(model(x).prediction, by_hand)
+
+
+def test_einfft_is_two_complex_layers_on_the_spectrum():
+    torch.manual_seed(0)
+    tokens, groups, size = 6, 2, 4
+    mixer = EinFFT(groups * size, SimbaOptions(groups=groups, shrink=0.1)).double()
+    for p in mixer.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(3, tokens, groups * size).double()
+
+    def dft(n: int) -> torch.Tensor:
+        k = torch.arange(n).double()
+        return torch.polar(torch.ones(n, n).double(), -2 * torch.pi * k[:, None] * k / n) / n**0.5
+
+    def on_parts(f, z: torch.Tensor) -> torch.Tensor:
+        return torch.complex(f(z.real), f(z.imag))
+
+    def both(z: torch.Tensor, conjugate: bool) -> torch.Tensor:
+        a, b = (m.conj() if conjugate else m for m in (dft(tokens), dft(groups)))
+        return torch.einsum("nm,gh,bmhd->bngd", a, b, z)
+
+    z = both(x.view(3, tokens, groups, size).to(torch.complex128), False)
+    for index, act in enumerate((F.relu, lambda v: F.softshrink(v, 0.1))):
+        weight = torch.complex(*mixer.weights[index])
+        bias = torch.complex(*mixer.biases[index])
+        z = on_parts(act, torch.einsum("bngd,gde->bnge", z, weight) + bias)
+    expected = both(z, True).real.reshape(3, tokens, -1)
+    torch.testing.assert_close(mixer(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("dlinear", {"kernel": 4}, "kernel: 4 is not odd"),
+        ("patchtst", {}, "patch: 32 steps are more than the 24"),
+        ("simba", {"groups": 3}, "d_model: 3 groups of EinFFT do not divide 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, options, says):
+    found = FORECASTERS[name]
+    given = {"patch": 32, **options} if name == "patchtst" else options
+    with pytest.raises(ValueError, match=says):
+        found(ModelConfig(**SMALL, memory=MEMORY), WINDOW, found.Options(**given))

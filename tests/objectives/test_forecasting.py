@@ -1,0 +1,202 @@
+"""The protocol of long-term forecasting: splits by hand, scaling, leaks, every test window, files by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective, datasets
+from titans_platform.objectives.datasets import DATASETS, Dataset, read_dataset
+from titans_platform.objectives.series import Parts, SeriesData, Table
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import work
+from titans_platform.study.grid import expand, load_study
+
+
+def line(steps: int) -> Table:
+    """A series whose value is its step."""
+    return Table(np.arange(steps, dtype=float)[:, None], ("t",))
+
+
+def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:
+    train = np.arange(data.train_steps)
+    return (values[..., 0].double() * train.std() + train.mean()).round().long()
+
+
+def test_the_parts_of_ett_are_months_of_thirty_days():
+    data = SeriesData(line(17_420), 96, 96, 0.2, DATASETS["ETTh1"].split)
+    assert data.parts == (8640, 2880, 2880)
+    assert data.windows == 8640 - 96 - 96 + 1 == 8449
+    for part, first in (("validation", 8640), ("test", 11_520)):
+        found = list(data.held_out(96, 12_000, 1000, part))
+        assert sum(len(batch.inputs) for batch in found) == 2785
+        begins, ends = found[0], found[-1]
+        assert when(data, begins.inputs)[0, [0, -1]].tolist() == [first - 96, first - 1]
+        assert when(data, begins.targets)[0, [0, -1]].tolist() == [first, first + 95]
+        assert when(data, ends.targets)[-1, -1] == first + 2879
+    assert Parts.of(69_680, DATASETS["ETTm1"].split) == (34_560, 11_520, 11_520)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508))],
+)
+def test_other_parts_are_shares_rounded_down(name, parts):
+    assert Parts.of(DATASETS[name].steps, DATASETS[name].split) == parts
+    assert sum(parts) == DATASETS[name].steps
+
+
+def test_what_is_tested_on_decides_no_number_of_training_or_validation():
+    table, generator = line(200), np.random.default_rng(0)
+    table = Table(generator.standard_normal((200, 2)), ("a", "b"))
+    other = Table(table.values_NC.copy(), table.channels)
+    other.values_NC[150:] = 1e3 * generator.standard_normal((50, 2))
+    one, two = (SeriesData(each, 8, 4, 0.2, (100, 50, 50)) for each in (table, other))
+    for step in range(10):
+        a, b = (data.train_stream(16, 0).batch(step) for data in (one, two))
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+    for a, b in zip(one.held_out(8, 99, 7), two.held_out(8, 99, 7), strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+    assert one.fingerprint != two.fingerprint
+    # scaled by the training part alone
+    torch.testing.assert_close(one.values_NC[:100].mean(0), torch.zeros(2), atol=1e-6, rtol=0)
+    (last,) = one.held_out(8, 1000, 1000, "test")
+    assert len(last.inputs) == 47
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        ((100, 50, 51), "split: 201 steps are more than the 200"),
+        ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
+        ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(split, says):
+    with pytest.raises(UsageError, match=says):
+        SeriesData(line(200), 8, 4, 0.2, split)
+
+
+def test_there_is_no_test_part_without_a_split():
+    with pytest.raises(UsageError, match=r"options\.part: the series has no test part"):
+        next(SeriesData(line(200), 8, 4, 0.2).held_out(8, 1, 1, "test"))
+
+
+OPTIONS = {"dataset": "Tiny", "horizon": 4, "forecaster": "rlinear"}
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Path:
+    """A benchmark of 60 steps and 2 channels, in ``tmp_path``."""
+    rows = "\n".join(f"2020-01-01 {t // 24:02}:00:00,{t % 7},{t % 5 + t / 30}" for t in range(60))
+    text = f"date,a,b\n{rows}\n"
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    monkeypatch.setitem(
+        datasets.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
+    )
+    (tmp_path / "tiny.csv").write_text(text)
+    return tmp_path
+
+
+def config(folder: Path | None, **options: Any) -> RunConfig:
+    given = OPTIONS | {"folder": folder and str(folder)} | options
+    return RunConfig.model_validate_json(
+        json.dumps(
+            {
+                "data": {"sequence_length": 8},
+                "objective": {"kind": "regression", "options": given},
+                "optim": {"steps": 12, "global_batch_size": 8, "lr": 1e-2},
+                "eval": {
+                    "items": 500,
+                    "every": 3,
+                    "at": "best",
+                    "columns": {"mse": [{"task": "mse", "options": {"part": "test"}}]},
+                },
+            }
+        )
+    )
+
+
+def test_a_benchmark_is_found_by_name_and_checked(tiny):
+    assert read_dataset("Tiny", str(tiny)).channels == ("a", "b")
+    with pytest.raises(
+        UsageError, match=r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from"
+    ):
+        read_dataset("Tiny", None)
+    with pytest.raises(UsageError, match=r"no tiny\.csv \(or \.gz, \.xz\) in .*; it is from its authors"):
+        read_dataset("Tiny", str(tiny / "elsewhere"))
+    with (tiny / "tiny.csv").open("a") as file:
+        file.write("60,1,2\n")
+    with pytest.raises(UsageError, match=r"is not the standard file: its sha256 is .*; get it from its auth"):
+        read_dataset("Tiny", str(tiny))
+    datasets.DATASETS["Tiny"] = DATASETS["Tiny"]._replace(sha256=None)
+    with pytest.raises(UsageError, match="has 61 steps of 2 channels, Tiny has 60 of 2"):
+        read_dataset("Tiny", str(tiny))
+
+
+def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
+    cfg = config(tiny)
+    objective = build_objective(cfg)
+    data = objective.prepare(tiny / "root")
+    objective.check(data)
+    result = work(spec_for(cfg, tiny / "root")).result
+    assert result["tasks"]["mse/mse@8"]["items"] == 12 - 4 + 1
+    assert result["best_step"] % 3 == 0
+    assert result["columns"]["mse"] != pytest.approx(result["best_validation_loss"])
+
+
+def test_a_forecaster_decides_the_name_and_the_folder_does_not(tiny):
+    (tiny / "moved").mkdir()
+    (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
+
+    def named(folder: Path, **options: Any) -> str:
+        objective = build_objective(config(folder, **options))
+        return objective.run_name(objective.prepare(tiny / "root").fingerprint)
+
+    assert named(tiny) == named(tiny / "moved") == named(tiny, forecaster_options={})
+    own = [named(tiny, **each) for each in ({"forecaster": None}, {"forecaster_options": {"dropout": 0.2}})]
+    assert len({*own, named(tiny)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dataset": "Tini"}, r"objective\.options\.dataset: 'Tini' is unknown; did you mean Tiny"),
+        ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
+        ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
+        ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
+        ({"forecaster": "patchtst"}, r"model\.patch: 16 steps are more than the 8"),
+    ],
+)
+def test_what_a_config_gets_wrong_is_named(tiny, options, says):
+    with pytest.raises(UsageError, match=says):
+        build_objective(config(tiny, **options)).check()
+
+
+def test_the_study_runs_each_model_once_a_dataset_and_horizon():
+    study = load_study("forecasting")
+    cells = expand(study, "paper", seeds=[0])
+    rows = {row.as_line().name for row in study.rows_at("paper")}
+    assert len(cells) == 7 * 4 * len(rows)
+    assert {cell.config.data.sequence_length for cell in cells} == {96}
+    for cell in cells:
+        options = cell.config.objective.options
+        known, horizon = DATASETS[str(options["dataset"])], options["horizon"]
+        assert isinstance(horizon, int)
+        parts = Parts.of(known.steps, known.split)
+        # no fewer than there are test or validation windows; ten epochs
+        assert cell.config.eval.items > max(parts[1:]) - horizon
+        batches = -(-(parts.training - 96 - 96 + 1) // 32)
+        assert cell.config.optim.steps == 10 * batches
+        assert cell.config.eval.every == batches
+    assert len(expand(study, "laptop", seeds=[0])) == 2 * 4 * len(rows)
