@@ -12,6 +12,7 @@ from titans_core import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_core.forecasting.normalize import RevIN
 from titans_core.forecasting.simba import EinFFT, SimbaOptions
+from titans_core.forecasting.timesnet import TimesBlock, TimesNetOptions
 
 WINDOW = Window(length=24, horizon=5, channels=3)
 SMALL = {"d_model": 8, "n_layers": 2, "attention": AttentionConfig(heads=2)}
@@ -56,7 +57,26 @@ def test_the_same_seed_gives_the_same_forecast_in_training_too(name, variant):
     )
 
 
-@pytest.mark.parametrize(("name", "variant"), CASES)
+@pytest.mark.parametrize("name", ["itransformer", "timesnet"])
+def test_what_mixes_channels_sees_all_of_them_and_no_other_window(name):
+    model, x = forecaster(name).eval(), values().requires_grad_()
+    model(x).prediction[1, :, 2].sum().backward()
+    assert x.grad is not None
+    assert (x.grad.abs().sum(1) > 0).tolist() == [[False] * 3, [True] * 3, [False] * 3, [False] * 3]
+
+
+def test_timesnet_finds_the_periods_of_a_wave():
+    block = TimesBlock(2, 4, TimesNetOptions(periods=2, kernels=1))
+    t = torch.arange(48) / 48
+    x_L = 3 * torch.sin(2 * torch.pi * 4 * t) + torch.sin(2 * torch.pi * 12 * t) + 5
+    amplitude = torch.fft.rfft(x_L[None, :, None].expand(3, -1, 2), dim=1).abs().mean(-1)
+    assert block._strongest(amplitude) == [4, 12]
+    # a convolution of 1 x 1 sees each step alone, however the steps are folded
+    x_BLD = torch.randn(3, 50, 2)
+    torch.testing.assert_close(block._folded(x_BLD, 7), block._folded(x_BLD, 13))
+
+
+@pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] not in ("itransformer", "timesnet")])
 def test_windows_and_channels_do_not_see_each_other(name, variant):
     model, x = forecaster(name, variant).eval(), values().requires_grad_()
     model(x).prediction[1, :, 2].sum().backward()
@@ -66,7 +86,7 @@ def test_windows_and_channels_do_not_see_each_other(name, variant):
     assert seen.sum() == 1
 
 
-@pytest.mark.parametrize("name", ["rlinear", "patchtst", "simba"])
+@pytest.mark.parametrize("name", [name for name in FORECASTERS if name != "dlinear"])
 def test_a_window_in_other_units_has_its_forecast_in_these_units(name):
     model, x = forecaster(name).eval(), values()
     expected = 7 * model(x).prediction - 2

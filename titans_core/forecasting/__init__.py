@@ -2,14 +2,20 @@
 
 from titans_core.forecasting.base import Forecast, Forecaster, Window
 from titans_core.forecasting.dlinear import DLinear
+from titans_core.forecasting.itransformer import ITransformer
 from titans_core.forecasting.patchtst import PatchTST
 from titans_core.forecasting.rlinear import RLinear
 from titans_core.forecasting.simba import Simba
+from titans_core.forecasting.tide import TiDE
+from titans_core.forecasting.timesnet import TimesNet
 
 FORECASTERS: dict[str, type[Forecaster]] = {
     "dlinear": DLinear,
     "rlinear": RLinear,
+    "itransformer": ITransformer,
     "patchtst": PatchTST,
+    "tide": TiDE,
+    "timesnet": TimesNet,
     "simba": Simba,
 }
 """Forecasters with a short name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from titans_core.config import Frozen, ModelConfig
@@ -23,7 +23,7 @@ class PatchOptions(Frozen):
     """P, steps of a token."""
     stride: PositiveInt = 8
     """Steps from one patch to the next."""
-    dropout: float = 0.1
+    dropout: float = Field(default=0.1, ge=0, lt=1)
 
 
 class PatchForecaster(Forecaster):

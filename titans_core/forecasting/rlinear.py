@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pydantic import Field
 from torch import Tensor, nn
 
 from titans_core.config import Frozen, ModelConfig
@@ -12,7 +13,7 @@ from titans_core.forecasting.normalize import RevIN
 class RLinearOptions(Frozen):
     """What RLinear takes."""
 
-    dropout: float = 0.1
+    dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of the window's values that training leaves out."""
 
 
