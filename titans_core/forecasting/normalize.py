@@ -35,13 +35,13 @@ class RevIN(nn.Module):
             (x_BTC.var(1, keepdim=True, correction=0) + EPS).sqrt().detach(),
         )
         x_BTC = (x_BTC - units.mean) / units.deviation
-        if self.weight_C is not None:
+        if self.weight_C is not None and self.bias_C is not None:
             x_BTC = x_BTC * self.weight_C + self.bias_C
         return x_BTC, units
 
     def undo(self, y_BhC: Tensor, units: Units) -> Tensor:
         """[B, h, C] back in the units of the series."""
-        if self.weight_C is not None:
+        if self.weight_C is not None and self.bias_C is not None:
             # the weight may come near zero while it is trained
             y_BhC = (y_BhC - self.bias_C) / (self.weight_C + EPS**2)
         return y_BhC * units.deviation + units.mean

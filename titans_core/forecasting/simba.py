@@ -5,12 +5,14 @@ The sequence mixer is a block of `ModelConfig.variant`: Mamba as published, or t
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titans_core.blocks import Positions, resolve
+from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
 from titans_core.forecasting.base import Window
 from titans_core.forecasting.patches import PatchForecaster, PatchOptions
@@ -91,4 +93,4 @@ class Simba(PatchForecaster):
         return self.norm(x_BND)
 
     def state_bytes(self, length: int) -> int:
-        return sum(mixer.state_bytes(self.patches) for mixer in self.mixers)
+        return sum(cast(Block, mixer).state_bytes(self.patches) for mixer in self.mixers)
