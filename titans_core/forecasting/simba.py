@@ -78,6 +78,7 @@ class Simba(PatchForecaster):
 
     def __init__(self, config: ModelConfig, window: Window, options: SimbaOptions):
         super().__init__(config, window, options)
+        self.window = window
         block, bare = resolve(config), config.model_copy(update={"mlp_expansion": 0.0})
         self.mixers = nn.ModuleList(block(bare) for _ in range(config.n_layers))
         initialize(self.mixers, config.n_layers)
@@ -93,4 +94,5 @@ class Simba(PatchForecaster):
         return self.norm(x_BND)
 
     def state_bytes(self, length: int) -> int:
-        return sum(cast(Block, mixer).state_bytes(self.patches) for mixer in self.mixers)
+        # each channel is read by itself
+        return self.window.channels * sum(cast(Block, m).state_bytes(self.patches) for m in self.mixers)
