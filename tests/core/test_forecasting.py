@@ -57,12 +57,25 @@ def test_the_same_seed_gives_the_same_forecast_in_training_too(name, variant):
     )
 
 
-@pytest.mark.parametrize("name", ["itransformer", "timesnet"])
+MIXES = ("crossformer", "itransformer", "timesnet")
+
+
+@pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_channels_sees_all_of_them_and_no_other_window(name):
     model, x = forecaster(name).eval(), values().requires_grad_()
     model(x).prediction[1, :, 2].sum().backward()
     assert x.grad is not None
     assert (x.grad.abs().sum(1) > 0).tolist() == [[False] * 3, [True] * 3, [False] * 3, [False] * 3]
+
+
+def test_crossformer_has_half_as_many_segments_at_each_scale():
+    model = forecaster("crossformer", segment=5)  # five segments of 24 steps, the first filled up
+    shapes = []
+    for encoder in model.encoders:
+        encoder.register_forward_hook(lambda _, given, out: shapes.append((given[0].shape[2], out.shape[2])))
+    model(values())
+    assert shapes == [(5, 5), (3, 3)]
+    assert [decoder.own.routers_SRD.shape[0] for decoder in model.decoders] == [1, 1, 1]
 
 
 def test_timesnet_finds_the_periods_of_a_wave():
@@ -76,7 +89,7 @@ def test_timesnet_finds_the_periods_of_a_wave():
     torch.testing.assert_close(block._folded(x_BLD, 7), block._folded(x_BLD, 13))
 
 
-@pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] not in ("itransformer", "timesnet")])
+@pytest.mark.parametrize(("name", "variant"), [case for case in CASES if case[0] not in MIXES])
 def test_windows_and_channels_do_not_see_each_other(name, variant):
     model, x = forecaster(name, variant).eval(), values().requires_grad_()
     model(x).prediction[1, :, 2].sum().backward()
@@ -86,7 +99,7 @@ def test_windows_and_channels_do_not_see_each_other(name, variant):
     assert seen.sum() == 1
 
 
-@pytest.mark.parametrize("name", [name for name in FORECASTERS if name != "dlinear"])
+@pytest.mark.parametrize("name", sorted(FORECASTERS.keys() - {"dlinear", "crossformer"}))
 def test_a_window_in_other_units_has_its_forecast_in_these_units(name):
     model, x = forecaster(name).eval(), values()
     expected = 7 * model(x).prediction - 2

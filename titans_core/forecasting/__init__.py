@@ -1,6 +1,7 @@
 """Forecasters: models of a window of a series, one file each. A new one is a file and a line below."""
 
 from titans_core.forecasting.base import Forecast, Forecaster, Window
+from titans_core.forecasting.crossformer import Crossformer
 from titans_core.forecasting.dlinear import DLinear
 from titans_core.forecasting.itransformer import ITransformer
 from titans_core.forecasting.patchtst import PatchTST
@@ -12,6 +13,7 @@ from titans_core.forecasting.timesnet import TimesNet
 FORECASTERS: dict[str, type[Forecaster]] = {
     "dlinear": DLinear,
     "rlinear": RLinear,
+    "crossformer": Crossformer,
     "itransformer": ITransformer,
     "patchtst": PatchTST,
     "tide": TiDE,

@@ -67,8 +67,8 @@ class SeriesOptions(Frozen):
     """In place of validation_fraction: training, validation and test part in the order of time, in steps or
     in shares of the series that add up to 1."""
     forecaster: str | None = None
-    """dlinear, rlinear, itransformer, patchtst, tide, timesnet, simba, or ``module:Class`` of your own; None:
-    blocks of model.variant read the window."""
+    """dlinear, rlinear, itransformer, patchtst, crossformer, tide, timesnet, simba, or ``module:Class`` of
+    your own; None: blocks of model.variant read the window."""
     forecaster_options: dict[str, JsonValue] = Field(default_factory=dict)
     """What the forecaster takes beyond `model`."""
 
