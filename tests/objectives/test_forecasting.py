@@ -168,6 +168,36 @@ def test_a_forecaster_decides_the_name_and_the_folder_does_not(tiny):
     assert len({*own, named(tiny)}) == 3
 
 
+OWN = """
+import torch
+from torch import nn
+from titans_core.forecasting import Forecaster
+
+
+class Last(Forecaster):
+    def __init__(self, config, window, options):
+        super().__init__()
+        self.scale_C, self.horizon = nn.Parameter(torch.ones(window.channels)), window.horizon
+
+    def predict(self, x_BTC):
+        return (self.scale_C * x_BTC[:, -1:]).expand(-1, self.horizon, -1)
+"""
+
+
+def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
+    (tiny / "own_forecaster.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tiny))
+    objective = build_objective(config(tiny, forecaster="own_forecaster:Last", forecaster_options={}))
+    data = objective.prepare(tiny / "root")
+    objective.check(data)
+    (batch,) = data.held_out(8, 500, 500, "test")
+    found = objective.evaluate(objective.build_model(), data)["columns"]["mse"]
+    assert found == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
+    before = objective.run_name(data.fingerprint)
+    (tiny / "own_forecaster.py").write_text(OWN + "\n")
+    assert objective.run_name(data.fingerprint) != before
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
