@@ -291,6 +291,8 @@ def test_a_line_of_several_runs_shows_the_numbers_of_each_and_why_it_should_be_w
     text = export.markdown(table)
     assert "beside the study file's direction: of 1 comparison 1 agree" in text
     assert "Expected: Linear, Reasoning: worse. A derivation." in text
+    assert "mean ± sd over 3 seeds" in text
+    assert f"<code>{cells[-1].name}</code>" in page(table)
     assert figure_data(table).axes == ()
 
 

@@ -41,7 +41,7 @@ def shown(table: Table, row: TableRow, key: str) -> Shown:
         missing if entry.mean is None else number(entry.mean, decimals),
         "" if entry.sd is None else number(entry.sd, decimals),
         f"{len(entry.values)}/{entry.wanted}" if len(entry.values) < entry.wanted else "",
-        number(entry.paper, 2),
+        number(entry.paper, max(2, decimals)),
         row.row.name in best_rows(table, key),
     )
 
@@ -105,7 +105,7 @@ def only_commit(table: Table) -> str:
 
 def title(table: Table) -> str:
     """The table's one-line title."""
-    seeds = max((len(row.cells) for row in table.rows), default=0)
+    seeds = max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0)
     return f"{table.run.study.name} at scale {table.run.scale_name}: mean ± sd over {plural(seeds, 'seed')}"
 
 

@@ -141,7 +141,7 @@ def html(
         notes=[*content.footnotes(table, failures=False), *notes],
         failures=[gap for row in table.rows for gap in row.unfinished if gap.reason],
         results={result["cell"]: result for result in table.results},
-        gaps={(row.row.name, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
+        gaps={(gap.cell.row, gap.cell.seed): gap for row in table.rows for gap in row.unfinished},
         figures=list(map(drawn_figure, pictures)),
         made=content.only_commit(table),
         sources={
