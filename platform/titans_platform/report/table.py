@@ -164,11 +164,11 @@ def measured_by_seed(
 
     They are several where cells of one line at other points of the axes measure the same column.
     """
+    done = {result["cell"]: result for result in results if finite(result["columns"].get(key))}
     wanted: dict[int, list[str | None]] = {}
     for cell in cells:
-        if key in cell.config.eval.columns:
+        if key in cell.config.eval.columns or cell.name in done:
             wanted.setdefault(cell.seed, []).append(cell.name)
-    done = {result["cell"]: result for result in results if finite(result["columns"].get(key))}
     return {
         seed: [done[name] for name in names if name]
         for seed, names in wanted.items()
