@@ -198,6 +198,15 @@ def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
     assert objective.run_name(data.fingerprint) != before
 
 
+def test_a_forecaster_is_not_asked_at_another_length(tiny):
+    cfg = config(tiny)
+    (task,) = cfg.eval.columns["mse"]
+    columns = {"mse": (task.model_copy(update={"lengths": (1.0, 2.0)}),)}
+    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"columns": columns})})
+    with pytest.raises(UsageError, match=r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"):
+        build_objective(cfg).check()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -205,6 +214,9 @@ def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
         ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
         ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
         ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
+        ({"patch": 2}, r"objective\.options\.patch: forecasters cut windows by themselves"),
+        ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
+        ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
         ({"forecaster": "patchtst"}, r"model\.patch: 16 steps are more than the 8"),
     ],
 )

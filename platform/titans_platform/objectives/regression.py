@@ -80,6 +80,17 @@ class SeriesOptions(Frozen):
             raise ValueError(f"dataset: {self.dataset!r} is unknown; {nearest(self.dataset, DATASETS)}")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> SeriesOptions:
+        if self.forecaster and self.patch > 1:
+            raise ValueError("patch: forecasters cut windows by themselves; leave it out")
+        if self.forecaster_options and not self.forecaster:
+            raise ValueError("forecaster_options: give the forecaster that takes them")
+        shares = any(part % 1 for part in self.split or ())
+        if self.split and shares and abs(sum(self.split) - 1) > 1e-6:
+            raise ValueError(f"split: shares add up to {sum(self.split):g}, not to 1")
+        return self
+
     @property
     def width(self) -> int:
         """C, the number of channels."""
@@ -172,6 +183,10 @@ class Regression(Objective[SeriesData]):
         super().check_task(task, lengths, data)
         for multiple in lengths:
             length = row_length(multiple, self.cfg.data.sequence_length)
+            if self.options.forecaster and length != self.cfg.data.sequence_length:
+                raise UsageError(
+                    f"lengths: a forecaster reads {self.cfg.data.sequence_length} steps, not {length}"
+                )
             if length % self.options.patch:
                 raise UsageError(f"lengths: {length} steps are no multiple of patch {self.options.patch}")
             if data is not None:
