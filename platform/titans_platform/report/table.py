@@ -123,10 +123,13 @@ def build_table(run: StudyRun) -> Table:
         names = {row.name for row in (first, *others)}
         if cells := [cell for cell in run.whole if cell.row in names]:
             rows.append(_table_row(run, first.as_line(), cells))
-    chance: dict[str, float] = {}
+    levels: dict[str, set[float]] = {}
     for result in (result for row in rows for result in row.results):
-        found = result.get("chance", {})
-        chance |= {key: c.factor * found[key] for key, c in columns.items() if finite(found.get(key))}
+        for key in filter(columns.__contains__, found := result.get("chance", {})):
+            if finite(found[key]):
+                levels.setdefault(key, set()).add(found[key])
+    # runs of one line have levels of their own
+    chance = {key: columns[key].factor * statistics.fmean(levels[key]) for key in levels}
     return Table(run, tuple(rows), chance, _side_by_side(run))
 
 
