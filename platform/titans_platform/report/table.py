@@ -125,9 +125,10 @@ def build_table(run: StudyRun) -> Table:
             rows.append(_table_row(run, first.as_line(), cells))
     levels: dict[str, set[float]] = {}
     for result in (result for row in rows for result in row.results):
-        for key in filter(columns.__contains__, found := result.get("chance", {})):
-            if finite(found[key]):
-                levels.setdefault(key, set()).add(found[key])
+        found = result.get("chance", {})
+        for key in columns:
+            if finite(level := found.get(key)):
+                levels.setdefault(key, set()).add(level)
     # runs of one line have levels of their own
     chance = {key: columns[key].factor * statistics.fmean(levels[key]) for key in levels}
     return Table(run, tuple(rows), chance, _side_by_side(run))
