@@ -1,4 +1,4 @@
-"""The paper's baselines of language and DNA, one block a file; docs/method.md has what each contains and from where."""
+"""The paper's baselines of language and DNA, one block a file; docs/method.md has what each contains."""
 
 from titans_core.blocks.baselines.based import Based
 from titans_core.blocks.baselines.delta import TTTMLP, DeltaNet, GatedDeltaNet, TTTLinear

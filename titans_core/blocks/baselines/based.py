@@ -37,7 +37,7 @@ class ConvInputs(NamedTuple):
 
 
 class ShortConv(Block):
-    """A gated convolution over three tokens (BaseConv): ``W_o (silu(conv(z W_1)) * z W_2)``, twice as wide."""
+    """A gated convolution over three tokens, BaseConv: ``W_o (silu(conv(z W_1)) * z W_2)``, twice as wide."""
 
     uses_persistent = False
     EXPANSION, KERNEL = 2, 3
@@ -65,8 +65,8 @@ class ShortConv(Block):
 class TaylorAttention(LinearAttention):
     """Linear attention whose weights are the Taylor series of exp to its second order.
 
-    ``y_t = sum_{s <= t} p(q_t k_s) v_s / sum_{s <= t} p(q_t k_s)`` with ``p(x) = 1 + x + x^2 / 2``, which is a
-    product of features of q and of k, and always above 0.
+    ``y_t = sum_{s <= t} p(q_t k_s) v_s / sum_{s <= t} p(q_t k_s)`` with ``p(x) = 1 + x + x^2 / 2``, which is
+    a product of features of q and of k, and always above 0.
     """
 
     Options = BasedOptions

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, S tokens before them, D model width, L taps, K convol
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class ImplicitFilter(nn.Module):
         super().__init__()
         self.channels, self.options, width = channels, options, options.filter_width
         sizes = [1 + 2 * options.bands, *[width] * (self.INNER + 1)]
-        pairs = list(zip(sizes, sizes[1:], strict=False))
+        pairs = list(pairwise(sizes))
         self.weights = nn.ParameterList(_uniform(n, n, m) for n, m in pairs)
         self.biases = nn.ParameterList(_uniform(n, m) for n, m in pairs)
         self.frequency = nn.Parameter(torch.full((width,), self.FREQUENCY))
@@ -67,7 +68,9 @@ class ImplicitFilter(nn.Module):
         dtype = state_dtype(weight)
         place = torch.arange(taps, device=weight.device, dtype=dtype)[:, None]
         t, bands = place / max(1, length - 1), self.options.bands
-        angle = 2 * math.pi / length * place * torch.linspace(1e-4, bands - 1, bands, device=t.device).to(dtype)
+        angle = (
+            2 * math.pi / length * place * torch.linspace(1e-4, bands - 1, bands, device=t.device).to(dtype)
+        )
         h = torch.cat([t, angle.cos(), -angle.sin()], -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             h = torch.sin(self.frequency * (h @ weight + bias))
