@@ -38,7 +38,7 @@ class SequenceClassifier(LanguageModel):
 
     def __init__(self, config: ModelConfig, classes: int, pooling: Pooling = "mean"):
         super().__init__(config)
-        self.pooling = pooling
+        self.pooling: Pooling = pooling
         self.classifier = nn.Linear(config.d_model, classes)
         # every class alike at first; and nothing that weight decay could pull on before there are labels
         nn.init.zeros_(self.classifier.weight)
@@ -64,9 +64,9 @@ class SequenceClassifier(LanguageModel):
         logits = self.classifier(pool(x_BTD, lengths_B, self.pooling))
         return ClassOutput(logits + self._idle(self.head))
 
-    def _idle(self, head: nn.Linear) -> Tensor:
+    def _idle(self, head: nn.Module) -> Tensor:
         """0 with a gradient for a head that the loss does not use: workers exchange all gradients."""
-        return 0 * sum(p.sum() for p in head.parameters())
+        return 0 * torch.stack([p.sum() for p in head.parameters()]).sum()
 
 
 def pool(x_BTD: Tensor, lengths_B: Tensor, pooling: Pooling) -> Tensor:

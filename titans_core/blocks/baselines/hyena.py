@@ -20,7 +20,7 @@ from titans_core.documents import Documents
 from titans_core.layers import CausalConv
 from titans_kernels import state_dtype, without_autocast
 
-DIRECT = 256
+DIRECT = 64
 """Up to so many tokens a convolution is a matrix product; of more it is that and Fourier transforms."""
 
 
@@ -156,33 +156,45 @@ def _unpacked(u_BTD: Tensor, documents: Documents) -> Tensor:
 def causal_convolution(u_BTD: Tensor, h: Tensor, past_BSD: Tensor) -> Tensor:
     """``y_t = sum_s h_{t - s} u_s`` over the tokens up to t and the ``past`` ones before them.
 
-    h is [S + T, D]. A sequence of more than DIRECT tokens is halved: what the first half gives to the second
-    is a product of Fourier transforms that the second half does not enter, so that no rounding of a later
-    token reaches an earlier one.
+    h is [S + T, D]. Up to DIRECT tokens it is a matrix product; then for halves, quarters and so on of a longer
+    sequence, what the first of two neighbours gives to the second is a product of Fourier transforms. The
+    second does not enter them, so that no rounding of a later token reaches an earlier one.
     """
-    T, S = u_BTD.shape[1], past_BSD.shape[1]
-    if S:
-        return causal_convolution(u_BTD, h[:T], past_BSD[:, :0]) + _across(past_BSD, h, T)
-    if T <= DIRECT:
-        return _product(F.pad(h, (0, 0, T - 1, 0)), u_BTD)
-    half = T // 2
-    first = causal_convolution(u_BTD[:, :half], h[:half], past_BSD)
-    second = causal_convolution(u_BTD[:, half:], h[: T - half], past_BSD)
-    return torch.cat([first, second + _across(u_BTD[:, :half], h, T - half)], 1)
+    u_BDT, h_DL, past_BDS = u_BTD.mT, h.mT, past_BSD.mT[:, :, None]
+    y_BDT = _within(u_BDT, h_DL)
+    if past_BDS.shape[-1]:
+        y_BDT = y_BDT + _across(past_BDS, h_DL, u_BDT.shape[-1])[:, :, 0]
+    return y_BDT.mT
 
 
-def _across(past_BSD: Tensor, h: Tensor, tokens: int) -> Tensor:
-    """What S inputs give to the ``tokens`` tokens after them, [B, tokens, D]."""
-    S = past_BSD.shape[1]
-    if S * tokens <= DIRECT**2:
-        return _product(h[1 : S + tokens], past_BSD)
+def _within(u_BDT: Tensor, h_DL: Tensor) -> Tensor:
+    """The convolution without a past, [B, D, T]: blocks of ``size``, joined in pairs until there is one."""
+    T = u_BDT.shape[-1]
+    joins = max(0, math.ceil(math.log2(T / DIRECT)))
+    size = 4 * math.ceil(T / 2**joins / 4) if joins else T
+    u, h = (F.pad(x, (0, size * 2**joins - T)) for x in (u_BDT, h_DL[:, :T]))
+    blocks = u.unflatten(-1, (-1, size))
+    y = _product(F.pad(h[:, :size], (size - 1, 0)), blocks)
+    for join in range(joins):
+        given = _across(blocks[:, :, ::2], h, size << join)
+        y = torch.cat([y[:, :, ::2], y[:, :, 1::2] + given], -1)
+        blocks = u.unflatten(-1, (-1, size << (join + 1)))
+    return y.flatten(2)[..., :T]
+
+
+def _across(x: Tensor, h_DL: Tensor, tokens: int) -> Tensor:
+    """What blocks [B, D, N, S] give to the ``tokens`` tokens after each, [B, D, N, tokens]."""
+    S = x.shape[-1]
+    h_DL = h_DL[:, : S + tokens]
+    if tokens == 1:
+        return _product(h_DL[:, 1:], x)
     # what is wrapped around falls on the first S places
-    size = 2 ** math.ceil(math.log2(S + tokens))
-    spectrum = torch.fft.rfft(past_BSD, size, 1) * torch.fft.rfft(h[: S + tokens], size, 0)
-    return torch.fft.irfft(spectrum, size, 1)[:, S : S + tokens]
+    size = S + tokens + (S + tokens) % 2
+    spectrum = torch.fft.rfft(x, size) * torch.fft.rfft(h_DL, size)[:, None]
+    return torch.fft.irfft(spectrum, size)[..., S : S + tokens]
 
 
-def _product(h: Tensor, x_BSD: Tensor) -> Tensor:
-    """``y_t = sum_s h_{t + S - 1 - s} x_s`` for all T places where h [T + S - 1, D] has as many taps."""
-    windows = h.unfold(0, x_BSD.shape[1], 1)  # [T, D, S]
-    return torch.einsum("tds,bsd->btd", windows, x_BSD.flip(1))
+def _product(h_DL: Tensor, x: Tensor) -> Tensor:
+    """``y_t = sum_s h_{t + S - 1 - s} x_s`` of [B, D, N, S] for the L - S + 1 places where h has all taps."""
+    windows = h_DL.unfold(-1, x.shape[-1], 1)  # [D, places, S]
+    return torch.einsum("dts,bdns->bdnt", windows, x.flip(-1))
