@@ -12,9 +12,10 @@ from titans_platform.files import read_json
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import TIME
+from titans_platform.runs.folder import CHECKPOINTS, TIME
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
+from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
 
 SECOND = 1.0
@@ -25,8 +26,8 @@ def run(cfg: RunConfig, steps: int, every: int) -> dict[str, Any]:
     """Train ``steps`` steps in a bare loop, then as a run with a checkpoint each ``every``; seconds.
 
     `overhead` is what a step of the run takes beside the step itself, checkpoints shared out among steps;
-    `share`, that over a step of one second; `around`, what comes before the first step and after the last,
-    measuring left out. Raises UsageError.
+    `share`, that over a step of one second; `before`, what comes before the first step, `after`, what comes
+    once the last checkpoint is whole; measuring is left out. Raises UsageError.
     """
     optim = cfg.optim.model_copy(update={"steps": steps})
     saved = cfg.checkpoint.model_copy(update={"every": every})
@@ -39,6 +40,7 @@ def run(cfg: RunConfig, steps: int, every: int) -> dict[str, Any]:
         began = time.perf_counter()
         result = execute(spec)
         wall = time.perf_counter() - began
+        after = time.time() - checkpoint.saved(spec.folder.path / CHECKPOINTS)[0].stat().st_mtime
         phases = (read_json(spec.folder.path / TIME) or {})["seconds"]
     loop = sum(phases.get(name, 0.0) for name in ("train", "data wait", "checkpoint", "checkpoint wait"))
     overhead = (loop - result["train_seconds"]) / steps
@@ -49,7 +51,8 @@ def run(cfg: RunConfig, steps: int, every: int) -> dict[str, Any]:
         "step": result["train_seconds"] / steps,
         "overhead": overhead,
         "share": overhead / SECOND,
-        "around": wall - loop - phases["evaluate"],
+        "before": wall - loop - after,
+        "after": after - phases["evaluate"],
         "phases": phases,
     }
 

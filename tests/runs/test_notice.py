@@ -159,3 +159,37 @@ def test_a_worker_that_is_told_to_end_writes_a_checkpoint_first(tiny_run, tmp_pa
     assert int(kept[-1][-3:]) < 290
     for key in ("final_train_loss", "columns", "telemetry"):
         assert told[key] == straight[key]
+
+
+class Together:
+    """In place of a Saver: what the workers together have been told."""
+
+    def __init__(self, told: int = 0):
+        self.told, self.asked, self.saves = told, [], []
+
+    def most(self, own: int) -> int:
+        self.asked.append(own)
+        return max(own, self.told)
+
+    def save(self, before_commit) -> None:
+        self.saves.append(before_commit)
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, monkeypatch, rank):
+    asked = []
+    monkeypatch.setattr(notice, "rank", lambda: rank)
+    monkeypatch.setattr(notice, "ASK_EVERY", 0.0)
+    monkeypatch.setattr("ray.train.get_preemption_info", lambda: asked.append(rank))
+    look = notice.Notice(RunFolder(tmp_path, "run"), several=True)
+    # the first worker finds that it is time; the others never do by themselves
+    alone = Together()
+    look.look(alone, None)
+    assert alone.asked == [1 - rank]
+    assert asked == [0] * (1 - rank)
+    look.look(Together(told=1), None)
+    assert asked == [rank] * (2 - rank)
+    assert alone.saves == []

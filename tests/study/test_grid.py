@@ -10,9 +10,10 @@ import yaml
 
 from titans_platform.errors import UsageError
 from titans_platform.study.cells import check
-from titans_platform.study.grid import expand, load_study
+from titans_platform.study.grid import chosen_rows, expand, load_study
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.search import check_space
+from titans_platform.study.spec import Row
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 STUDIES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
@@ -86,6 +87,22 @@ def test_listed_rows_are_run_at_every_point(tmp_path):
 )
 def test_rows_are_chosen_by_pattern(tmp_path, asked, count):
     assert len(expand(load_study(write(tmp_path)), "small", rows=[asked])) == count
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        (["LMM"], {"LMM on a", "LMM on b"}),
+        (["LMM on a, MAC"], {"LMM on a", "MAC on a", "MAC on b"}),
+        (["lmm, twice"], {"LMM, twice on a", "LMM, twice on b"}),
+        (["LMM, LMM, twice on b"], {"LMM on a", "LMM on b", "LMM, twice on b"}),
+        (["MAC", "LMM* on a"], {"MAC on a", "MAC on b", "LMM on a", "LMM, twice on a"}),
+    ],
+)
+def test_a_name_may_hold_commas_and_a_line_means_all_of_its_rows(asked, chosen):
+    lines = ("LMM", "MAC", "LMM, twice")
+    rows = [Row(name=f"{line} on {point}", line=line) for line in lines for point in ("a", "b")]
+    assert chosen_rows(asked, rows, "tiny") == chosen
 
 
 @pytest.mark.parametrize(

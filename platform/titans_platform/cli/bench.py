@@ -288,7 +288,8 @@ def whole_run(config: Path, steps: int, every: int, overrides: tuple[str, ...], 
     click.echo(
         f"added a step    {1e3 * found['overhead']:8.1f} ms, {found['share']:.1%} of a step of one second"
     )
-    click.echo(f"before and after{found['around']:8.1f} s, beside measuring")
+    click.echo(f"before the first{found['before']:8.1f} s, most of it imports")
+    click.echo(f"after the last  {found['after']:8.1f} s, beside measuring")
 
 
 _STEP = "{:<24} {:>9} {:>8} {:>10} {:>8} {:>18}"

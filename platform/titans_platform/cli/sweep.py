@@ -42,10 +42,10 @@ def split(values: tuple[str, ...]) -> list[str]:
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
     """The rows of --rows; none given means all. Raises UsageError."""
-    rows = split(values)
-    if values and not rows:
+    if values and not split(values):
         raise UsageError("--rows: names no row; give a name, or leave the option out for all")
-    return rows
+    # a name may hold a comma: only the study knows
+    return list(values)
 
 
 scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
@@ -204,7 +204,7 @@ def run(
     \b
     Example:
       titans sweep run ablation --scale laptop --dry-run
-      titans sweep run ablation --scale laptop --rows LMM,"w/o Momentum" --seeds 0-4
+      titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined

@@ -19,7 +19,7 @@ from titans_core import MemoryTrace, Nearest
 from titans_platform.report import plot
 from titans_platform.report.inspected import Inspected
 from titans_platform.report.pages import render
-from titans_platform.report.picture import KINDS, NARROW, Line, Panel, panel, svg
+from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
 from titans_platform.text import number
 
 PAGE = "inspect.html"
@@ -159,7 +159,9 @@ def charts(memory: int, trace: MemoryTrace) -> dict[str, Any]:
     """A memory's panels as SVG: each quantity by head, then errors before, right after and at the end."""
     drawn = [_by_head(title, getattr(trace, key)) for key, title in CHARTS.items()]
     drawn.append(_fates(trace))
-    panels = [Markup(svg(each, NARROW, f"m{memory}-{i}")) for i, each in enumerate(drawn)]
+    sizes = [NARROW] * len(CHARTS) + [WIDE]
+    sized = enumerate(zip(drawn, sizes, strict=True))
+    panels = [Markup(svg(each, size, f"m{memory}-{i}")) for i, (each, size) in sized]
     return {"name": trace.name, "panels": panels[:-1], "fates": panels[-1]}
 
 

@@ -24,10 +24,14 @@ def paper_page(items: Sequence[Item], root: Path) -> str:
 
 
 def _section(item: Item, root: Path) -> dict[str, Any]:
-    """The scales of a study that have been run, and those that the paper's numbers belong to."""
+    """The scales of a study that have been run, and those that the paper's numbers belong to.
+
+    Of a study that has been run at another scale, what only shows that it works is left out.
+    """
     name = " and ".join(item.names)
     scales = item.study.scales if item.study else ()
-    chosen = [scale for scale in scales if scale in item.ran or scale in item.sizes]
+    ran = {scale for scale in item.ran if scale != "smoke"} or set(item.ran)
+    chosen = [scale for scale in scales if scale in ran or scale in item.sizes]
     views = [_view(item, scale, name, root) for scale in chosen]
     numbers = [] if chosen else [_numbers(each) for each in item.printed if each.columns]
     return {"name": name, "item": item, "views": views, "numbers": numbers}

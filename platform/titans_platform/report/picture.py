@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib import style
@@ -147,7 +148,9 @@ def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str
     def paint(figure: FigureBase) -> None:
         axis = figure.subplots()
         draw(axis, **drawn)
-        axis.set(title=title, xlabel=x, ylabel=y)
+        # 13 characters of a title fit into an inch; a longer one would run into the next panel's
+        inches = figure.bbox.width / figure.figure.dpi
+        axis.set(title=fill(title, max(10, round(13 * inches))), xlabel=x, ylabel=y)
 
     return Panel(alt, paint)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -143,13 +144,29 @@ def tally(found: Sequence[Verdict]) -> str:
     return f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
 
 
+class Judged(NamedTuple):
+    """One comparison as text."""
+
+    difference: str
+    interval: str
+    outcome: str
+
+    def __str__(self) -> str:
+        return " ".join(part for part in self if part)
+
+
 @dataclass(frozen=True)
 class Verdicts:
     """The verdict as every view of a table shows it: a sentence, headings, a line a row."""
 
     sentence: str
     heads: list[str]
-    body: list[list[str]]
+    rows: list[tuple[str, list[Judged]]]
+
+    @property
+    def body(self) -> list[list[str]]:
+        """The lines as plain text."""
+        return [[row, *map(str, cells)] for row, cells in self.rows]
 
 
 def shown(table: Table, intervals: bool = True) -> Verdicts | None:
@@ -162,22 +179,22 @@ def shown(table: Table, intervals: bool = True) -> Verdicts | None:
         return None
     base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
     columns = {key: c for key, c in table.columns.items() if any(v.column == key for v in found)}
-    body = [
-        [row, *(_text(by_place.get((row, key)), c.decimals, intervals) for key, c in columns.items())]
+    lines = [
+        (row, [_judged(by_place.get((row, key)), c.decimals, intervals) for key, c in columns.items()])
         for row in dict.fromkeys(verdict.row for verdict in found)
     ]
     heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
     whose = "the paper's" if any(verdict.paper for verdict in found) else "the study file's"
-    return Verdicts(f"Against {base}, beside {whose} direction: {tally(found)}.", heads, body)
+    return Verdicts(f"Against {base}, beside {whose} direction: {tally(found)}.", heads, lines)
 
 
-def _text(verdict: Verdict | None, decimals: int, intervals: bool) -> str:
+def _judged(verdict: Verdict | None, decimals: int, intervals: bool) -> Judged:
     if verdict is None:
-        return NONE
+        return Judged(NONE, "", "")
     ours, signed = verdict.ours, f"+.{decimals}f"
     low, high = ours.interval
-    ends = f" [{low:{signed}}, {high:{signed}}]" if intervals and len(ours.pairs) > 1 else ""
-    return f"{ours.mean:{signed}}{ends} {verdict.outcome}"
+    ends = f"[{low:{signed}}, {high:{signed}}]" if intervals and len(ours.pairs) > 1 else ""
+    return Judged(f"{ours.mean:{signed}}", ends, verdict.outcome)
 
 
 def verdict_rows(table: Table) -> list[list[object]]:

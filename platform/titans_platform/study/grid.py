@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -110,15 +110,15 @@ def expand(
 ) -> list[Cell]:
     """The cells of a scale, seed by seed so that a whole table of one seed is there first.
 
-    Every row is checked, also those that ``rows`` (names, or patterns with `*`) leaves out. ``seeds``
-    replaces the scale's own; ``overrides`` are ``a.b=c`` and come last.
+    Every row is checked, also those that ``rows`` (see `chosen_rows`) leaves out. ``seeds`` replaces
+    the scale's own; ``overrides`` are ``a.b=c`` and come last.
     """
     scale_name = study.scale_name(scale_name)
     scale = study.scales[scale_name]
     listed = study.rows_at(scale_name)
     configs = {row.name: resolve(study, scale_name, row, overrides) for row in listed}
     _check_columns(study, scale_name, [(row, configs[row.name]) for row in listed])
-    chosen = {name for row in rows for name in matching(row, configs, study.name)} or set(configs)
+    chosen = chosen_rows(rows, listed, study.name) or set(configs)
     ordered = [row for row in configs if row in chosen]
     return [
         Cell(row, seed, configs[row].model_copy(update={"seed": seed}))
@@ -139,9 +139,31 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
                 raise UsageError(f"{where}: eval.columns.{column}: the table has this column; list its tasks")
 
 
-def matching(name: str, known: Iterable[str], where: str) -> list[str]:
-    """The rows a name or pattern means, in any capitals; UsageError where there is none."""
-    known = list(known)
+def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
+    """The rows that are asked for: by name, by the name of their line, or by a pattern with ``*``.
+
+    One text may have several with commas between them; a name may hold commas itself, and capitals do not
+    count. Raises UsageError where one means no row.
+    """
+    named: dict[str, set[str]] = {}
+    for row in rows:
+        for name in (row.name, row.as_line().name):
+            named.setdefault(name, set()).add(row.name)
+    names = [name for text in asked for name in _names(text, {name.casefold() for name in named})]
+    return {row for name in names for known in _matching(name, list(named), where) for row in named[known]}
+
+
+def _names(text: str, known: Collection[str]) -> Iterator[str]:
+    """The parts between commas, as many of them together as make a known name."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    while parts:
+        sizes = range(len(parts), 1, -1)
+        size = next((n for n in sizes if ", ".join(parts[:n]).casefold() in known), 1)
+        yield ", ".join(parts[:size])
+        parts = parts[size:]
+
+
+def _matching(name: str, known: list[str], where: str) -> list[str]:
     if not any(sign in name for sign in "*?["):
         return [pick(name, known, "row", where)]
     found = [row for row in known if fnmatchcase(row.casefold(), name.casefold())]

@@ -1,0 +1,41 @@
+"""The tables of other studies in the documents are those of the cells in the files beside them."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_ablation import table
+
+TOP = Path(__file__).parents[2]
+TABLES = {"far-needle.csv": ("README.md", "How far a memory holds")}
+"""Of a file of cells, where its table is: the page, and the heading above it."""
+
+
+def measured(name: str) -> dict[str, list[list[float]]]:
+    """By row the values of each column, one a seed that has it."""
+    rows: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    with (TOP / "docs" / name).open() as file:
+        for line in csv.DictReader(file):
+            columns = list(line)[list(line).index("tokens") + 1 :]
+            for column in columns:
+                values = rows[line["row"]].setdefault(column, [])
+                values += [float(line[column])] if line[column] else []
+    return {row: list(columns.values()) for row, columns in rows.items()}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_that_of_its_cells(name):
+    page, heading = TABLES[name]
+    text = (TOP / page).read_text("utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    shown, found = table(text), measured(name)
+    assert found
+    for row, columns in found.items():
+        for cell, values in zip(shown[row], columns, strict=True):
+            places = len(cell.partition("±")[0].partition(".")[2])
+            mean, spread = statistics.mean(values), statistics.stdev(values)
+            assert cell == f"{mean:.{places}f}±{spread:.{places}f}", row
