@@ -156,9 +156,9 @@ def _unpacked(u_BTD: Tensor, documents: Documents) -> Tensor:
 def causal_convolution(u_BTD: Tensor, h: Tensor, past_BSD: Tensor) -> Tensor:
     """``y_t = sum_s h_{t - s} u_s`` over the tokens up to t and the ``past`` ones before them.
 
-    h is [S + T, D]. Up to DIRECT tokens it is a matrix product; then for halves, quarters and so on of a longer
-    sequence, what the first of two neighbours gives to the second is a product of Fourier transforms. The
-    second does not enter them, so that no rounding of a later token reaches an earlier one.
+    h is [S + T, D]. In blocks of up to DIRECT tokens it is a matrix product. What the first of two neighbours,
+    blocks or pairs of them and so on, gives to the second is a product of Fourier transforms. The second does
+    not enter them, so that no rounding of a later token reaches an earlier one.
     """
     u_BDT, h_DL, past_BDS = u_BTD.mT, h.mT, past_BSD.mT[:, :, None]
     y_BDT = _within(u_BDT, h_DL)
@@ -188,8 +188,7 @@ def _across(x: Tensor, h_DL: Tensor, tokens: int) -> Tensor:
     h_DL = h_DL[:, : S + tokens]
     if tokens == 1:
         return _product(h_DL[:, 1:], x)
-    # what is wrapped around falls on the first S places
-    size = S + tokens + (S + tokens) % 2
+    size = S + tokens + (S + tokens) % 2  # what is wrapped around falls on the first S places
     spectrum = torch.fft.rfft(x, size) * torch.fft.rfft(h_DL, size)[:, None]
     return torch.fft.irfft(spectrum, size)[..., S : S + tokens]
 
