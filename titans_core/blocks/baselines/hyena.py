@@ -156,9 +156,9 @@ def _unpacked(u_BTD: Tensor, documents: Documents) -> Tensor:
 def causal_convolution(u_BTD: Tensor, h: Tensor, past_BSD: Tensor) -> Tensor:
     """``y_t = sum_s h_{t - s} u_s`` over the tokens up to t and the ``past`` ones before them.
 
-    h is [S + T, D]. In blocks of up to DIRECT tokens it is a matrix product. What the first of two neighbours,
-    blocks or pairs of them and so on, gives to the second is a product of Fourier transforms. The second does
-    not enter them, so that no rounding of a later token reaches an earlier one.
+    h is [S + T, D]. In blocks of up to DIRECT tokens it is a matrix product. What a block, a pair of blocks
+    and so on gives to its neighbour is a product of Fourier transforms, which the neighbour does not enter:
+    no rounding of a later token reaches an earlier one.
     """
     u_BDT, h_DL, past_BDS = u_BTD.mT, h.mT, past_BSD.mT[:, :, None]
     y_BDT = _within(u_BDT, h_DL)
