@@ -3,6 +3,7 @@
 from titans_core import presets
 from titans_core.backbone import Backbone, Model, ModelState
 from titans_core.blocks import BLOCKS, Block, count_parameters
+from titans_core.classifier import ClassOutput, ConvClassifier, Pooling, SequenceClassifier
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import Reading, Sampling, Writing
@@ -17,6 +18,8 @@ __all__ = [
     "AttentionConfig",
     "Backbone",
     "Block",
+    "ClassOutput",
+    "ConvClassifier",
     "Documents",
     "LanguageModel",
     "MemoryCache",
@@ -28,8 +31,10 @@ __all__ = [
     "ModelState",
     "Nearest",
     "NeuralMemory",
+    "Pooling",
     "Reading",
     "Sampling",
+    "SequenceClassifier",
     "SeriesModel",
     "SeriesOutput",
     "Writing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ class ModelState(NamedTuple):
 
 class Model(nn.Module):
     """What a run trains: a module that knows its size, what a sequence costs it, and which weights decay."""
+
+    added: ClassVar[tuple[str, ...]] = ()
+    """How names of weights begin that a checkpoint to start from need not have: they keep their values."""
 
     def num_parameters(self) -> int:
         """Trained numbers, a tied embedding counted once."""

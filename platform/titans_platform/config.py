@@ -33,8 +33,8 @@ NOT_IN_NAMES: dict[str, Any] = {
 _SAVED = 10
 """Checkpoints of a run whose config leaves that open; in a long one there is one every 500 steps."""
 
-BYTE_VOCABULARY = 260
-"""Ids of the byte tokenizer: 256 bytes, document start, pad, rounded up to a multiple of 4."""
+VOCABULARIES = {"byte": 260, "dna": 8}
+"""Ids of the tokenizers without a file: bytes or letters, document start, pad, up to a multiple of 4."""
 
 
 class TaskConfig(Frozen):
@@ -95,7 +95,8 @@ class DataConfig(Frozen):
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(kind="stdlib"),)
     tokenizer: str = "byte"
-    """`byte`, the path of a SentencePiece .model or a tokenizer.json, or a Hub repository that has one."""
+    """`byte`, `dna`, the path of a SentencePiece .model or a tokenizer.json, or a Hub repository that has
+    one."""
     sequence_length: PositiveInt = 4096
     """T, tokens of a training row."""
     seed: int = 0

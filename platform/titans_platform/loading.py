@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from titans_platform.config import BYTE_VOCABULARY, RunConfig
+from titans_platform.config import VOCABULARIES, RunConfig
 from titans_platform.errors import UsageError, nearest, one_line
 from titans_platform.provenance import shipped
 
@@ -61,15 +61,15 @@ def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
     A section that is there but empty, as YAML's `memory:` alone, is one at its defaults.
     ``model.preset`` becomes the fields it stands for, with those given beside it laid over them. With the
-    byte tokenizer, ``model.vocab_size`` is that of bytes unless it is given. Raises UsageError.
+    tokenizers of bytes and of DNA, ``model.vocab_size`` is theirs unless it is given. Raises UsageError.
     """
     mapping = _without_empty(RunConfig, mapping)
     model, data = (mapping.get(part, {}) for part in ("model", "data"))
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):
         return dict(mapping)  # which `validate` refuses
     model = dict(model)
-    if data.get("tokenizer", "byte") == "byte":
-        model.setdefault("vocab_size", BYTE_VOCABULARY)
+    if (ids := VOCABULARIES.get(str(data.get("tokenizer", "byte")))) is not None:
+        model.setdefault("vocab_size", ids)
     if "preset" in model:
         model = _write_out_preset(str(model.pop("preset")), model)
     return {**mapping, "model": model}

@@ -38,7 +38,7 @@ FROZEN = {
     "cluster stop": "NAME JOB --dry-run",
     "cluster submit": "NAME COMMAND --detach --dry-run --json",
     "cluster up": "NAME --schema --dry-run --json",
-    "data info": "CONFIG --set --root --verify --ngram --json",
+    "data info": "CONFIG --set --root --verify --ngram --kmer --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "eval": "RUN --set --root --json",
     "export": "RUN FOLDER --root",

@@ -13,9 +13,11 @@ from titans_core.layers import Gating
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = ["lmm", "mac", "mag", "mal"]
 BASELINE_OPTIONS: dict[str, dict] = {
+    "based": {"heads": 2, "feature": 4, "window": 12},
     "gated_deltanet_h2": {"head_dim": 8, "state": 6},
     "gla": {"heads": 2},
     "hgrn2": {"heads": 2},
+    "hyena": {"length": 50, "filter_width": 8},
     "mamba": {"state": 4},
     "mamba2": {"head_dim": 8, "state": 6},
     "retnet": {"heads": 2},

@@ -13,8 +13,11 @@ from tests.core.small import BASELINE_OPTIONS, config, model, tokens
 from titans_core import Block, LanguageModel, ModelConfig, count_parameters, presets
 from titans_core.attention import AttentionState
 from titans_core.blocks import Positions
+from titans_core.blocks.baselines import hyena
+from titans_core.blocks.baselines.based import ConvInputs
+from titans_core.blocks.baselines.hyena import HyenaState
 from titans_core.blocks.baselines.mamba2 import SSMState
-from titans_kernels import DecodeState
+from titans_kernels import DecodeState, linear_attention
 
 SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear", "ttt_mlp"]
 BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
@@ -73,7 +76,7 @@ def test_the_delta_rules_are_the_published_recurrences(variant, decays):
 def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
     baseline = count_parameters(presets.preset("laptop", "transformer"))
     # the three feed-forward layers of a hybrid are each as wide as a multiple of 16
-    share = 0.04 if variant == "gated_deltanet_h2" else 0.03
+    share = 0.04 if variant in ("based", "gated_deltanet_h2") else 0.03
     assert count_parameters(presets.preset("laptop", variant)) == pytest.approx(baseline, rel=share)
 
 
@@ -99,10 +102,11 @@ def test_bf16_autocast_keeps_the_state_in_float32(variant):
         out = m(x)
         m(x[:, :1], out.state)
     assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
-    kept = (AttentionState, SSMState, DecodeState)
+    kept = (AttentionState, ConvInputs, DecodeState, HyenaState, SSMState)
     layers = [s for block in out.state.blocks for s in (block if type(block) is tuple else [block])]
     parts = [s for layer in layers for s in tree_leaves(layer, is_leaf=lambda s: isinstance(s, kept))]
     ssm = [s.ssm for s in parts if isinstance(s, SSMState)] + [s for s in layers if isinstance(s, Tensor)]
+    ssm += [s.inputs_BSD for s in parts if isinstance(s, HyenaState)]
     ssm += tree_leaves([s.memory() for s in parts if isinstance(s, DecodeState)])
     assert {s.dtype for s in ssm} == {torch.float32}
     out.logits.float().square().sum().backward()
@@ -195,3 +199,31 @@ def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
             LanguageModel(
                 set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
             )
+
+
+def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    u, past = (torch.randn(2, T, 3, generator=generator, dtype=torch.float64) for T in (75, 40))
+    h = torch.randn(115, 3, generator=generator, dtype=torch.float64)
+    whole = torch.cat([past, u], 1)
+    expected = [sum(h[t - s] * whole[:, s] for s in range(t + 1)) for t in range(40, 115)]
+    monkeypatch.setattr(hyena, "DIRECT", 8)  # so that all of it goes by Fourier transforms
+    u.requires_grad_()
+    found = hyena.causal_convolution(u, h, past)
+    torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-10, atol=1e-10)
+    for t in (0, 20, 36, 37, 60):
+        (grad,) = torch.autograd.grad(found[0, t].sum(), u, retain_graph=True)
+        assert torch.count_nonzero(grad[0, t + 1 :]) == 0
+        torch.testing.assert_close(grad[0, : t + 1], h[: t + 1].flip(0), rtol=1e-10, atol=1e-10)
+
+
+def test_based_attends_by_the_taylor_series_of_exp():
+    layer = perturbed("based").stack[1]
+    z = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, v = (w(z).unflatten(-1, (2, -1)).transpose(1, 2) for w in (layer.w_q, layer.w_k, layer.w_v))
+    s = q @ k.mT / q.shape[-1] ** 0.5
+    p = (1 + s + s.square() / 2).tril()
+    expected = layer.w_o(((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2))
+    features, weights = layer.tokens(z, None), layer.start(2)
+    found = layer.output(linear_attention(*features, weights)[0], z)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -116,5 +116,6 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     starts[0, 5] = True
     with mode():
         m(tokens(2, 21), document_starts=starts)
-    assert len(known) == (variant in MEMORIES)  # the others need no borders
+    # the others need no borders; Based's window of 64 is longer than the row
+    assert len(known) == (variant in [*MEMORIES, "based"])
     assert len(made) == len(set(made))

@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from titans_platform.config import BYTE_VOCABULARY
+from titans_platform.config import VOCABULARIES
 from titans_platform.data import load_tokenizer
 from titans_platform.data.handover import write_tokenizer
 from titans_platform.data.tokenizer import TextStream
@@ -47,8 +47,15 @@ def test_bytes_round_trip_and_ids():
     text = "Titans — ñ 記憶\n"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
-    assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, BYTE_VOCABULARY)
+    assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, VOCABULARIES["byte"])
     assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
+
+
+def test_letters_of_dna():
+    tokenizer = load_tokenizer("dna")
+    assert tokenizer.encode("ACGTNacgtn") == [0, 1, 2, 3, 4] * 2
+    assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("gattRcÄ"), tokenizer.pad]) == "GATTNCN"
+    assert tokenizer.vocab_size == VOCABULARIES["dna"] == 8
 
 
 def streamed(tokenizer, text: str, first: int) -> list[str]:

@@ -29,6 +29,7 @@ def shown() -> dict[tuple[str, str], dict[str, Row]]:
         if name in known:
             study = load_study(name)
             cells = {cell.row for cell in expand(study, size, seeds=[0])}
+            # the runs of a line have its numbers, each those of the columns that it measures
             rows = [row for row in study.rows_at(size) if row.name in cells]
             found[name, size] = {row.as_line().name: row for row in rows}
     return found
@@ -77,7 +78,7 @@ def test_a_row_is_left_out_where_the_paper_does_not_have_it():
         assert {row.name for row in study.rows_at(size)} == set(rows)
 
 
-@pytest.mark.parametrize("name", ["forecasting", "language", "long_context", "throughput"])
+@pytest.mark.parametrize("name", ["dna", "forecasting", "language", "long_context", "throughput"])
 def test_every_scale_of_the_papers_studies_is_valid(name):
     from titans_platform.study.cells import check
 

@@ -12,9 +12,11 @@ from titans_core.blocks.baselines import (
     GLA,
     HGRN2,
     TTTMLP,
+    Based,
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaNetH2,
+    Hyena,
     Mamba,
     Mamba2,
     RetNet,
@@ -46,6 +48,8 @@ BLOCKS: dict[str, type[Block]] = {
     "ttt_mlp": TTTMLP,
     "samba": Samba,
     "gated_deltanet_h2": GatedDeltaNetH2,
+    "based": Based,
+    "hyena": Hyena,
 }
 """Variants with a short name. ``BLOCKS["mine"] = MyBlock`` adds one to this process."""
 

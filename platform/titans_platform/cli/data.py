@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from titans_platform.config import DataConfig, RunConfig
     from titans_platform.data import PreparedData
     from titans_platform.data.prepare import Progress
+    from titans_platform.objectives.classification import Classification
 
 
 @click.group()
@@ -86,19 +87,35 @@ def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
 @config_options
 @click.option("--verify", is_flag=True, help="Read every shard and compare its hash.")
 @click.option("--ngram", type=click.IntRange(1), metavar="N", help="Also the perplexity of an N-gram model.")
+@click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also a regression on up to K-mers.")
 @json_option
 def info(
-    config: Path, overrides: tuple[str, ...], root: Path, verify: bool, ngram: int | None, as_json: bool
+    config: Path,
+    overrides: tuple[str, ...],
+    root: Path,
+    verify: bool,
+    ngram: int | None,
+    kmer: int | None,
+    as_json: bool,
 ) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
     With data.on_corrupt=skip, the damaged shards that --verify finds are left out from then on. --ngram
     counts all training tokens in memory, and is measured on the tokens that the perplexity task takes.
 
+    Labelled sequences are read anew: items and classes of each part, and with --kmer the accuracy of a
+    logistic regression on counts of k-mers, k and penalty chosen on the validation part.
+
     \b
     Example:
       titans data info run.yaml --ngram 4
+      titans data info promoters.yaml --kmer 6
     """
+    if (labelled := _labelled(config, overrides)) is not None:
+        _show_labelled(labelled, root, kmer, as_json)
+        return
+    if kmer:
+        raise UsageError("--kmer: the run has no labelled sequences; for text there is --ngram")
     from titans_platform.data import open_prepared
     from titans_platform.data.ngram import ngram_perplexity
 
@@ -109,6 +126,44 @@ def info(
         value, tokens = ngram_perplexity(prepared, ngram, cfg.eval.perplexity_tokens)
         described["ngram"] = {"order": ngram, "perplexity": value, "tokens": tokens}
     _show(described, as_json)
+
+
+def _labelled(config: Path, overrides: tuple[str, ...]) -> Classification | None:
+    """The objective of a run on labelled sequences; None where it has other data. Raises UsageError."""
+    from titans_platform.loading import load_config
+    from titans_platform.objectives import build_objective
+    from titans_platform.objectives.classification import Classification
+
+    objective = build_objective(load_config(config, overrides))
+    return objective if isinstance(objective, Classification) else None
+
+
+def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_json: bool) -> None:
+    from titans_platform.objectives.kmer import kmer_regression
+    from titans_platform.objectives.labelled import PARTS
+
+    found = objective.prepare(root)
+    counts = {part: found.class_counts(part) for part in PARTS}
+    described: dict[str, Any] = {"fingerprint": found.fingerprint, "items": counts}
+    if kmer:
+        described["kmer"] = kmer_regression(found, kmer)._asdict()
+    if as_json:
+        echo_json(described)
+        return
+    table = Table("class", *PARTS)
+    for label in found.classes:
+        table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
+    console = Console()
+    console.print(table)
+    console.print(f"fingerprint {found.fingerprint}", highlight=False)
+    if kmer:
+        best = described["kmer"]
+        console.print(
+            f"logistic regression on {best['k']}-mers: {best['validation']:.1%} on validation, by which they "
+            f"were chosen, {best['test']:.1%} on test",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) -> RunConfig:

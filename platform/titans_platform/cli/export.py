@@ -30,7 +30,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     from titans_platform.runs.load import load_run
 
     model, tokenizer, cfg = load_run(run, root)
-    if tokenizer is None or not isinstance(model, LanguageModel):
+    if tokenizer is None or not isinstance(model, LanguageModel) or model.added:
         raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token can be handed over")
     if folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder}: is not empty; give another folder")

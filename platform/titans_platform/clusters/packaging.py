@@ -130,9 +130,9 @@ def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
 
 def _tokenizers(names: set[str]) -> dict[str, bytes]:
     """The tokenizer files by relative path; an absolute path is one of the cluster's, a Hub name nobody's."""
-    from titans_platform.data.tokenizer import names_hub
+    from titans_platform.data.tokenizer import BUILT_IN, names_hub
 
-    files = map(Path, sorted(name for name in names - {"byte"} if not names_hub(name)))
+    files = map(Path, sorted(name for name in names - set(BUILT_IN) if not names_hub(name)))
     here = [path for path in files if not path.is_absolute()]
     for path in here:
         if not path.is_file():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from titans_platform.errors import UsageError
 
 START, PAD = "<s>", "<pad>"
 
@@ -17,10 +18,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     """Write the files of a tokenizer; the one that `load_tokenizer` takes.
 
     Bytes and a tokenizer.json are written for `transformers.AutoTokenizer`, with the document's start before
-    each text, as in training. A SentencePiece model is copied as it is.
+    each text, as in training. A SentencePiece model is copied as it is. Raises UsageError for letters of DNA.
     """
     if not isinstance(tokenizer, ByteTokenizer | JsonTokenizer):
-        assert tokenizer.path is not None
+        if tokenizer.path is None:
+            raise UsageError(f"data.tokenizer: {tokenizer.fingerprint} has no form that other programs read")
         return Path(shutil.copy(tokenizer.path, folder / "tokenizer.model"))
     from tokenizers.processors import TemplateProcessing
 

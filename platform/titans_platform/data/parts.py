@@ -38,7 +38,7 @@ from titans_platform.data.shards import (
 )
 from titans_platform.data.sources import WHOLE, Plan, open_source
 from titans_platform.data.store import Store
-from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
+from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_bytes
 
@@ -57,7 +57,7 @@ class Job:
     name: str
     """The source's folder in the store."""
     tokenizer: str
-    """The kept copy of the tokenizer's file in the store, or ``byte``."""
+    """The kept copy of the tokenizer's file in the store, or the name of one without a file."""
     plan: Plan = WHOLE
     number: int | None = None
     """The part; None: the source is one."""
@@ -244,8 +244,8 @@ def _write(
 
 def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
     """The tokenizer whose file the store keeps under this name."""
-    if kept == "byte":
-        return load_tokenizer("byte")
+    if kept in BUILT_IN:
+        return load_tokenizer(kept)
     path = store.staging / "tokenizers" / kept
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

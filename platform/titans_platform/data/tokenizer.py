@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface: bytes, a SentencePiece model, a tokenizer.json."""
+"""Tokenizers behind one small interface: bytes, letters of DNA, a SentencePiece model, a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from titans_platform.errors import UsageError, one_line
 
-FORMS = "`byte`, a SentencePiece .model, a tokenizer.json, or a Hub repository such as openai-community/gpt2"
+FORMS = "`byte`, `dna`, a SentencePiece .model, a tokenizer.json, or a Hub repository: openai-community/gpt2"
 # what the studies' paper scales name is shipped by nobody
 _HINT = (
     "; that of Llama 2 (32,000 ids) is had by --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
@@ -83,6 +83,25 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Text; bytes that are not UTF-8 give U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+class DNATokenizer(Tokenizer):
+    """A, C, G, T and N as ids 0-4, in either case; any other letter is N. 5 starts a document, 6 pads."""
+
+    fingerprint = "dna"
+    LETTERS = "ACGTN"
+
+    def __init__(self):
+        self._add_special(len(self.LETTERS), None, None)
+        self._ids = np.full(256, self.LETTERS.index("N"), np.uint32)
+        for i, letter in enumerate(self.LETTERS):
+            self._ids[[ord(letter), ord(letter.lower())]] = i
+
+    def encode(self, text: str) -> list[int]:
+        return self._ids[np.frombuffer(text.encode("latin-1", "replace"), np.uint8)].tolist()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.LETTERS[i] for i in ids if i < len(self.LETTERS))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -166,6 +185,9 @@ class TextStream:
 KINDS = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
 """Tokenizers by the ending of their file."""
 
+BUILT_IN: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "dna": DNATokenizer}
+"""Those without a file, by name; `config.VOCABULARIES` has their sizes."""
+
 
 def names_hub(spec: str) -> bool:
     """Whether ``spec`` can only be a repository of the Hub: no file here, and no name of a file."""
@@ -175,11 +197,11 @@ def names_hub(spec: str) -> bool:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer ``spec`` names: ``byte``, the path of a .model or .json file, or a Hub repository that
-    has a tokenizer.json. Raises UsageError.
+    """The tokenizer ``spec`` names: ``byte``, ``dna``, the path of a .model or .json file, or a Hub
+    repository that has a tokenizer.json. Raises UsageError.
     """
-    if spec == "byte":
-        return ByteTokenizer()
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]()
     path, kinds = Path(spec).expanduser(), KINDS
     if not path.is_file():
         if not names_hub(spec):

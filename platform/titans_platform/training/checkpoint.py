@@ -295,17 +295,28 @@ def adopt(point: Path, folder: Path, trained: Callable[[Progress], Progress]) ->
 
 def check_weights(path: Path, model: nn.Module) -> None:
     """Compare names and shapes of weights with those of a checkpoint; reads none. Raises UsageError."""
-    _check_shapes(path, _saved(FileSystemReader(path), path), model.state_dict())
+    there = _saved(FileSystemReader(path), path)
+    _check_shapes(path, there, _weights(model, there))
 
 
 def load_model(path: Path, model: nn.Module) -> int:
     """Only the weights of the checkpoint at ``path``, into ``model``; the step. Raises UsageError."""
     if (wrong := fault(path)) is not None:
         raise UsageError(f"{path}: not a whole checkpoint: {wrong}; use another step of this run")
-    state: dict[str, Any] = {"model": model.state_dict()}
-    _load(path, state)
-    model.load_state_dict(state["model"])
+    weights = _weights(model, _saved(FileSystemReader(path), path))
+    _load(path, {"model": weights})
+    model.load_state_dict(weights, strict=False)
     return read_manifest(path).progress.step
+
+
+def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
+    """The model's weights, but those it adds to what a checkpoint has."""
+    added: tuple[str, ...] = getattr(model, "added", ())
+    return {
+        name: weight
+        for name, weight in model.state_dict().items()
+        if f"model.{name}" in there or not name.startswith(added)
+    }
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

@@ -99,11 +99,10 @@ class Hooks:
 
     ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` count steps; 0 is never. There is a
     checkpoint after step ``checkpoint_at`` too and, where ``checkpoint_best``, after each validation whose
-    loss is the lowest so far; after ``patience`` validations without such a one training ends (0: it does
-    not). ``validate()`` gives the validation loss, which goes to ``on_step``. ``phases`` is told how long the
-    steps waited for their batches, as "data wait", and how long validation took.
-    ``on_divergence(batch, error)`` keeps a batch and says where; ``rewind()`` brings the trainer back to a
-    checkpoint; false where there is none.
+    loss is the lowest so far; after ``patience`` validations without such a one training ends.
+    ``validate()`` gives the validation loss, which goes to ``on_step``. ``phases`` is told how long the steps
+    waited for their batches, as "data wait", and how long validation took. ``on_divergence(batch, error)``
+    keeps a batch and says where; ``rewind()`` goes back to a checkpoint, false where there is none.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None

@@ -1,0 +1,240 @@
+"""Labelled sequences: read, split, kept under the storage root, cut into padded batches.
+
+B rows of a batch, T tokens of the longest of them, N sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import lzma
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pyarrow import csv, json, parquet
+from torch import Tensor
+
+from titans_platform.config import SourceConfig, digest
+from titans_platform.data import NotPrepared, Tokenizer
+from titans_platform.data.order import shuffled
+from titans_platform.data.sources import HubSource
+from titans_platform.errors import UsageError
+from titans_platform.files import read_json, write_json
+from titans_platform.objectives.series import OPENERS
+
+PARTS = ("train", "validation", "test")
+READERS: dict[str, Callable[[Any], pa.Table]] = {
+    ".csv": csv.read_csv,
+    ".jsonl": json.read_json,
+    ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
+}
+UNLABELLED = -1
+"""In place of the label of a row that is read for its next tokens."""
+
+
+class Items(NamedTuple):
+    """Sequences with their labels, in the order they were read."""
+
+    sequences: list[str]
+    labels: list[str]
+
+    def take(self, which: NDArray[np.bool_]) -> Items:
+        """Those where ``which`` [N] is True."""
+        index = np.flatnonzero(which)
+        return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
+
+
+Split = dict[str, Items]
+"""The items of each of PARTS."""
+
+
+class Labelled(NamedTuple):
+    """A batch: a document's start and a sequence in each row, padded on the right."""
+
+    tokens: Tensor
+    """int64 [B, T]"""
+    lengths: Tensor
+    """int64 [B], tokens of each row before its padding."""
+    labels: Tensor
+    """int64 [B]; UNLABELLED in a batch of pretraining."""
+
+
+class LabelledData:
+    """The items of each part as tokens, and their classes: the labels that occur, sorted.
+
+    ``pretrain_steps``: so many batches at first are read for their next tokens.
+
+    Raises:
+        UsageError: a part is empty, or a sequence is longer than a row of ``length`` tokens.
+    """
+
+    def __init__(self, split: Split, tokenizer: Tokenizer, length: int, pretrain_steps: int = 0):
+        self.split, self.tokenizer, self.pretrain_steps = split, tokenizer, pretrain_steps
+        self.classes = sorted({label for items in split.values() for label in items.labels}, key=_natural)
+        number = {label: i for i, label in enumerate(self.classes)}
+        self.tokens, self.labels = {}, {}
+        for part in PARTS:
+            if not split[part].sequences:
+                raise UsageError(
+                    f"objective.options.{part}_fraction: the {part} part has no sequence; raise it"
+                )
+            self.tokens[part] = tokenizer.encode_batch(split[part].sequences)
+            self.labels[part] = np.array([number[label] for label in split[part].labels])
+        longest = 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])
+        if longest > length:
+            raise UsageError(
+                f"data.sequence_length: a row of {length} tokens does not hold the longest sequence with its "
+                f"start; set it to {longest}"
+            )
+        self.fingerprint = digest([_content(split), tokenizer.fingerprint, length], 16)
+
+    @property
+    def shares(self) -> Tensor:
+        """[K] share of each class among the training items, float64."""
+        counts = np.bincount(self.labels["train"], minlength=len(self.classes))
+        return torch.from_numpy(counts / counts.sum())
+
+    def class_counts(self, part: str) -> dict[str, int]:
+        """Items of each class in a part."""
+        found = Counter(self.split[part].labels)
+        return {label: found[label] for label in self.classes}
+
+    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches of ``batch_size`` items over all workers. Raises UsageError."""
+        if batch_size < world_size:
+            raise UsageError(
+                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
+            )
+        return ItemStream(self, batch_size, seed, rank, world_size)
+
+    def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
+        """Up to ``items`` items of a part, the same ones always, in batches of ``rows``."""
+        order = shuffled(len(self.labels[part]), part)[:items]
+        for i in range(0, len(order), rows):
+            yield self.batch(part, order[i : i + rows])
+
+    def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
+        """These items of a part as rows."""
+        rows = [self.tokens[part][i] for i in which]
+        tokens = torch.full((len(rows), 1 + max(map(len, rows))), self.tokenizer.pad)
+        tokens[:, 0] = self.tokenizer.bos
+        for row, ids in zip(tokens, rows, strict=True):
+            row[1 : 1 + len(ids)] = torch.from_numpy(ids.astype(np.int64))
+        labels = torch.from_numpy(self.labels[part][which])
+        lengths = torch.tensor([1 + len(ids) for ids in rows])
+        return Labelled(tokens, lengths, labels if labelled else torch.full_like(labels, UNLABELLED))
+
+
+class ItemStream:
+    """Training items: `batch(step)` is a function of the seed and the step, for any number of workers.
+
+    Every item comes once before any comes again, in a new order each time.
+    """
+
+    def __init__(self, data: LabelledData, batch_size: int, seed: int, rank: int, world_size: int):
+        self.data, self.batch_size, self.items = data, batch_size, len(data.labels["train"])
+        self.share = slice(rank, None, world_size)
+        # a batch may span two epochs
+        self._order = lru_cache(2)(lambda epoch: shuffled(self.items, f"{seed}/{epoch}"))
+
+    def batch(self, step: int) -> Labelled:
+        """This worker's items of the global batch of ``step`` (from 0)."""
+        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
+        drawn = [divmod(sample, self.items) for sample in samples]
+        which = np.array([self._order(epoch)[place] for epoch, place in drawn])
+        return self.data.batch("train", which, labelled=step >= self.data.pretrain_steps)
+
+
+def divide(items: Items, fraction: float, seed: int) -> tuple[Items, Items]:
+    """The items, and a share of them taken out, by a hash of each sequence and ``seed``.
+
+    Equal sequences stay together, so that none is on both sides.
+    """
+    texts = sorted(set(items.sequences), key=lambda text: hashlib.sha256(f"{seed}/{text}".encode()).digest())
+    out = set(texts[: round(fraction * len(texts))])
+    taken = np.array([text in out for text in items.sequences], dtype=bool)
+    return items.take(~taken), items.take(taken)
+
+
+def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
+    """The items of a .csv, .jsonl or .parquet file, also with .gz or .xz behind; ``fields`` are the columns
+    of sequences and labels. Raises UsageError, which names ``option``.
+    """
+    path = Path(name).expanduser()
+    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    if suffix not in READERS:
+        raise UsageError(f"{option}: {name} is none of {', '.join(READERS)} (or with .gz or .xz)")
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+            table = READERS[suffix](file)
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
+        raise UsageError(f"{option}: {name} cannot be read: {' '.join(str(error).split())}") from None
+    for field in fields:
+        if field not in table.column_names:
+            raise UsageError(
+                f"{option}: {name} has no column {field}; it has {', '.join(table.column_names)}"
+            )
+    return _checked(*(table.column(field).to_pylist() for field in fields), where=f"{option}: {name}")
+
+
+def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Items:
+    """The items of a split of a Hub dataset, or of a folder that `datasets` reads. Raises UsageError."""
+    option = "objective.options.dataset"
+    source = HubSource(SourceConfig(kind="hub", dataset=name), option, cache)
+    with source.opened(name, name, split=split) as records:
+        pairs = [tuple(record.get(field) for field in fields) for record in records]
+    return _checked(*map(list, zip(*pairs, strict=True)), where=f"{option}: {name} ({split})")
+
+
+def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
+    """Refuse what is missing, and sequences that are no text."""
+    for i, (text, label) in enumerate(zip(sequences, labels, strict=True)):
+        if not isinstance(text, str) or not text or label is None:
+            raise UsageError(f"{where} has no {'label' if text else 'sequence'} in row {i}")
+    return Items(sequences, [str(label) for label in labels])
+
+
+def keep(split: Split, index: Path) -> None:
+    """Write the items beside ``index``, named by their content, and note in ``index`` which they are."""
+    content = _content(split)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    partial = index.with_name(f".{content}.{os.getpid()}")
+    rows = [(text, label, part) for part in PARTS for text, label in zip(*split[part], strict=True)]
+    columns = map(list, zip(*rows, strict=True))
+    parquet.write_table(pa.table(dict(zip(("sequence", "label", "part"), columns, strict=True))), partial)
+    # also over one that is there: a damaged file is mended
+    os.replace(partial, index.with_name(f"{content}.parquet"))
+    write_json(index, {"content": content})
+
+
+def kept(index: Path) -> Split:
+    """The items that ``index`` names. Raises NotPrepared, and UsageError where their file is damaged."""
+    if (noted := read_json(index)) is None:
+        raise NotPrepared("objective.options: the sequences are not prepared; run titans train on them first")
+    path = index.with_name(f"{noted['content']}.parquet")
+    try:
+        columns = parquet.read_table(path).to_pydict()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
+    items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
+    split = {name: items.take(part == name) for name in PARTS}
+    if _content(split) != noted["content"]:
+        raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
+    return split
+
+
+def _content(split: Split) -> str:
+    return digest([[part, *split[part]] for part in PARTS], 16)
+
+
+def _natural(label: str) -> tuple[int, str]:
+    """Order of labels: numbers by their size, before words."""
+    return (int(label), "") if label.isdecimal() else (2**63, label)

@@ -1,0 +1,282 @@
+"""Classification of sequences: what is read and how it is split, what padding changes, where a run begins."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titans_core import ConvClassifier, SequenceClassifier
+from titans_core.presets import preset
+from titans_platform import cli
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
+from titans_platform.objectives.kmer import kmer_regression
+from titans_platform.objectives.labelled import Items, Labelled, divide, kept, read_file
+from titans_platform.runs.check import check_start, spec_for
+from titans_platform.runs.execute import execute
+from titans_platform.training.checkpoint import newest
+
+RUN: dict[str, Any] = {
+    "model": {
+        "variant": "hyena",
+        "vocab_size": 8,
+        "d_model": 16,
+        "n_layers": 1,
+        "options": {"length": 32, "filter_width": 8},
+        "mlp_expansion": 1.0,
+    },
+    "data": {"tokenizer": "dna", "sequence_length": 25},
+    "objective": {"kind": "classification", "options": {"path": "motif.csv"}},
+    "optim": {"steps": 60, "global_batch_size": 16, "lr": 1e-2},
+    "eval": {
+        "items": 1000,
+        "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]},
+    },
+}
+
+
+def items(n: int = 300, seed: int = 0, motif: str = "AAAAAAA") -> list[tuple[str, int]]:
+    """Sequences of 12 to 24 letters, two in five with a motif of seven in them."""
+    rng, found = random.Random(seed), []
+    for i in range(n):
+        text = "".join(rng.choices("ACGT", k=rng.randint(12, 24)))
+        label = int(i % 5 < 2)
+        if label:
+            place = rng.randrange(len(text) - 6)
+            text = text[:place] + motif + text[place + 7 :]
+        found.append((text, label))
+    return found
+
+
+def write(path: Path, rows: list[tuple[str, int]]) -> Path:
+    path.write_text("sequence,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    return path
+
+
+def config(run: dict[str, Any] = RUN, **options: Any) -> RunConfig:
+    given = {"kind": "classification", "options": RUN["objective"]["options"] | options}
+    return RunConfig.model_validate_json(json.dumps(run | {"objective": given}))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "motif.csv", items())
+    return tmp_path
+
+
+def run_name(cfg: RunConfig) -> str:
+    objective = build_objective(cfg)
+    return objective.run_name(objective.prepare(Path("runs")).fingerprint)
+
+
+def test_a_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint():
+    cfg = config(pretrain_steps=10, path="motif.csv")
+    objective = build_objective(cfg)
+    objective.check(objective.prepare(Path("runs")))
+    spec = spec_for(cfg, Path("runs"))
+    first = execute(spec)
+    assert first["chance"]["accuracy"] == pytest.approx(0.6, abs=0.15)
+    assert first["columns"]["accuracy"] > first["chance"]["accuracy"] + 0.15
+    assert first["columns"]["loss"] < first["chance"]["loss"] - 0.1
+    # a classifier is no language model for others, though it is made of one
+    assert cli.run(["export", spec.name, "out", "--root", "runs"]) == 2
+    (spec.folder.path / "result.json").unlink()
+    for path in list((spec.folder.path / "checkpoints").glob("step-*"))[1:]:
+        path.rename(path.with_name(f"gone-{path.name}"))
+    again = execute(spec)
+    assert again["columns"] == first["columns"]
+
+
+def test_steps_of_pretraining_are_next_tokens_of_the_training_part():
+    objective = build_objective(config(pretrain_steps=2))
+    data = objective.prepare(Path("runs"))
+    stream = data.train_stream(8, seed=0)
+    before, after = stream.batch(1), stream.batch(2)
+    assert (before.labels == -1).all()
+    assert (after.labels >= 0).all()
+    model = objective.build_model()
+    losses = objective.losses(model, before)
+    assert losses.mean().item() == pytest.approx(2.3, abs=1.5)
+    row = before.tokens[0, : before.lengths[0]][None]
+    alone = Labelled(row, before.lengths[:1], before.labels[:1])
+    torch.testing.assert_close(objective.losses(model, alone), losses[:1])
+    losses.sum().backward()
+    # every weight has a gradient, as workers that exchange them need
+    assert {p.grad is None for p in model.parameters()} == {False}
+    assert objective.losses(model, after).tolist() == pytest.approx([0.6931] * 8, abs=1e-3)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "transformer", "mamba", "based", "hyena", "cnn"])
+def test_padding_changes_nothing(variant, pooling):
+    torch.manual_seed(0)
+    if variant == "cnn":
+        model: Any = ConvClassifier(8, 3, length=80, pad=6)
+    else:
+        model = SequenceClassifier(preset("laptop", variant, 8), 3, pooling)
+    model = model.double().eval()
+    torch.nn.init.normal_(model.classifier.weight)
+    tokens, lengths = torch.randint(0, 5, (3, 70)), torch.tensor([70, 23, 1])
+    together = model(tokens, lengths_B=lengths).logits
+    for row, length, expected in zip(tokens, lengths, together, strict=True):
+        found = model(row[None, :length], lengths_B=length[None]).logits[0]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    other = torch.where(torch.arange(70) < lengths[:, None], tokens, 7)
+    torch.testing.assert_close(model(other, lengths_B=lengths).logits, together, rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_begins_from_a_language_model_with_a_new_head(folder):
+    write(folder / "text.csv", items())
+    (folder / "dna.jsonl").write_text("".join(json.dumps({"sequence": text}) + "\n" for text, _ in items()))
+    language = RUN | {
+        "data": RUN["data"] | {"sources": [{"kind": "files", "path": "dna.jsonl", "text_field": "sequence"}]},
+        "objective": {"kind": "next_token"},
+        "optim": {"steps": 3, "global_batch_size": 4},
+        "eval": {"columns": {}},
+    }
+    first = RunConfig.model_validate_json(json.dumps(language))
+    build_objective(first).prepare(Path("runs"))
+    spec = spec_for(first, Path("runs"))
+    execute(spec)
+    point = newest(spec.folder.path / "checkpoints")
+    assert point
+    cfg = config().model_copy(update={"start_from": str(point)})
+    check_start(cfg)
+    assert run_name(cfg) != run_name(config())
+
+    from titans_platform.training.checkpoint import load_model
+
+    model, trained = build_objective(cfg).build_model(), build_objective(first).build_model()
+    load_model(point, model)
+    load_model(point, trained)
+    theirs = trained.state_dict()
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in theirs.items())
+    assert set(model.state_dict()) - set(theirs) == {"classifier.weight", "classifier.bias"}
+    wider = config(RUN | {"model": RUN["model"] | {"d_model": 32}})
+    with pytest.raises(UsageError, match=r"start_from: .*embedding.weight is \(8, 16\) in the checkpoint"):
+        check_start(wider.model_copy(update={"start_from": str(point)}))
+
+
+def test_equal_sequences_stay_together_and_a_split_is_that_of_its_seed():
+    texts = [text for text, _ in items(100)] * 2
+    whole = Items(texts, ["0"] * 200)
+    left, out = divide(whole, 0.25, seed=1)
+    assert (len(left.sequences), len(out.sequences)) == (150, 50)
+    assert not set(left.sequences) & set(out.sequences)
+    assert divide(whole, 0.25, seed=1) == (left, out)
+    assert divide(whole, 0.25, seed=2) != (left, out)
+
+
+def test_every_item_comes_once_in_an_epoch_whatever_the_number_of_workers():
+    data = build_objective(config()).prepare(Path("runs"))
+    n = len(data.labels["train"])
+    assert (n, len(data.labels["validation"]), len(data.labels["test"])) == (240, 30, 30)
+    seen = {tuple(row) for row in data.train_stream(n, seed=0).batch(0).tokens.tolist()}
+    assert len(seen) == len(set(data.split["train"].sequences))
+    alone = data.train_stream(8, seed=0).batch(5)
+    parts = [data.train_stream(8, 0, rank, 2).batch(5) for rank in range(2)]
+    assert sorted(torch.cat([p.lengths for p in parts]).tolist()) == sorted(alone.lengths.tolist())
+    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 1 rows cannot be shared by 2"):
+        data.train_stream(1, 0, 0, 2)
+
+
+def test_a_run_is_named_by_what_its_files_hold(folder):
+    write(folder / "same.csv", items())
+    assert run_name(config(path="same.csv")) == run_name(config())
+    assert run_name(config(path="same.csv", folder=str(folder))) == run_name(config())
+    assert run_name(config(pooling="last")) != run_name(config())
+    write(folder / "same.csv", items(seed=1))
+    assert run_name(config(path="same.csv")) != run_name(config())
+
+
+def test_files_of_each_part_and_of_each_kind(folder):
+    rows = items(20, seed=3)
+    lines = "".join(json.dumps({"text": text, "kind": f"k{label}"}) + "\n" for text, label in rows)
+    (folder / "test.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    found = read_file("test.jsonl.gz", ("text", "kind"), "f")
+    assert found == Items([text for text, _ in rows], [f"k{label}" for _, label in rows])
+    write(folder / "test.csv", rows)
+    data = build_objective(config(test_path="test.csv", validation_path="test.csv")).prepare(Path("runs"))
+    assert data.split["test"] == data.split["validation"]
+    assert len(data.labels["train"]) == 300
+    assert data.classes == ["0", "1"]
+
+
+def test_a_dataset_by_name_is_read_by_its_splits(folder):
+    (folder / "set").mkdir()
+    for split in ("train", "test"):
+        rows = items(200 if split == "train" else 50, seed=len(split))
+        text = "seq,label\n" + "".join(f"{sequence},{label}\n" for sequence, label in rows)
+        (folder / "set" / f"{split}.csv").write_text(text)
+    objective = build_objective(config(path=None, dataset=str(folder / "set")))
+    data = objective.prepare(Path("runs"))
+    assert [len(data.labels[part]) for part in ("train", "validation", "test")] == [180, 20, 50]
+    named = build_objective(config(path=None, dataset="human_ocr_ensembl")).options
+    assert named.hub_name == "katarinagresova/Genomic_Benchmarks_human_ocr_ensembl"
+    assert named.fields == ("seq", "label")
+
+
+def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
+    objective = build_objective(config())
+    made = objective.prepare(Path("runs"))
+    (folder / "motif.csv").unlink()
+    assert objective.open(Path("runs")).fingerprint == made.fingerprint
+    (index,) = Path("runs/data/labelled").glob("*.json")
+    (stored,) = index.parent.glob("*.parquet")
+    stored.write_bytes(b"not parquet")
+    with pytest.raises(UsageError, match="cannot be read"):
+        kept(index)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"objective.options.path": None}, "objective.options.path: give a file of sequences and labels, or"),
+        ({"objective.options.path": "none.csv"}, "objective.options.path: none.csv cannot be read"),
+        ({"objective.options.path": "x.txt"}, "objective.options.path: x.txt is none of .csv, .jsonl"),
+        ({"objective.options.label_field": "kind"}, "motif.csv has no column kind; it has sequence, label"),
+        ({"objective.options.classes": 3}, r"objective.options.classes: 3 are not the 2 of the sequences"),
+        ({"data.sequence_length": 20}, "data.sequence_length: a row of 20 tokens .* set it to 25"),
+        ({"objective.options.pretrain_steps": 60}, "objective.options.pretrain_steps: all 60 of optim.steps"),
+        (
+            {"objective.options.network": "cnn", "objective.options.pretrain_steps": 1},
+            "pretrain_steps: network cnn predicts no next tokens",
+        ),
+        ({"objective.options.network": "cnn"}, "data.sequence_length: 25 tokens are too few for three"),
+        ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of the tokenizer"),
+        ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
+        ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
+        ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
+        ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
+    ],
+)
+def test_what_a_config_gets_wrong_is_one_line(folder, capsys, changes, says):
+    (folder / "run.yaml").write_text(json.dumps(RUN))
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    assert cli.run(["train", "run.yaml", "--root", "runs", *sets]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(says, line), line
+
+
+def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys):
+    write(folder / "motif.csv", items(600, motif="GATTACA"))
+    data = build_objective(config()).prepare(Path("runs"))
+    best = kmer_regression(data, 4)
+    assert best.k >= 3
+    assert best.test > 0.85
+    (folder / "run.yaml").write_text(json.dumps(RUN))
+    assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert sum(shown["items"]["train"].values()) == 480
+    assert shown["kmer"]["k"] in (1, 2)
+    assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "1"]) == 0
+    assert "logistic regression on 1-mers" in capsys.readouterr().out
