@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titans_platform.errors import UsageError, one_line
-from titans_platform.objectives.series import OPENERS, Table, read_series
+from titans_platform.objectives.files import OPENERS
+from titans_platform.objectives.series import Table, read_series
 
 FOLDER = "objective.options.folder"
 ETT = "https://github.com/zhouhaoyi/ETDataset, folder ETT-small"

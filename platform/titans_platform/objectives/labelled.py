@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import lzma
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ from titans_platform.data.order import shuffled
 from titans_platform.data.sources import HubSource
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_json
-from titans_platform.objectives.series import OPENERS
+from titans_platform.objectives.files import Places, opened
 
 PARTS = ("train", "validation", "test")
 READERS: dict[str, Callable[[Any], pa.Table]] = {
@@ -134,22 +132,15 @@ class LabelledData:
 
 
 class ItemStream:
-    """Training items: `batch(step)` is a function of the seed and the step, for any number of workers.
-
-    Every item comes once before any comes again, in a new order each time.
-    """
+    """Training items of one worker."""
 
     def __init__(self, data: LabelledData, batch_size: int, seed: int, rank: int, world_size: int):
-        self.data, self.batch_size, self.items = data, batch_size, len(data.labels["train"])
-        self.share = slice(rank, None, world_size)
-        # a batch may span two epochs
-        self._order = lru_cache(2)(lambda epoch: shuffled(self.items, f"{seed}/{epoch}"))
+        self.data = data
+        self.places = Places(len(data.labels["train"]), batch_size, seed, rank, world_size)
 
     def batch(self, step: int) -> Labelled:
         """This worker's items of the global batch of ``step`` (from 0)."""
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
-        drawn = [divmod(sample, self.items) for sample in samples]
-        which = np.array([self._order(epoch)[place] for epoch, place in drawn])
+        which = self.places.of(step)
         return self.data.batch("train", which, labelled=step >= self.data.pretrain_steps)
 
 
@@ -168,15 +159,8 @@ def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
     """The items of a .csv, .jsonl or .parquet file, also with .gz or .xz behind; ``fields`` are the columns
     of sequences and labels. Raises UsageError, which names ``option``.
     """
-    path = Path(name).expanduser()
-    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-    if suffix not in READERS:
-        raise UsageError(f"{option}: {name} is none of {', '.join(READERS)} (or with .gz or .xz)")
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            table = READERS[suffix](file)
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
-        raise UsageError(f"{option}: {name} cannot be read: {' '.join(str(error).split())}") from None
+    with opened(name, READERS, option) as (read, file):
+        table = read(file)
     for field in fields:
         if field not in table.column_names:
             raise UsageError(

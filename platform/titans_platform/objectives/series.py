@@ -5,13 +5,10 @@ B windows, T steps of a window, h steps after it, C channels, N steps of the who
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
-import lzma
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +21,9 @@ from torch import Tensor
 
 from titans_platform.config import digest
 from titans_platform.data import NotPrepared
-from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_json
-
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+from titans_platform.objectives.files import Places, opened
 
 
 class Table(NamedTuple):
@@ -150,23 +145,14 @@ class SeriesData:
 
 
 class WindowStream:
-    """Training windows: `batch(step)` is a function of the seed and the step, for any number of workers.
-
-    Every window of the training part comes once before any comes again, in a new order each time.
-    """
+    """Training windows of one worker."""
 
     def __init__(self, data: SeriesData, batch_size: int, seed: int, rank: int, world_size: int):
-        self.data, self.batch_size = data, batch_size
-        self.share = slice(rank, None, world_size)
-        # a batch may span two epochs
-        self._order = lru_cache(2)(lambda epoch: shuffled(data.windows, f"{seed}/{epoch}"))
+        self.data, self.places = data, Places(data.windows, batch_size, seed, rank, world_size)
 
     def batch(self, step: int) -> Windows:
         """This worker's windows of the global batch of ``step`` (from 0)."""
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
-        drawn = [divmod(sample, self.data.windows) for sample in samples]
-        starts = np.array([self._order(epoch)[position] for epoch, position in drawn])
-        return self.data.cut(starts, self.data.length)
+        return self.data.cut(self.places.of(step), self.data.length)
 
 
 def keep(table: Table, index: Path) -> None:
@@ -205,15 +191,8 @@ def read_series(name: str, columns: Sequence[str], field: str) -> Table:
 
     Also with .gz or .xz behind. Raises UsageError, which names ``field``.
     """
-    path = Path(name).expanduser()
-    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-    if suffix not in READERS:
-        raise UsageError(f"{field}: {name} is none of {', '.join(READERS)} (or with .gz or .xz)")
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            return _checked(READERS[suffix](file), columns, f"{field}: {name}")
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
-        raise UsageError(f"{field}: {name} cannot be read: {' '.join(str(error).split())}") from None
+    with opened(name, READERS, field) as (read, file):
+        return _checked(read(file), columns, f"{field}: {name}")
 
 
 def _checked(table: pa.Table, columns: Sequence[str], where: str) -> Table:
