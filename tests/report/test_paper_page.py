@@ -31,8 +31,8 @@ def test_the_list_says_what_has_been_run(begun, capsys):
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("Table 5: The ablation")
     assert lines[at + 1].startswith("  study ablation; scales smoke (1 of 2 cells done), laptop,")
-    at = lines.index("Table 4: DNA, top-1 accuracy in percent (GenomicsBenchmarks)")
-    assert lines[at + 1] == "  no study dna here yet"
+    at = lines.index("Figure 6: BABILong: facts spread over long texts")
+    assert lines[at + 1] == "  no study babilong here yet"
     assert cli.run(["sweep", "list", "--root", str(begun), "--json"]) == 0
     found = {study["name"]: study for study in json.loads(capsys.readouterr().out)}
     assert found["ablation"]["ran"] == {"smoke": {"done": 1, "cells": 2}}
@@ -45,7 +45,7 @@ def test_one_page_has_ours_beside_the_papers(begun):
     assert [name for item in items for name in item.names] == [
         *(f"Table {n}" for n in range(1, 6)), *(f"Figure {n}" for n in range(6, 10)),
     ]  # fmt: skip
-    shown = [item for item in items if item.names[0] in ("Table 3", "Table 4", "Table 5", "Figure 9")]
+    shown = [item for item in items if item.names[0] in ("Table 3", "Table 5", "Figure 6", "Figure 9")]
     page = paper_page(shown, begun)
     # what has been run, and the scale that the paper's numbers belong to
     assert "Table 5, scale smoke." in page
