@@ -37,12 +37,20 @@ class Call:
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
 
 
-def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
-    """Equal results, and equal gradients of all leaves from a random functional of them."""
+def assert_same(
+    expected: list[Tensor],
+    found: list[Tensor],
+    leaves: list[Tensor],
+    results: tuple[float, float] = (1e-10, 1e-11),
+    gradients: tuple[float, float] = (1e-8, 1e-9),
+) -> None:
+    """Equal results, and equal gradients of all leaves from a random functional of them; relative and
+    absolute tolerances.
+    """
     assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(found, expected, rtol=results[0], atol=results[1])
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
     total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
     grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(grads[1], grads[0], rtol=gradients[0], atol=gradients[1])

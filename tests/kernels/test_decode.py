@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory, neural_memory
+from tests.kernels import cases
+from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory
 
 
-class Case:
+class Case(cases.Call):
     """Random float64 inputs of two rows and heads; gates 0 and 1 at some tokens."""
 
     def __init__(self, T: int, depth: int, *, widths: list[int] | None = None):
@@ -31,30 +33,12 @@ class Case:
             tuple((0.1 * rand(*s)).requires_grad_() for s in shapes),
         )
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*self.tokens, *self.state.weights, *self.state.momentum]
-
     def whole(self, **rule) -> list[Tensor]:
-        y, after = neural_memory(*self.tokens, *self.state, backend="reference", **rule)
-        return [y, *after.weights, *after.momentum]
-
-    def pieces(self, sizes: list[int], form=extend_memory, **rule) -> list[Tensor]:
-        state, outputs = DecodeState.of(self.state), []
-        for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
-            y, state = form(*part, state, **rule)
-            outputs.append(y)
-        after = state.memory()
-        return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+        return super().whole(backend="reference", **rule)
 
 
-def assert_same(expected: list[Tensor], found: list[Tensor], leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
-    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
-    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
+# one form is the other's arithmetic in another order: closer than the rules' tests ask
+assert_same = partial(cases.assert_same, results=(1e-12, 1e-12), gradients=(1e-10, 1e-10))
 
 
 @pytest.mark.parametrize("bound", [None, 0.3])

@@ -214,10 +214,14 @@ def test_a_forecaster_is_not_asked_at_another_length(tiny):
         ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
         ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
         ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
+        (
+            {"forecaster": "dlinear", "forecaster_options": {"kernel": 4}},
+            r"^objective\.options\.forecaster_options\.kernel: 4 is not odd",
+        ),
         ({"patch": 2}, r"objective\.options\.patch: forecasters cut windows by themselves"),
         ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
         ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
-        ({"forecaster": "patchtst"}, r"model\.patch: 16 steps are more than the 8"),
+        ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
     ],
 )
 def test_what_a_config_gets_wrong_is_named(tiny, options, says):

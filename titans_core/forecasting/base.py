@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -34,7 +34,8 @@ class Forecaster(Model, ABC):
 
     Width, layers and heads are those of `ModelConfig`, where it has any; what it takes beyond them is in
     ``Options``. One of your own is a subclass in a file of yours, named by its import path. A constructor
-    raises ValueError, in a line that begins with the field of `ModelConfig`, for what does not fit.
+    raises ValueError for what does not fit, in a line that begins with the field: of ``Options``, or else of
+    `ModelConfig`.
     """
 
     Options: ClassVar[type[Frozen]] = NoOptions
@@ -46,8 +47,3 @@ class Forecaster(Model, ABC):
     def forward(self, x_BTC: Tensor) -> Forecast:
         """[B, T, C] values to the forecast of the h steps after them."""
         return Forecast(self.predict(x_BTC))
-
-    @classmethod
-    def make_options(cls, **options: Any) -> Any:
-        """``Options`` with these values."""
-        return cls.Options(**options)

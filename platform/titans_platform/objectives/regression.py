@@ -125,14 +125,24 @@ class Regression(Objective[SeriesData]):
     def build_model(self) -> SeriesModel | Forecaster:
         """A series model, or the forecaster that the options name."""
         options, model = self.options, self.cfg.model
+        if options.forecaster:
+            return self._forecaster(options.forecaster)
         try:
-            if options.forecaster is None:
-                return SeriesModel(model, options.width, options.horizon, options.patch)
-            found = find_named(FORECASTER, options.forecaster, FORECASTERS, Forecaster)
-            own = validate(found.Options, options.forecaster_options, f"{FORECASTER}_options")
-            return found(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
+            return SeriesModel(model, options.width, options.horizon, options.patch)
         except ValueError as error:
             raise UsageError(f"model.{error}") from None
+
+    def _forecaster(self, name: str) -> Forecaster:
+        options, at = self.options, f"{FORECASTER}_options"
+        found = find_named(FORECASTER, name, FORECASTERS, Forecaster)
+        own = validate(found.Options, options.forecaster_options, at)
+        try:
+            window = Window(self.cfg.data.sequence_length, options.horizon, options.width)
+            return found(self.cfg.model, window, own)
+        except ValueError as error:
+            # it begins with the field
+            known = str(error).partition(":")[0] in found.Options.model_fields
+            raise UsageError(f"{at if known else 'model'}.{error}") from None
 
     def least_activations(self, rows: int) -> int:
         """A token is a patch; of a forecaster, the window."""
