@@ -87,6 +87,10 @@ def test_the_earlier_questions_of_a_story_are_asked_where_they_can_be_answered(f
         assert len(pairs) == len(FACT.findall(item.text)) // 2
         asked[len(pairs)] += 1
     assert set(asked) == {1, 2}
+    # where they do not all fit the last ones are asked
+    short = [task.item(random.Random(seed), 200, BYTE) for seed in range(30)]
+    assert {len(list(questions(item))) for item in short} == {1}
+    assert max(len(FACT.findall(item.text)) for item in short) == 4
 
 
 def test_without_a_book_there_is_the_story_alone(files):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from functools import lru_cache
+from itertools import chain
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -58,8 +59,10 @@ class Babilong(Babi):
         shown = "".join(_shot(rng.choice(self._questions())) for _ in range(self.options.shots))
         apart = count_tokens(item_of([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
         drawn = super().item(rng, length - apart, tokenizer)
-        hidden = _told(drawn, self._earlier(drawn))
-        last = hidden.pop()
+        earlier = self._earlier(drawn)
+        while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - apart:
+            earlier = earlier[1:]
+        *hidden, last = _told(drawn, earlier)
         depths, start = sorted(rng.random() for _ in hidden), rng.random()
         text = self._book()
 
@@ -166,6 +169,10 @@ def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[tuple[str, bool]]]
         found.append([(_asked(question), False), (f" {answer}", True), *end])
         read = len(facts)
     return found
+
+
+def _tokens(told: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> int:
+    return count_tokens(item_of(chain.from_iterable(told)), tokenizer)
 
 
 def _asked(question: str) -> str:
