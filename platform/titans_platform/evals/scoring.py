@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
-from titans_core.generation import PIECE, read_pieces
+from titans_core.generation import PIECE
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
@@ -205,14 +205,22 @@ class Scorer:
         left = sorted(batch, key=lambda group: group.shared)
         for fork in forks(batch):
             if fork.position > read:
-                beginnings = [rows[group.rows[0]].tokens[read : fork.position] for group in left]
-                _, state = read_pieces(self.model, torch.tensor(beginnings, device=self.device), state)
+                state = self._read(
+                    [rows[group.rows[0]].tokens[read : fork.position] for group in left], state
+                )
             read = fork.position
             found |= self._ends(fork, state, rows)
             left = left[len(fork.groups) :]
             if state is not None and left:
                 state = state.take(range(len(fork.groups), len(fork.groups) + len(left)))
         return found
+
+    def _read(self, rows: list[list[int]], state: ModelState | None) -> ModelState | None:
+        """The state after rows of one length; nothing else is made of their features."""
+        model: Any = self.model
+        for piece_BT in torch.tensor(rows, device=self.device).split(max(1, PIECE // len(rows)), 1):
+            _, state = model.features(piece_BT, state)
+        return state
 
     def _ends(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
         """Scores of the rows of a fork, whose groups are the first rows of `state`."""
