@@ -188,6 +188,7 @@ def extend_memory(
     """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
 
     What is left begins the next open chunk. ``DecodeState.of`` a memory's initial state starts a sequence.
+    Without a gradient, the compiled form takes all tokens in one call where it serves.
     """
     _check(q, k, v, (alpha, eta, theta), state)
     check_options(chunk_size, activation, surprise_bound)
