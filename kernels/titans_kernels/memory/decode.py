@@ -32,6 +32,11 @@ TAKES = (Rule,)
 """The rules whose open chunk the factors of `DecodeState` describe: the paper's."""
 
 
+STEP_PRODUCTS = 2**20
+"""The compiled form goes through all tokens of an open chunk again. That is less than what calling PyTorch's
+operators costs up to so many products of a token and a weight in a layer's pass."""
+
+
 class DecodeState(NamedTuple):
     """The memory on a chunk border, or for the paper's rule anywhere; float32 (float64 for float64 input).
 
@@ -275,7 +280,12 @@ def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Op
     """Whether the compiled form takes tokens that begin or end inside a chunk."""
     if not isinstance(state, DecodeState) or options.residual is not None:
         return False
-    if not (state.position or tokens.q.shape[1] % options.chunk_size):
+    T = tokens.q.shape[1]
+    reached = state.position + T
+    if T == 1 or reached < options.chunk_size:
+        if -(-reached // 16) * 16 * sum(W.numel() for W in state.weights) > STEP_PRODUCTS:
+            return False
+    elif not (state.position or reached % options.chunk_size):
         return False
     if torch.compiler.is_compiling() or tokens.q.is_meta:
         return False
