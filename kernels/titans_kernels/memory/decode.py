@@ -280,12 +280,11 @@ def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Op
     """Whether the compiled form takes tokens that begin or end inside a chunk."""
     if not isinstance(state, DecodeState) or options.residual is not None:
         return False
-    T = tokens.q.shape[1]
-    reached = state.position + T
-    if T == 1 or reached < options.chunk_size:
-        if -(-reached // 16) * 16 * sum(W.numel() for W in state.weights) > STEP_PRODUCTS:
-            return False
-    elif not (state.position or reached % options.chunk_size):
+    T, reached = tokens.q.shape[1], state.position + tokens.q.shape[1]
+    if not (state.position or reached % options.chunk_size):
+        return False
+    products = -(-reached // 16) * 16 * sum(W.numel() for W in state.weights)
+    if products > STEP_PRODUCTS and (T == 1 or reached < options.chunk_size):
         return False
     if torch.compiler.is_compiling() or tokens.q.is_meta:
         return False
