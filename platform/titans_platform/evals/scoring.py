@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,12 @@ from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups
 
 IDS_AT_ONCE, LOGITS_AT_ONCE = {"cpu": 1024}, {"cpu": 2**18}
 """Ids of the vocabulary whose logits are made together, and logits: what a processor's cache holds."""
+AT_ONCE = 16
+"""Rows that are read side by side in pieces, at most."""
+AT_ONCE_BYTES = 2**28
+"""What they and their states may take."""
+TOKEN_BYTES = 16
+"""A token as it comes and as it goes to the model, two integers."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -134,6 +140,16 @@ class Scorer:
         """Rows of `length` tokens in one forward pass."""
         return max(1, self.batch_tokens // length)
 
+    def side_by_side(self, length: int) -> int:
+        """Rows of `length` tokens that `greedy` takes at once; of those it reads in pieces also several."""
+        if not self._in_pieces(length):
+            return self.rows(length)
+        kept = AT_ONCE_BYTES // (cast(LanguageModel, self.model).state_bytes(length) + TOKEN_BYTES * length)
+        return max(1, min(AT_ONCE, kept))
+
+    def _in_pieces(self, length: int) -> bool:
+        return length > self.batch_tokens and isinstance(self.model, LanguageModel)
+
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which rows of these lengths share a pass: similar ones, the longest first."""
         order, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
@@ -154,10 +170,10 @@ class Scorer:
         Rows longer than `batch_tokens` are read in pieces, each on the state that the last one left, so that
         memory grows with the length by the tokens alone (and by what attention without a window keeps).
         """
-        if tokens_BT.shape[1] <= self.batch_tokens or not isinstance(self.model, LanguageModel):
+        if not self._in_pieces(tokens_BT.shape[1]):
             return self.logits(tokens_BT).argmax(-1).cpu()[:, start:]
         found, state, end = [], None, 0
-        for piece_BT in tokens_BT.split(PIECE, 1):
+        for piece_BT in tokens_BT.split(max(1, PIECE // len(tokens_BT)), 1):
             end += piece_BT.shape[1]
             # sharded models: every worker makes all of these passes, wherever its answers are
             out = self.model(piece_BT.to(self.device), state, last=end <= start)
