@@ -14,16 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.local import BATCH, Line, config, samples, weights
+from tests.chaos.local import BATCH, EVERY, Line, config, samples, weights
 from tests.small import RUN
 from titans_platform.training.checkpoint import step_of
 
 ELASTIC = {"elastic shrink": [2, 1], "elastic growth": [1, 2]}
 """Faults that change the number of workers, and from which to which."""
-FAULTS = ("worker killed", "node lost", "driver of workers killed", "worker told to end", *ELASTIC)
+FAULTS = (
+    *("worker killed", "node lost", "driver of workers killed", "worker told to end", "node taken away"),
+    *ELASTIC,
+)
 STEPS = 150
 LOOKS_FOR_MORE = 60.0
 """Seconds between two looks of Ray Train's for nodes that have been added."""
+NOTICE = 20.0
+"""Seconds between the word that a node will be taken away and its end; runs ask every five, Ray too."""
 TOLERANCE = 0.02
 """Nats by which the final loss may differ where the number of workers changed on the way."""
 
@@ -62,6 +67,23 @@ class Nodes:
         """A node goes without a word."""
         node = self.nodes.pop(draw.randrange(len(self.nodes)))
         self.cluster.remove_node(node, allow_graceful=False)
+
+    def take_away(self, draw: random.Random, root: Path) -> bool:
+        """A node goes as Ray has been told; whether the run has made use of the notice to save itself."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        node, end = self.nodes.pop(draw.randrange(len(self.nodes))), time.time() + NOTICE
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        GcsClient(address=self.cluster.address).drain_node(node.node_id, reason, "chaos", round(1000 * end))
+        saved = False
+        while time.time() < end:
+            # at the step at which it heard of it, which is seldom one at which a checkpoint was due
+            saved = saved or kept(root) % EVERY > 0
+            time.sleep(0.05)
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.bring_back()
+        return saved
 
     def bring_back(self, count: int = 2) -> None:
         """As many nodes as there were."""
@@ -108,6 +130,8 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
         made.cluster.wait_for_nodes()
         # half of the steps are left when the added node is seen
         seconds = 2 * LOOKS_FOR_MORE / STEPS
+    if fault == "node taken away":
+        seconds = 2 * NOTICE / STEPS
     struck, before, deadline = 0, 0, time.monotonic() + 1800
     process = start(root, made.cluster.address, workers, seconds)
     try:
@@ -118,7 +142,7 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
             if struck < hits and pid and fresh and step < STEPS - 10 and Path(f"/proc/{pid}").exists():
                 time.sleep(draw.uniform(0, 2))
                 before = kept(root)
-                struck += strike(fault, process, pid, draw, made)
+                struck += strike(root, fault, process, pid, draw, made)
                 if "driver" in fault:
                     process.wait(60)
                     process = start(root, made.cluster.address, workers)
@@ -134,11 +158,15 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
     return struck
 
 
-def strike(fault: str, process: subprocess.Popen, pid: int, draw: random.Random, made: Nodes) -> int:
+def strike(
+    root: Path, fault: str, process: subprocess.Popen, pid: int, draw: random.Random, made: Nodes
+) -> int:
     """One fault; whether it met a run."""
     if "driver" in fault:
         process.kill()
         return 1
+    if fault == "node taken away":
+        return int(made.take_away(draw, root))
     if fault in ("node lost", *ELASTIC):
         if fault != "elastic growth":
             made.lose(draw)
