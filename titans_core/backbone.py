@@ -30,7 +30,17 @@ class ModelState(NamedTuple):
     def take(self, rows: Sequence[int]) -> ModelState:
         """A copy of the state of these rows of the batch, in this order; a row may come several times."""
         copies: dict[int, Tensor] = {}  # what two parts of a state share they go on sharing
-        taken = lambda x: copies.setdefault(id(x), x[list(rows)]) if isinstance(x, Tensor) else x  # noqa: E731
+        places: dict[torch.device, Tensor] = {}
+
+        def taken(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if x.device not in places:
+                places[x.device] = torch.tensor(rows, device=x.device)
+            if id(x) not in copies:
+                copies[id(x)] = x.index_select(0, places[x.device])
+            return copies[id(x)]
+
         return ModelState(self.position, tree_map(taken, self.blocks))
 
 

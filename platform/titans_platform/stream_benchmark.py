@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
-from titans_core import LanguageModel
+from titans_core import LanguageModel, ModelState
 from titans_core.config import ModelConfig
 from titans_core.generation import read_pieces
 from titans_kernels.bench.process import Answering, peak_bytes
@@ -36,6 +37,14 @@ TIMED_AT = (1024, 1_000_000)
 """Positions at which decoding is timed."""
 
 
+@dataclass
+class Place:
+    """How many tokens of the text were read, and the model's state after them."""
+
+    at: int = 0
+    state: ModelState | None = None
+
+
 class Reader:
     """A model at some place of an endless text; the CPU seconds it takes."""
 
@@ -44,26 +53,43 @@ class Reader:
         torch.set_num_threads(job["threads"])
         self.model = LanguageModel(ModelConfig.model_validate_json(json.dumps(job["model"]))).eval()
         self.text = _tokens([Path(name) for name in job["text"]], self.model.config.vocab_size)
-        self.at, self.state = 0, None
+        self.place = Place()
+        self.early: Place | None = None
 
     def read(self, count: int) -> dict[str, float]:
         """Read so many tokens on: their seconds, and the process's memory at its peak, in bytes."""
-        began = time.process_time()
-        for first in range(self.at, self.at + count, PIECE):
-            piece = self._piece(first, min(PIECE, self.at + count - first))
-            _, self.state = read_pieces(self.model, piece, self.state)
-        self.at += count
-        return {"seconds": time.process_time() - began, "peak_bytes": peak_bytes()}
+        return {"seconds": sum(self._pieces(self.place, count)), "peak_bytes": peak_bytes()}
+
+    def again(self, count: int) -> dict[str, float]:
+        """`read`, and in turn with it, piece by piece, so many tokens from the start of the text.
+
+        A busy machine slows both alike. `first_seconds` are those of the start.
+        """
+        pairs = zip(self._pieces(self.place, count), self._pieces(Place(), count), strict=True)
+        late, early = map(sum, zip(*pairs, strict=True))
+        return {"seconds": late, "first_seconds": early, "peak_bytes": peak_bytes()}
 
     def decode(self, count: int) -> dict[str, float]:
-        """Seconds of a token's step from here, the median of ``count``; the place stays."""
-        state, seconds = self.state, []
-        for i in range(count):
-            token = self._piece(self.at + i, 1)
+        """Seconds of a token's step from here, the median of ``count``; the place stays.
+
+        From the second call on also, in turn, from the place of the first: `first_seconds`.
+        """
+        self.early = self.early or replace(self.place)
+        places = {"seconds": replace(self.place)}
+        if self.early.at != self.place.at:
+            places["first_seconds"] = replace(self.early)
+        steps = [{name: sum(self._pieces(place, 1)) for name, place in places.items()} for _ in range(count)]
+        return {name: median(step[name] for step in steps) for name in places}
+
+    def _pieces(self, place: Place, count: int) -> Iterator[float]:
+        """Read so many tokens on from a place, which moves; the seconds of each piece."""
+        end = place.at + count
+        while place.at < end:
+            piece = self._piece(place.at, min(PIECE, end - place.at))
             began = time.process_time()
-            _, state = read_pieces(self.model, token, state)
-            seconds.append(time.process_time() - began)
-        return {"seconds": median(seconds)}
+            _, place.state = read_pieces(self.model, piece, place.state)
+            place.at += piece.shape[1]
+            yield time.process_time() - began
 
     def _piece(self, first: int, count: int) -> torch.Tensor:
         """[1, count] tokens of the text, which begins again after its end."""
@@ -84,6 +110,9 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Read ``tokens`` of the text by each model, and look every ``every`` tokens.
 
+    What is compared is measured in turn: the last look with the start of the text read again, the later
+    decoding with that at the earlier place.
+
     A model that reads `SLOW` times slower than at the start, or takes more than ``memory`` bytes, is left
     there: `ended` says why. Raises UsageError: a file of the text is missing.
     """
@@ -102,16 +131,23 @@ def _one(
 ) -> dict[str, Any]:  # fmt: skip
     job = {"model": model.model_dump(mode="json"), "text": [str(path) for path in text], "threads": threads}
     row: dict[str, Any] = {"row": name, "looks": [], "decode": {}, "ended": None}
+    row |= {"rate_ratio": None, "peak_ratio": None, "decode_ratio": None}
     stops = sorted({*range(every, tokens + 1, every), tokens, *(at for at in TIMED_AT if at <= tokens)})
     with Answering(["-m", __name__, json.dumps(job)], threads, name) as reader:
         at, begun, seconds = 0, 0, 0.0
         for stop in stops:
             progress(f"{name}: {at:,} of {tokens:,} tokens")
             try:
-                seen = reader.ask(f"read {stop - at}")
+                last = stop == tokens and row["looks"]
+                seen = reader.ask(f"{'again' if last else 'read'} {stop - at}")
                 at, seconds = stop, seconds + seen["seconds"]
+                if last:
+                    row["rate_ratio"] = seen["first_seconds"] / seen["seconds"]
                 if stop in TIMED_AT:
-                    row["decode"][str(stop)] = reader.ask(f"decode {DECODED}")["seconds"]
+                    timed = reader.ask(f"decode {DECODED}")
+                    row["decode"][str(stop)] = timed["seconds"]
+                    if "first_seconds" in timed:
+                        row["decode_ratio"] = timed["seconds"] / timed["first_seconds"]
             except Failed as error:
                 row["ended"] = f"after {at:,} tokens: {error}"
                 break
@@ -122,7 +158,9 @@ def _one(
             if reason := _enough(row["looks"], memory):
                 row["ended"] = f"after {at:,} tokens: {reason}"
                 break
-    return row | _summary(row)
+    if row["looks"]:
+        row["peak_ratio"] = row["looks"][-1]["peak_bytes"] / row["looks"][0]["peak_bytes"]
+    return row
 
 
 def _enough(looks: list[dict[str, float]], memory: float) -> str | None:
@@ -131,19 +169,6 @@ def _enough(looks: list[dict[str, float]], memory: float) -> str | None:
         return f"more than {memory / 2**30:g} GiB"
     slower = looks[0]["rate"] / looks[-1]["rate"]
     return f"{slower:.0f} times slower than at the start" if slower > SLOW else None
-
-
-def _summary(row: dict[str, Any]) -> dict[str, float | None]:
-    """Of the last look over the first, and of the later decoding over the earlier."""
-    looks, decode = row["looks"], [row["decode"].get(str(at)) for at in TIMED_AT]
-    if not looks:
-        return {"rate_ratio": None, "peak_ratio": None, "decode_ratio": None}
-    first, last = looks[0], looks[-1]
-    return {
-        "rate_ratio": last["rate"] / first["rate"],
-        "peak_ratio": last["peak_bytes"] / first["peak_bytes"],
-        "decode_ratio": decode[1] / decode[0] if None not in decode else None,
-    }
 
 
 def picture(result: dict[str, Any], folder: Path) -> Path:
@@ -169,9 +194,10 @@ def picture(result: dict[str, Any], folder: Path) -> Path:
 def main() -> None:
     """Answer until the input ends."""
     reader = Reader(json.loads(sys.argv[1]))
+    asks = {"read": reader.read, "again": reader.again, "decode": reader.decode}
     for line in sys.stdin:
         what, count = line.split()
-        print(json.dumps({"read": reader.read, "decode": reader.decode}[what](int(count))), flush=True)
+        print(json.dumps(asks[what](int(count))), flush=True)
 
 
 if __name__ == "__main__":

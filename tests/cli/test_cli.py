@@ -40,6 +40,7 @@ FROZEN = {
     "cluster up": "NAME --schema --dry-run --json",
     "data info": "CONFIG --set --root --verify --ngram --kmer --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
+    "data tokenizer": "SOURCES --size --out",
     "eval": "RUN --set --root --json",
     "export": "RUN FOLDER --root",
     "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from titans_platform.cli import run
+from titans_platform.data import load_tokenizer
 
 
 @pytest.fixture
@@ -90,3 +91,36 @@ def test_help_has_an_example(command, capsys):
     code, out, _ = titans(capsys, "data", command, "--help")
     assert code == 0
     assert f"titans data {command} run.yaml" in out
+
+
+def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("the cat sat on the mat and the rat sat on the cat\n" * 20)
+    made = []
+    for name in ("a.json", "b.json"):
+        line = "data", "tokenizer", tmp_path / "book.txt", "--size", 268, "--out", tmp_path / name
+        code, out, _ = titans(capsys, *line)
+        assert code == 0
+        made.append(load_tokenizer(str(tmp_path / name)))
+        assert out == f"{tmp_path / name}: 268 ids, {made[-1].fingerprint}\n"
+    assert made[0].fingerprint == made[1].fingerprint
+    text = "the cat\nsat there, at 3 € a mat"
+    assert made[0].decode(made[0].encode(text)) == text
+    assert len(made[0].encode(" the")) == 1
+    assert {made[0].bos, made[0].pad}.isdisjoint(made[0].encode(text))
+
+
+@pytest.mark.parametrize(
+    ("size", "out", "says"),
+    [
+        (200, "t.json", "--size: 200 ids are fewer than 258"),
+        (9000, "t.json", "--size: the text gives"),
+        (300, "t.model", "--out: t.model does not end in .json"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("the cat sat on the mat")
+    code, _, err = titans(capsys, "data", "tokenizer", "book.txt", "--size", size, "--out", out)
+    assert (code, err.count("\n")) == (2, 1)
+    assert says in err
+    assert not (tmp_path / out).exists()

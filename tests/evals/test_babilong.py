@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import build_generated, build_task, encode_item, evaluate
 from titans_platform.evals.babilong import floor_of, parts_of
+from titans_platform.evals.items import count_tokens
 
 BYTE = load_tokenizer("byte")
 PEOPLE, PLACES = ("Mary", "John", "Daniel"), ("garden", "office", "kitchen", "hallway")
@@ -72,6 +74,31 @@ def test_the_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
         # what is left without the facts is the book
         assert FACT.sub("", text).partition("\nQuestion")[0].replace("  ", " ").strip()[:30] in BOOK * 2
         assert (re.search(r"Question: (.*)\nAnswer:$", before)[1], answer.strip()) in told
+
+
+def test_the_earlier_questions_of_a_story_are_asked_where_they_can_be_answered(files):
+    task, asked = made(files, asked="all"), Counter()
+    for seed in range(30):
+        item = task.item(random.Random(seed), 900, BYTE)
+        assert len(encode_item(item, BYTE, 900)[0]) == 900
+        pairs = list(questions(item))
+        assert [answer for _, answer in pairs] == [f" {solved(before)}" for before, _ in pairs]
+        # six lines a story, each third a question
+        assert len(pairs) == len(FACT.findall(item.text)) // 2
+        asked[len(pairs)] += 1
+    assert set(asked) == {1, 2}
+    # where they do not all fit the last ones are asked
+    short = [task.item(random.Random(seed), 200, BYTE) for seed in range(30)]
+    assert {len(list(questions(item))) for item in short} == {1}
+    assert max(len(FACT.findall(item.text)) for item in short) == 4
+
+
+def test_without_a_book_there_is_the_story_alone(files):
+    item = made(files | {"books": None}).item(random.Random(1), 900, BYTE)
+    assert not re.sub(r"\s", "", FACT.sub("", item.text)).partition("Question:")[0]
+    ((before, answer),) = questions(item)
+    assert answer == f" {solved(before)}"
+    assert count_tokens(item, BYTE) < 300
 
 
 def test_facts_stand_at_uniform_depths(files):

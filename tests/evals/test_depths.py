@@ -53,7 +53,8 @@ def test_depths_are_printed_by_length_and_positions_beside_them():
 
 
 def test_rows_beyond_the_budget_of_a_pass_give_what_one_pass_gives(tiny_run, monkeypatch):
-    monkeypatch.setattr("titans_platform.evals.scoring.PIECE", 100)
+    monkeypatch.setattr("titans_platform.evals.scoring.PIECE", 200)
+    monkeypatch.setattr("titans_platform.evals.scoring.AT_ONCE", 2)
     torch.manual_seed(0)
     model, passes = LanguageModel(tiny_run.model), []
     model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape))
@@ -61,5 +62,5 @@ def test_rows_beyond_the_budget_of_a_pass_give_what_one_pass_gives(tiny_run, mon
     assert passes == [(1, 149)] * 5
     passes.clear()
     pieces = evaluate(model, prepared(), config("needle", COMPACT, items=5, batch_tokens=140), 150)
-    assert passes == [(1, 100), (1, 49)] * 5
+    assert passes == [*[(2, 100), (2, 49)] * 2, (1, 149)]
     assert pieces == whole

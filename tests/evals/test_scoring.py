@@ -10,7 +10,7 @@ import torch
 
 from titans_core import BLOCKS, LanguageModel
 from titans_platform.data import load_tokenizer
-from titans_platform.evals import Request, Scorer
+from titans_platform.evals import Request, Scorer, scoring
 from titans_platform.evals.shared_prefix import PASS_TOKENS as PASS
 from titans_platform.evals.shared_prefix import Group, alike, batch_groups, forks, group_rows
 
@@ -117,7 +117,7 @@ def test_a_fork_more_is_made_where_it_saves_more_than_a_pass():
 @pytest.mark.parametrize("variant", ["lmm", "mac", "transformer"])
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 129])
 def test_long_rows_are_read_in_pieces_on_the_state(variant, start, tiny_run, monkeypatch):
-    monkeypatch.setattr("titans_platform.evals.scoring.PIECE", 32)
+    monkeypatch.setattr("titans_platform.evals.scoring.PIECE", 64)
     model, tokens = small(tiny_run, variant), torch.randint(256, (2, 130))
     whole, pieces = (Scorer(model, BYTE, torch.device("cpu"), budget) for budget in (1000, 100))
     shapes = []
@@ -125,3 +125,16 @@ def test_long_rows_are_read_in_pieces_on_the_state(variant, start, tiny_run, mon
     with torch.inference_mode():
         assert torch.equal(whole.greedy(tokens, start), pieces.greedy(tokens, start))
     assert shapes == [130, 32, 32, 32, 32, 2]
+
+
+def test_long_rows_are_read_side_by_side_as_memory_allows(tiny_run, monkeypatch):
+    def rows(variant, length):
+        return Scorer(small(tiny_run, variant), BYTE, torch.device("cpu"), 100).side_by_side(length)
+
+    assert rows("lmm", 50) == 2
+    assert rows("lmm", 100) == 1
+    assert rows("lmm", 130) == scoring.AT_ONCE
+    kept = small(tiny_run, "transformer").state_bytes(130) + 130 * scoring.TOKEN_BYTES
+    monkeypatch.setattr(scoring, "AT_ONCE_BYTES", 3 * kept)
+    assert rows("transformer", 130) == 3
+    assert rows("transformer", 10_000) == 1

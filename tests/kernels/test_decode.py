@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.kernels import cases
 from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory
+from titans_kernels.memory import native
 
 
 class Case(cases.Call):
@@ -59,8 +60,26 @@ def test_any_cut_is_the_recurrence(activation):
         assert_same(expected, case.pieces(sizes, **rule), case.leaves)
 
 
-def test_a_state_can_be_continued_twice():
+@pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+@pytest.mark.parametrize("bound", [None, 0.3])
+@pytest.mark.parametrize(("chunk_size", "depth"), [(5, 1), (8, 3), (20, 2)])
+def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, monkeypatch):
+    case, calls, extend = Case(45, depth, widths=[3, *[18] * (depth - 1), 5]), [], native.extend
+    rule = {"chunk_size": chunk_size, "surprise_bound": bound}
+    monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
+    with torch.no_grad():
+        expected = case.whole(**rule)
+        for sizes in ([45], [4, 41], [3, 1, 1, 30, 10], [21, 22, 2], [1] * 45):
+            torch.testing.assert_close(case.pieces(sizes, **rule), expected, rtol=1e-12, atol=1e-12)
+    assert calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_state_can_be_continued_twice(compiled):
     case = Case(12, 2)
+    if compiled:  # without a gradient
+        case.tokens = [x.detach() for x in case.tokens]
+        case.state = case.state.detach()
     rule = {"chunk_size": 8, "surprise_bound": 0.3}
     before, after = ([x[:, part] for x in case.tokens] for part in (slice(0, 5), slice(5, 12)))
     _, state = extend_memory(*before, DecodeState.of(case.state), **rule)

@@ -32,7 +32,7 @@ def test_the_list_says_what_has_been_run(begun, capsys):
     at = lines.index("Table 5: The ablation")
     assert lines[at + 1].startswith("  study ablation; scales smoke (1 of 2 cells done), laptop,")
     at = lines.index("Figure 6: BABILong: facts spread over long texts")
-    assert lines[at + 1] == "  no study babilong here yet"
+    assert lines[at + 1] == "  study babilong; scales smoke, laptop, 400M"
     assert cli.run(["sweep", "list", "--root", str(begun), "--json"]) == 0
     found = {study["name"]: study for study in json.loads(capsys.readouterr().out)}
     assert found["ablation"]["ran"] == {"smoke": {"done": 1, "cells": 2}}

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory import native
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.autograd import OpenChunk, continue_chunk
 from titans_kernels.memory.gates import decay_products
@@ -29,6 +30,11 @@ from titans_kernels.memory.validate import check_options, check_residual, check_
 
 TAKES = (Rule,)
 """The rules whose open chunk the factors of `DecodeState` describe: the paper's."""
+
+
+STEP_PRODUCTS = 2**20
+"""The compiled form goes through all tokens of an open chunk again. That is less than what calling PyTorch's
+operators costs up to so many products of a token and a weight in a layer's pass."""
 
 
 class DecodeState(NamedTuple):
@@ -68,6 +74,11 @@ class DecodeState(NamedTuple):
     def position(self) -> int:
         """Tokens of the open chunk so far; 0 on a chunk border."""
         return self.n.shape[-1]
+
+    @property
+    def opened(self) -> tuple[Tensor, ...]:
+        """What describes the open chunk: all but the weights and the momentum, layer after layer."""
+        return (*self.inputs, *self.errors, self.c, self.n, self.beta, self.m, self.h)
 
     def memory(self) -> MemoryState:
         """Weights and momentum after the last token."""
@@ -182,15 +193,20 @@ def extend_memory(
     """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
 
     What is left begins the next open chunk. ``DecodeState.of`` a memory's initial state starts a sequence.
+    Without a gradient, the compiled form takes all tokens in one call where it serves.
     """
     _check(q, k, v, (alpha, eta, theta), state)
     check_options(chunk_size, activation, surprise_bound)
     rule, T = _rule(rule), q.shape[1]
+    options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual)
+    tokens = Inputs(q, k, v, alpha, eta, theta)
+    if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
+        return _compiled(tokens, _as_factors(state), options)
     fill = min(T, -state.position % chunk_size)
     whole = (T - fill) // chunk_size * chunk_size
     outputs = []
     for start, end in ((0, fill), (fill, fill + whole), (fill + whole, T)):
-        part = Inputs(*(x[:, start:end] for x in (q, k, v, alpha, eta, theta)))
+        part = Inputs(*(x[:, start:end] for x in tokens))
         if start == end:
             continue
         if start == fill and whole:
@@ -258,6 +274,35 @@ def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[T
     new = surprise(state.weights, now.k, now.v, f, bound, squared_error, residual)
     state = _written(state, rows, new)
     return predict(residual, now.q, _read(now.q, rows, state, f)).transpose(1, 2), state
+
+
+def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Options) -> bool:
+    """Whether the compiled form takes tokens that begin or end inside a chunk."""
+    if not isinstance(state, DecodeState) or options.residual is not None:
+        return False
+    T, reached = tokens.q.shape[1], state.position + tokens.q.shape[1]
+    if not (state.position or reached % options.chunk_size):
+        return False
+    products = -(-reached // 16) * 16 * sum(W.numel() for W in state.weights)
+    if products > STEP_PRODUCTS and (T == 1 or reached < options.chunk_size):
+        return False
+    if torch.compiler.is_compiling() or tokens.q.is_meta:
+        return False
+    leaves = (*tokens, *state.weights, *state.momentum, *state.opened)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+        return False
+    return native.refusal(tokens, state.weights, options) is None
+
+
+def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
+    """All tokens in one call."""
+    depth = len(state.weights)
+    y, weights, momentum, left = native.extend(tokens, state.weights, state.momentum, state.opened, options)
+    y = y.to(tokens.q.dtype)
+    if not left:
+        return y, DecodeState.of(MemoryState(weights, momentum))
+    layers = tuple(left[:depth]), tuple(left[depth : 2 * depth])
+    return y, DecodeState(weights, momentum, *layers, *left[2 * depth :])
 
 
 def _products(r: Tensor) -> Tensor:

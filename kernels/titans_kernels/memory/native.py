@@ -51,9 +51,43 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
         y, *state = _Memory.apply(call, *arguments)
     else:
-        y, *state = call.forward(arguments[:6], arguments[6:], None)
+        y, *state = call.forward(arguments[:6], arguments[6:])
     depth = len(weights)
     return y, tuple(state[:depth]), tuple(state[depth:])
+
+
+def extend(
+    inputs: Inputs, weights: Layers, momentum: Layers, held: Sequence[Tensor], options: Options
+) -> tuple[Tensor, Layers, Layers, list[Tensor]]:
+    """Write and read tokens from inside a chunk on, or up to inside one, without a gradient.
+
+    ``held`` is `decode.DecodeState.opened`; what is returned last is the same of the chunk that the call
+    leaves open, nothing on a border.
+    """
+    depth, before, held = len(weights), held[0].shape[2], [x.contiguous() for x in held]
+    tokens = before + inputs.q.shape[1]
+    n = tokens % options.chunk_size
+    left = [x.new_empty(*x.shape[:2], *([n] if x.ndim > 2 else []), *x.shape[3:]) for x in held] if n else []
+    edges, call = _Edges.of(before, held, left), Call.of(inputs, weights, options)
+    state, closes = (*weights, *momentum), tokens >= options.chunk_size
+    y, *after = call.forward(inputs.to_state_dtype(), state, edges=edges, closes=closes)
+    return y, tuple(after[:depth]), tuple(after[depth:]), left
+
+
+class _Edges(ctypes.Structure):
+    """Tokens and tensors of the chunk that is open before a call, and of the one after it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("before", "after")),
+        *((name, ctypes.c_void_p) for name in ("held", "left")),
+    )
+
+    @staticmethod
+    def of(before: int, held: Sequence[Tensor], left: Sequence[Tensor]) -> _Edges:
+        arrays = pointers(held), pointers(left)
+        edges = _Edges(before, bool(left), *map(ctypes.addressof, arrays))
+        edges.arrays = arrays  # which it points to
+        return edges
 
 
 class _Spec(ctypes.Structure):
@@ -93,16 +127,26 @@ class Call(NamedTuple):
         size = 2 * sum(D * F for D, F in itertools.pairwise(rounded))
         return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * spec.heads * size)
 
-    def forward(self, tokens: Sequence[Tensor], state: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
-        """y and the state after the last token; chunk-start states go into ``kept``."""
-        tokens, state = [x.contiguous() for x in tokens], [_rows(x) for x in state]
-        y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state]
-        strides = numbers(tuple(x.stride(0) for x in state))
+    def forward(
+        self,
+        tokens: Sequence[Tensor],
+        state: Sequence[Tensor],
+        kept: Tensor | None = None,
+        edges: _Edges | None = None,
+        closes: bool = True,
+    ) -> list[Tensor]:
+        """y and the state after the last token; with ``edges`` that of the last chunk border.
+
+        A call that ``closes`` no chunk returns the state it was given. Chunk-start states go into ``kept``.
+        """
+        tokens, before = [x.contiguous() for x in tokens], [_rows(x) for x in state]
+        y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state if closes]
+        strides = numbers(tuple(x.stride(0) for x in before))
         self._run(
-            self.library.memory_forward, pointers([*tokens, y]), pointers(state), strides,
-            pointers(after), pointer(kept),
+            self.library.memory_forward, pointers([*tokens, y]), pointers(before), strides,
+            pointers(after) if closes else None, pointer(kept), ctypes.byref(edges or _Edges()),
         )  # fmt: skip
-        return [y, *after]
+        return [y, *(after or state)]
 
     def backward(
         self, tokens: Sequence[Tensor], kept: Tensor, dy: Tensor, dafter: Sequence[Tensor | None]

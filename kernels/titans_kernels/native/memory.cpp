@@ -159,6 +159,13 @@ template <class R> struct Tokens {
   R *q, *k, *v, *alpha, *eta, *theta, *y;  // [T, heads, width] and [T, heads]
 };
 
+// The chunk that a call begins and ends inside of: its tokens, and as `decode.DecodeState` has them each layer's
+// inputs, each layer's errors, c, n, beta, m and h, of all documents and heads.
+template <class R> struct Open {
+  int64_t before, after;
+  R **held, **left;
+};
+
 // Cut from one block of memory, each on a border of 64 bytes.
 template <class R> struct Arena {
   std::vector<R*> parts;
@@ -196,6 +203,7 @@ template <class R> struct Chunk {
   R *dC, *dC_s, *dbeta, *dm, *dh, *dc, *dn, *dalpha, *deta, *dtheta, *carry_C, *carry_N;
   R *pair, *pair2, *square, *square_t, *dz, *dx, *v, *spare_t;
   int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
+  int old = 0;       // how many of them came before the call
 
   Chunk(const Spec& spec, bool backward) : spec(spec), L(spec.depth), H(spec.heads), most(padded(spec.chunk)) {
     layers.resize(L);
@@ -232,19 +240,20 @@ template <class R> struct Chunk {
     R* rows_t = spare_t;
     for (int t = 0; t < P; t++) {
       const R* x = from + ((token + t) * H + head) * width;
-      if (t < n) std::copy(x, x + width, rows_t + t * rows);
-      std::fill(rows_t + t * rows + (t < n ? width : 0), rows_t + (t + 1) * rows, R(0));
+      bool here = t >= old && t < n;
+      if (here) std::copy(x, x + width, rows_t + t * rows);
+      std::fill(rows_t + t * rows + (here ? width : 0), rows_t + (t + 1) * rows, R(0));
     }
     transpose(P, rows, rows_t, to);
   }
   APART void store(const R* x, int64_t token, int head, int64_t width, R* to, R sign = 1) {
     int rows = padded(width);
     transpose(rows, P, x, spare_t);
-    for (int t = 0; t < n; t++)
+    for (int t = old; t < n; t++)
       for (int i = 0; i < width; i++) to[((token + t) * H + head) * width + i] = sign * spare_t[t * rows + i];
   }
   void load_gate(const R* from, int64_t token, int head, R* to) {
-    for (int t = 0; t < P; t++) to[t] = t < n ? from[(token + t) * H + head] : R(0);
+    for (int t = 0; t < P; t++) to[t] = t >= old && t < n ? from[(token + t) * H + head] : R(0);
   }
   void store_gate(const R* x, int64_t token, int head, R* to) {
     for (int t = 0; t < n; t++) to[(token + t) * H + head] = x[t];
@@ -281,9 +290,41 @@ template <class R> struct Chunk {
     load_gate(tokens.theta, token, head, theta);
   }
 
+  // Tokens of an open chunk, [old][width], to the lanes of a matrix and from them.
+  void load_old(const R* from, int64_t job, int64_t width, R* to) {
+    for (int t = 0; t < old; t++)
+      for (int i = 0; i < width; i++) to[i * P + t] = from[(job * old + t) * width + i];
+  }
+  void store_open(const R* x, int64_t job, int64_t width, R* to) {
+    for (int t = 0; t < n; t++)
+      for (int i = 0; i < width; i++) to[(job * n + t) * width + i] = x[i * P + t];
+  }
+
+  // Keys, and the gates' last row; `keys` makes the layers above of the keys and takes the errors from here.
+  APART void resume(R** held, int64_t job) {
+    int last = old - 1;
+    load_old(held[0], job, layers[0].inputs, layers[0].X);
+    R **gates = held + 2 * L, *row = C + last * P, *moved = N + last * P;
+    std::fill(row, row + P, R(0)), std::fill(moved, moved + P, R(0));
+    std::copy(gates[0] + job * old, gates[0] + (job + 1) * old, row);
+    std::copy(gates[1] + job * old, gates[1] + (job + 1) * old, moved);
+    beta[last] = gates[2][job], m[last] = gates[3][job], h[last] = gates[4][job];
+  }
+  APART void leave(R** left, int64_t job) {
+    int last = n - 1;
+    for (int l = 0; l < L; l++) {
+      store_open(layers[l].X, job, layers[l].inputs, left[l]);
+      store_open(layers[l].d, job, layers[l].outputs, left[L + l]);
+    }
+    R** gates = left + 2 * L;
+    std::copy(C + last * P, C + last * P + n, gates[0] + job * n);
+    std::copy(N + last * P, N + last * P + n, gates[1] + job * n);
+    gates[2][job] = beta[last], gates[3][job] = m[last], gates[4][job] = h[last];
+  }
+
   // Row after row: C_t = (1 - alpha_t) C_{t-1} + N_t, N_t = eta_t N_{t-1} with theta_t at t.
   APART void gates() {
-    for (int t = 0; t < P; t++) {
+    for (int t = old; t < P; t++) {
       R keep = 1 - alpha[t];
       R *now = C + t * P, *moved = N + t * P;
       if (t) {
@@ -333,8 +374,8 @@ template <class R> struct Chunk {
     scaled(y.F, P, y.d, square, y.d);
   }
 
-  // Forward through the memory, then the errors back.
-  APART void keys() {
+  // Forward through the memory, then the errors back; ``errors`` [L] of the tokens that came before the call.
+  APART void keys(R** errors, int64_t job) {
     for (int l = 0; l < L; l++) {
       Layer<R>& y = layers[l];
       R* z = l < L - 1 ? y.z : y.d;
@@ -351,7 +392,11 @@ template <class R> struct Chunk {
       for (int i = 0; i < y.F * P; i++) y.d[i] *= y.E[i];
       bound(y);
     }
-    for (Layer<R>& y : layers) transpose(y.F, P, y.d, y.d_t);
+    for (int l = 0; l < L; l++) {
+      Layer<R>& y = layers[l];
+      if (old) load_old(errors[l], job, y.outputs, y.d);
+      transpose(y.F, P, y.d, y.d_t);
+    }
   }
 
   // Queries through the weights after each of their tokens; the last u is y.
@@ -479,30 +524,38 @@ struct Place {
   }
 };
 
+// ``after`` null: the call closes no chunk.
 template <class R>
 void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strides, R** after, R* kept,
-             int64_t first, int64_t stop) {
+             const Open<R>& open, int64_t first, int64_t stop) {
   Chunk<R> chunk(spec, false);
+  int L = chunk.L;
   for (int64_t job = first; job < stop; job++) {
     Place at(spec, job);
-    for (int l = 0; l < chunk.L; l++) {
+    for (int l = 0; l < L; l++) {
       Layer<R>& y = chunk.layers[l];
       int64_t size = y.inputs * y.outputs;
       auto here = [&](int i) { return state[i] + at.document * strides[i] + at.head * size; };
-      chunk.load_state(here(l), here(chunk.L + l), y, y.WS);
+      chunk.load_state(here(l), here(L + l), y, y.WS);
     }
-    for (int64_t i = 0; i < at.chunks; i++) {
-      int64_t token = at.first + i * spec.chunk;
-      if (kept) chunk.save(kept + (at.kept + i) * chunk.state_size);
-      chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, at.length - i * spec.chunk));
-      chunk.gates(), chunk.keys(), chunk.reads();
-      chunk.store(chunk.layers[chunk.L - 1].u, token, at.head, spec.widths[chunk.L], tokens.y);
-      chunk.advance();
+    int64_t length = open.before + at.length;
+    for (int64_t done = 0; done < length; done += spec.chunk) {
+      int64_t token = at.first + done - open.before;  // where the chunk began, maybe before the call
+      if (kept) chunk.save(kept + (at.kept + done / spec.chunk) * chunk.state_size);
+      chunk.old = done ? 0 : open.before;
+      chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, length - done));
+      if (chunk.old) chunk.resume(open.held, job);
+      chunk.gates(), chunk.keys(open.held + L, job), chunk.reads();
+      chunk.store(chunk.layers[L - 1].u, token, at.head, spec.widths[L], tokens.y);
+      if (open.after && done + spec.chunk > length)
+        chunk.leave(open.left, job);
+      else
+        chunk.advance();
     }
-    for (int l = 0; l < chunk.L; l++) {
+    for (int l = 0; l < L && after; l++) {
       Layer<R>& y = chunk.layers[l];
       int64_t place = job * y.inputs * y.outputs;
-      chunk.store_state(y.WS, y, after[l] + place, after[chunk.L + l] + place);
+      chunk.store_state(y.WS, y, after[l] + place, after[L + l] + place);
     }
   }
 }
@@ -525,7 +578,7 @@ void backward(const Spec& spec, Tokens<R> tokens, const R* kept, R** dafter, Tok
       int64_t token = at.first + i * spec.chunk;
       chunk.recall(kept + (at.kept + i) * chunk.state_size);
       chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, at.length - i * spec.chunk));
-      chunk.gates(), chunk.keys(), chunk.reads();
+      chunk.gates(), chunk.keys(nullptr, job), chunk.reads();
       chunk.load(grads.y, token, at.head, spec.widths[L], chunk.dz);
       chunk.reads_backward();
       chunk.store(chunk.dx, token, at.head, spec.widths[0], grads.q);
@@ -547,8 +600,8 @@ void backward(const Spec& spec, Tokens<R> tokens, const R* kept, R** dafter, Tok
 }  // namespace
 
 extern "C" void memory_forward(const Spec* spec, const Tokens<Real>* tokens, Real** state, const int64_t* strides,
-                               Real** after, Real* kept, int64_t first, int64_t stop) {
-  forward<Real>(*spec, *tokens, state, strides, after, kept, first, stop);
+                               Real** after, Real* kept, const Open<Real>* open, int64_t first, int64_t stop) {
+  forward<Real>(*spec, *tokens, state, strides, after, kept, *open, first, stop);
 }
 
 extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, const Real* kept, Real** dafter,

@@ -197,7 +197,8 @@ def stream(
     """Read a very long text: does speed or memory depend on how much was read?
 
     Each variant reads in a process of its own, with weights at their initial values. Times are those of the
-    CPU. A variant that gets 20 times slower, or takes too much memory, is left where it is.
+    CPU; the first tokens are read again in turn with the last, so that a busy machine slows both. A variant
+    that gets 20 times slower, or takes too much memory, is left where it is.
 
     \b
     Example:

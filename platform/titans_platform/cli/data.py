@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -126,6 +127,37 @@ def info(
         value, tokens = ngram_perplexity(prepared, ngram, cfg.eval.perplexity_tokens)
         described["ngram"] = {"order": ngram, "perplexity": value, "tokens": tokens}
     _show(described, as_json)
+
+
+@data.command(short_help="Make a tokenizer of a corpus.")
+@click.argument("sources", nargs=-1, required=True)
+@click.option("--size", type=click.IntRange(1), default=4096, show_default=True, help="Ids it has.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The tokenizer.json to write.")
+def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
+    """Train a byte-level BPE on SOURCES: files, folders, globs or URLs, as a `files` source takes them.
+
+    Small models of words want few ids: name the file as data.tokenizer, its size as model.vocab_size.
+
+    \b
+    Example:
+      titans data tokenizer books.jsonl.xz data/babi --size 2048 --out tokenizer.json
+      titans train run.yaml --set data.tokenizer=tokenizer.json --set model.vocab_size=2048
+    """
+    from titans_platform.config import SourceConfig
+    from titans_platform.data.sources import open_source
+    from titans_platform.data.tokenizer import load_tokenizer, train_tokenizer
+    from titans_platform.files import write_text
+
+    if out.suffix != ".json":
+        raise UsageError(f"--out: {out} does not end in .json")
+    with TemporaryDirectory() as cache:
+        opened = [
+            open_source(SourceConfig(kind="files", path=path), "SOURCES", Path(cache)) for path in sources
+        ]
+        texts = (document.text for source in opened for document in source.documents())
+        write_text(out, train_tokenizer(texts, size))
+    made = load_tokenizer(str(out))
+    click.echo(f"{out}: {made.vocab_size:,} ids, {made.fingerprint}")
 
 
 def _labelled(config: Path, overrides: tuple[str, ...]) -> Classification | None:

@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,6 +215,28 @@ def load_tokenizer(spec: str) -> Tokenizer:
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, TypeError, ValueError
         reason = f"{spec} cannot be read ({one_line(error, 120)})"
         raise UsageError(f"data.tokenizer: {reason}; give {FORMS}") from error
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> str:
+    """A byte-level BPE of ``size`` ids on ``texts``, as the text of a tokenizer.json.
+
+    Raises UsageError: ``size`` is less than the bytes and the two special tokens need, or texts are so few
+    that there are not so many pairs to join.
+    """
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "<pad>"]
+    if size < (least := len(alphabet) + len(special)):
+        raise UsageError(f"--size: {size} ids are fewer than {least}, the bytes and two special tokens")
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    options: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": special}
+    model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
+    if (found := model.get_vocab_size()) < size:
+        raise UsageError(f"--size: the text gives {found} ids, not {size}; name fewer or more text")
+    return model.to_str()
 
 
 def _from_hub(repository: str) -> Path:

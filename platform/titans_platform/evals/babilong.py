@@ -1,8 +1,7 @@
 """BABILong (Kuratov et al. 2024, arXiv 2406.10149): the facts of a bAbI question hidden in the text of books.
 
 A row is the book's sentences with the facts between them, in their order and at uniformly random places, then
-the question. A row as long as the story alone is the paper's 0K. `babilong_hub` reads the authors' own files
-from the Hub.
+the question. Without a book it is the paper's 0K. `babilong_hub` reads the authors' own files from the Hub.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from functools import lru_cache
+from itertools import chain
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -32,12 +32,14 @@ ENDS = re.compile(r"[.!?] ")
 class BabilongOptions(BabiOptions):
     """Which questions of which file, in which book."""
 
-    books: str
-    """A text or .jsonl file (`text` field), plain, .gz or .xz: what the facts are hidden in."""
+    books: str | None
+    """A text or .jsonl file (`text` field), plain, .gz or .xz, that hides the facts; null: nothing, 0K."""
     part: Part = "all"
     """`last`: the last tenth of the questions, `first`: the others. To train on one and measure the other."""
     shots: Annotated[int, Field(ge=0, le=16)] = 0
     """Other questions with their facts and answers that stand before the text."""
+    asked: Literal["last", "all"] = "last"
+    """`all`: the story's earlier questions too, in the text, with their answers: more to learn from a row."""
 
 
 @register
@@ -56,18 +58,24 @@ class Babilong(Babi):
         """A question drawn from those that fit, the rest of the row being the book."""
         shown = "".join(_shot(rng.choice(self._questions())) for _ in range(self.options.shots))
         apart = count_tokens(item_of([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
-        facts, question, answer = parts_of(super().item(rng, length - apart, tokenizer))
-        depths, start = sorted(rng.random() for _ in facts), rng.random()
-        text, hidden = self._book(), [[(f"{fact} ", False)] for fact in facts]
+        drawn = super().item(rng, length - apart, tokenizer)
+        earlier = self._earlier(drawn)
+        while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - apart:
+            earlier = earlier[1:]
+        *hidden, last = _told(drawn, earlier)
+        depths, start = sorted(rng.random() for _ in hidden), rng.random()
+        text = self._book()
 
         def build(characters: int) -> Item:
-            book = _from_a_sentence(text, start, characters)
+            book = _from_a_sentence(text, start, characters) if text else ""
             borders = [0, *(match.end() for match in ENDS.finditer(book))]
             spots = [borders[int(depth * len(borders))] for depth in depths]
-            pieces = [(shown, False), *scatter(book, hidden, spots), (_asked(question), False)]
-            return item_of([*pieces, (f" {answer}", True)])
+            return item_of([(shown, False), *scatter(book, hidden, spots), *last])
 
-        return fill(build, length, tokenizer)
+        return fill(build, length, tokenizer) if text else build(0)
+
+    def _earlier(self, item: Item) -> tuple[Item, ...]:
+        return earlier_questions(self._questions())[item] if self.options.asked == "all" else ()
 
     def _questions(self) -> tuple[Item, ...]:
         found = super()._questions()
@@ -77,9 +85,9 @@ class Babilong(Babi):
             raise UsageError(f"options.part: {len(found)} questions are too few to hold some of them out")
         return parts[self.options.part]
 
-    def _book(self) -> str:
+    def _book(self) -> str | None:
         try:
-            return prose_of(self.options.books)
+            return self.options.books and prose_of(self.options.books)
         except UsageError as error:
             raise UsageError(str(error).replace("options.path", "options.books", 1)) from None
 
@@ -135,6 +143,36 @@ def parts_of(item: Item) -> tuple[list[str], str, str]:
     (prompt, _), (answer, _) = item.pieces
     *facts, question = prompt.split("\n")
     return facts, question, answer.strip()
+
+
+@lru_cache(maxsize=8)
+def earlier_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ...]]:
+    """Of each question those that its story asks before it, whose facts are the first of its own."""
+    found: dict[Item, tuple[Item, ...]] = {}
+    story: tuple[Item, ...] = ()
+    for item in questions:
+        facts = parts_of(item)[0]
+        if story and facts[: len(told := parts_of(story[-1])[0])] != told:
+            story = ()
+        found[item], story = story, (*story, item)
+    return found
+
+
+def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[tuple[str, bool]]]:
+    """What is read one after the other: the facts, each of the questions after the facts it is about."""
+    found: list[list[tuple[str, bool]]] = []
+    read = 0
+    for asked in (*earlier, item):
+        facts, question, answer = parts_of(asked)
+        found += [[(f"{fact} ", False)] for fact in facts[read:]]
+        end = [] if asked is item else [("\n", False)]
+        found.append([(_asked(question), False), (f" {answer}", True), *end])
+        read = len(facts)
+    return found
+
+
+def _tokens(told: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> int:
+    return count_tokens(item_of(chain.from_iterable(told)), tokenizer)
 
 
 def _asked(question: str) -> str:

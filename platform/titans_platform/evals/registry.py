@@ -106,7 +106,7 @@ class GeneratedTask(Task):
         The standard error takes the item, not the answer, as what is drawn independently; with one answer
         an item it is sqrt(p (1 - p) / n).
         """
-        rows, items = context.scorer.rows(context.length), self._fresh_items(context)
+        rows, items = context.scorer.side_by_side(context.length), self._fresh_items(context)
         batches = iter(lambda: list(islice(items, rows)), [])
         measured = measure_shared(batches, partial(_right_shares, context))
         found = list(chain.from_iterable(measured))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,19 @@ from torch.nn import functional as F
 
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
-from titans_core.generation import PIECE, read_pieces
+from titans_core.generation import PIECE
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
 
-LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
-"""Logits that are scored at once: what a processor's cache holds."""
+IDS_AT_ONCE, LOGITS_AT_ONCE = {"cpu": 1024}, {"cpu": 2**18}
+"""Ids of the vocabulary whose logits are made together, and logits: what a processor's cache holds."""
+AT_ONCE = 16
+"""Rows that are read side by side in pieces, at most."""
+AT_ONCE_BYTES = 2**28
+"""What they and their states may take."""
+TOKEN_BYTES = 16
+"""A token as it comes and as it goes to the model, two integers."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -134,6 +140,16 @@ class Scorer:
         """Rows of `length` tokens in one forward pass."""
         return max(1, self.batch_tokens // length)
 
+    def side_by_side(self, length: int) -> int:
+        """Rows of `length` tokens that `greedy` takes at once; of those it reads in pieces also several."""
+        if not self._in_pieces(length):
+            return self.rows(length)
+        kept = AT_ONCE_BYTES // (cast(LanguageModel, self.model).state_bytes(length) + TOKEN_BYTES * length)
+        return max(1, min(AT_ONCE, kept))
+
+    def _in_pieces(self, length: int) -> bool:
+        return length > self.batch_tokens and isinstance(self.model, LanguageModel)
+
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which rows of these lengths share a pass: similar ones, the longest first."""
         order, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
@@ -154,10 +170,10 @@ class Scorer:
         Rows longer than `batch_tokens` are read in pieces, each on the state that the last one left, so that
         memory grows with the length by the tokens alone (and by what attention without a window keeps).
         """
-        if tokens_BT.shape[1] <= self.batch_tokens or not isinstance(self.model, LanguageModel):
+        if not self._in_pieces(tokens_BT.shape[1]):
             return self.logits(tokens_BT).argmax(-1).cpu()[:, start:]
         found, state, end = [], None, 0
-        for piece_BT in tokens_BT.split(PIECE, 1):
+        for piece_BT in tokens_BT.split(max(1, PIECE // len(tokens_BT)), 1):
             end += piece_BT.shape[1]
             # sharded models: every worker makes all of these passes, wherever its answers are
             out = self.model(piece_BT.to(self.device), state, last=end <= start)
@@ -205,14 +221,22 @@ class Scorer:
         left = sorted(batch, key=lambda group: group.shared)
         for fork in forks(batch):
             if fork.position > read:
-                beginnings = [rows[group.rows[0]].tokens[read : fork.position] for group in left]
-                _, state = read_pieces(self.model, torch.tensor(beginnings, device=self.device), state)
+                state = self._read(
+                    [rows[group.rows[0]].tokens[read : fork.position] for group in left], state
+                )
             read = fork.position
             found |= self._ends(fork, state, rows)
             left = left[len(fork.groups) :]
             if state is not None and left:
                 state = state.take(range(len(fork.groups), len(fork.groups) + len(left)))
         return found
+
+    def _read(self, rows: list[list[int]], state: ModelState | None) -> ModelState | None:
+        """The state after rows of one length; nothing else is made of their features."""
+        model: Any = self.model
+        for piece_BT in torch.tensor(rows, device=self.device).split(max(1, PIECE // len(rows)), 1):
+            _, state = model.features(piece_BT, state)
+        return state
 
     def _ends(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
         """Scores of the rows of a fork, whose groups are the first rows of `state`."""
@@ -249,13 +273,14 @@ class Scorer:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """`token_scores` of the places where `at_BT` is True, some of them after the others."""
         if not self._forks:
-            yield token_scores(self.logits(tokens_BT)[at_BT], targets_N)
+            yield token_scores([self.logits(tokens_BT)[at_BT]], targets_N)
             return
         model: Any = self.model
         x_BTD, _ = model.features(tokens_BT, state)
-        rows = max(1, LOGITS_AT_ONCE.get(self.device.type, 2**24) // self.tokenizer.vocab_size)
+        weights = model.head.weight.split(IDS_AT_ONCE.get(self.device.type, 2**24))
+        rows = max(1, LOGITS_AT_ONCE.get(self.device.type, 2**24) // len(weights[0]))
         for x_ND, part_N in zip(x_BTD[at_BT].split(rows), targets_N.split(rows), strict=True):
-            yield token_scores(model.head(x_ND), part_N)
+            yield token_scores((F.linear(x_ND, weight) for weight in weights), part_N)
 
 
 class _Row(NamedTuple):
@@ -269,11 +294,25 @@ class _Row(NamedTuple):
         return _Row(self.tokens[position:], self.first - position)
 
 
-def token_scores(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] log-likelihoods of the targets in nats, and whether each is the first of the likeliest tokens."""
-    logits_NV = logits_NV.float()
-    logprob_N = -F.cross_entropy(logits_NV, targets_N, reduction="none")
-    greedy_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] == logits_NV.amax(-1)
-    # argmax takes longer than the rest, and only a tie needs it
-    greedy_N[greedy_N.clone()] = logits_NV[greedy_N].argmax(-1) == targets_N[greedy_N]
-    return logprob_N, greedy_N
+def token_scores(parts: Iterable[Tensor], targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] log-likelihoods of the targets in nats, and whether each is the first of the likeliest tokens.
+
+    ``parts`` are logits [N, ids], together those of the vocabulary in its order, one at a time.
+    """
+    start, totals = 0, []
+    best_N = torch.full_like(targets_N, -math.inf, dtype=torch.float32)
+    chosen_N, greedy_N = best_N, torch.zeros_like(targets_N, dtype=torch.bool)
+    for logits_NV in parts:
+        logits_NV = logits_NV.float()
+        place_N = (targets_N - start).clamp(0, logits_NV.shape[1] - 1)
+        here_N = place_N == targets_N - start
+        logit_N = logits_NV.gather(-1, place_N[:, None])[:, 0]
+        # faster than logsumexp
+        totals.append(F.cross_entropy(logits_NV, place_N, reduction="none") + logit_N)
+        chosen_N = torch.where(here_N, logit_N, chosen_N)
+        top_N = logits_NV.amax(-1)
+        first_N = here_N & (logit_N == top_N) & (logit_N > best_N)
+        # argmax takes longer than the rest, and only a tie needs it
+        first_N[first_N.clone()] = logits_NV[first_N].argmax(-1) == place_N[first_N]
+        greedy_N, best_N, start = greedy_N | first_N, best_N.maximum(top_N), start + logits_NV.shape[1]
+    return chosen_N - torch.stack(totals).logsumexp(0), greedy_N & (chosen_N == best_N)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-PASS_TOKENS = 512
+PASS_TOKENS = 256
 """What a pass costs beside its tokens, in tokens: what would save fewer is not worth a pass of its own."""
 
 
