@@ -266,7 +266,9 @@ class _Worker:
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
-                reporter.on_step(step, metrics)
+                # so far: the steps of which one waited are seldom those that are logged
+                waited = self.phases.seconds["checkpoint wait"]
+                reporter.on_step(step, metrics | {"checkpoint_wait_seconds": waited})
             stepped()
             notice.look(saver, flush)
 
