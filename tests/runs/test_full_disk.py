@@ -61,6 +61,8 @@ shutil.copytree(disk / "runs", kept)
 def disk(tmp_path: Path) -> Path:
     """A folder to mount on."""
     (folder := tmp_path / "disk").mkdir()
+    if not shutil.which("unshare"):
+        pytest.skip("there is no unshare here")
     tried = subprocess.run([*MOUNTED, str(folder), "true"], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"this user may not mount a file system: {tried.stderr.strip()}")
