@@ -86,7 +86,8 @@ def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_goes_on_to_the_same
     assert full["checkpoints"] == ["step-00000007", "step-00000014"]
     assert full["free"] < 2 * LEFT
     (line,) = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
-    assert re.search(r"step-00000040: cannot be written: .*No space left on device; the same", line)
+    # the third that fails ends it where half a second has gone by, else the last
+    assert re.search(r"step-000000(35|40): cannot be written: .*No space left on device; the same", line)
     assert "Traceback" not in done.stderr
     assert done.stderr.count("mlflow.jsonl: No space left on device; kept in memory") == 1
     assert again["code"] == 0
