@@ -12,7 +12,10 @@ import pytest
 from tests.docs.test_ablation import table
 
 TOP = Path(__file__).parents[2]
-TABLES = {"far-needle.csv": ("README.md", "How far a memory holds")}
+TABLES = {
+    "far-needle.csv": ("README.md", "How far a memory holds"),
+    "state-tracking.csv": ("README.md", "Parity at four times the training length"),
+}
 """Of a file of cells, where its table is: the page, and the heading above it."""
 
 

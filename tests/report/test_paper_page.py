@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,8 @@ def test_one_page_has_ours_beside_the_papers(begun):
         *(f"Table {n}" for n in range(1, 6)), *(f"Figure {n}" for n in range(6, 10)),
     ]  # fmt: skip
     shown = [item for item in items if item.names[0] in ("Table 3", "Table 5", "Figure 6", "Figure 9")]
+    # as where a fork has left a study out
+    shown = [replace(item, study=None) if item.names == ("Figure 6",) else item for item in shown]
     page = paper_page(shown, begun)
     # what has been run, and the scale that the paper's numbers belong to
     assert "Table 5, scale smoke." in page

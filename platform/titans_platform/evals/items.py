@@ -15,6 +15,9 @@ from typing import Protocol
 
 from titans_platform.errors import UsageError
 
+LONG = 32_768
+"""Tokens from which on a row's filler is first measured by tokens a character."""
+
 
 class Tokenizer(Protocol):
     """What evaluation needs of a tokenizer (`titans_platform.data.load_tokenizer` gives one)."""
@@ -123,6 +126,8 @@ def fill(build: Callable[[int], Item], length: int, tokenizer: Tokenizer) -> Ite
     while tokens < length:
         low, high = high, 2 * high + 8
         tokens = count_tokens(build(high), tokenizer)
+    if length >= LONG:
+        low, high = _closer(lambda n: count_tokens(build(n), tokenizer), low, high, length)
     while high - low > 1:
         middle = (low + high) // 2
         if count_tokens(build(middle), tokenizer) <= length:
@@ -130,6 +135,23 @@ def fill(build: Callable[[int], Item], length: int, tokenizer: Tokenizer) -> Ite
         else:
             high = middle
     return build(low)
+
+
+def _closer(count: Callable[[int], int], low: int, high: int, length: int) -> tuple[int, int]:
+    """Closer bounds around `length` tokens, by the tokens a character has between them.
+
+    A long text takes a while to count; a search by halves counts it twenty times.
+    """
+    fewer, more = count(low), count(high)
+    for lean in (-40, 40, -20, 20):
+        near = low + (length - fewer) * (high - low) // (more - fewer) + lean
+        if low < near < high:
+            tokens = count(near)
+            if tokens <= length:
+                low, fewer = near, tokens
+            else:
+                high, more = near, tokens
+    return low, high
 
 
 def scatter(
