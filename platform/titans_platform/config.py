@@ -99,6 +99,8 @@ class DataConfig(Frozen):
     one."""
     sequence_length: PositiveInt = 4096
     """T, tokens of a training row."""
+    packing: Literal["borders", "plain"] = "borders"
+    """Documents of one row: each begins afresh, or one follows the other as if they were one text."""
     seed: int = 0
     """Seed of what is generated and of how documents are split; the order of rows takes the run's seed."""
     store: str | None = None

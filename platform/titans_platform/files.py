@@ -91,6 +91,15 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise not_written(path, error) from error
 
 
+@contextmanager
+def where_there_is_room() -> Iterator[None]:
+    """For a record that is not worth ending a run: where storage fails it is left out, with a warning."""
+    try:
+        yield
+    except StorageError as error:
+        log.warning("%s", error)
+
+
 def not_written(path: Path, error: OSError) -> TitansError:
     """What to raise for a file that could not be written: a full disk, a folder that is read-only."""
     # some libraries put their own words in the place of the system's

@@ -14,12 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.local import BATCH, Line, config, samples, weights
+from tests.chaos.local import BATCH, EVERY, Line, config, samples, weights
 from tests.small import RUN
 from titans_platform.training.checkpoint import step_of
 
-FAULTS = ("worker killed", "node lost", "driver of workers killed", "worker told to end", "elastic shrink")
+ELASTIC = {"elastic shrink": [2, 1], "elastic growth": [1, 2]}
+"""Faults that change the number of workers, and from which to which."""
+FAULTS = (
+    *("worker killed", "node lost", "driver of workers killed", "worker told to end", "node taken away"),
+    *ELASTIC,
+)
 STEPS = 150
+LOOKS_FOR_MORE = 60.0
+"""Seconds between two looks of Ray Train's for nodes that have been added."""
+NOTICE = 20.0
+"""Seconds between the word that a node will be taken away and its end; runs ask every five, Ray too."""
 TOLERANCE = 0.02
 """Nats by which the final loss may differ where the number of workers changed on the way."""
 
@@ -58,6 +67,23 @@ class Nodes:
         """A node goes without a word."""
         node = self.nodes.pop(draw.randrange(len(self.nodes)))
         self.cluster.remove_node(node, allow_graceful=False)
+
+    def take_away(self, draw: random.Random, root: Path) -> bool:
+        """A node goes as Ray has been told; whether the run has made use of the notice to save itself."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        node, end = self.nodes.pop(draw.randrange(len(self.nodes))), time.time() + NOTICE
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        GcsClient(address=self.cluster.address).drain_node(node.node_id, reason, "chaos", round(1000 * end))
+        saved = False
+        while time.time() < end:
+            # at the step at which it heard of it, which is seldom one at which a checkpoint was due
+            saved = saved or kept(root) % EVERY > 0
+            time.sleep(0.05)
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.bring_back()
+        return saved
 
     def bring_back(self, count: int = 2) -> None:
         """As many nodes as there were."""
@@ -98,9 +124,16 @@ def kept(root: Path) -> int:
 
 def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Nodes) -> int:
     """A run to its end through ``hits`` faults at random moments; how many struck."""
-    workers = "[1, 2]" if fault == "elastic shrink" else "2"
+    workers, seconds = "[1, 2]" if fault in ELASTIC else "2", 0.02
+    if fault == "elastic growth":
+        made.lose(draw)
+        made.cluster.wait_for_nodes()
+        # half of the steps are left when the added node is seen
+        seconds = 2 * LOOKS_FOR_MORE / STEPS
+    if fault == "node taken away":
+        seconds = 2 * NOTICE / STEPS
     struck, before, deadline = 0, 0, time.monotonic() + 1800
-    process = start(root, made.cluster.address, workers)
+    process = start(root, made.cluster.address, workers, seconds)
     try:
         while process.poll() is None:
             assert time.monotonic() < deadline, "it hangs"
@@ -109,7 +142,7 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
             if struck < hits and pid and fresh and step < STEPS - 10 and Path(f"/proc/{pid}").exists():
                 time.sleep(draw.uniform(0, 2))
                 before = kept(root)
-                struck += strike(fault, process, pid, draw, made)
+                struck += strike(root, fault, process, pid, draw, made)
                 if "driver" in fault:
                     process.wait(60)
                     process = start(root, made.cluster.address, workers)
@@ -125,14 +158,19 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
     return struck
 
 
-def strike(fault: str, process: subprocess.Popen, pid: int, draw: random.Random, made: Nodes) -> int:
+def strike(
+    root: Path, fault: str, process: subprocess.Popen, pid: int, draw: random.Random, made: Nodes
+) -> int:
     """One fault; whether it met a run."""
     if "driver" in fault:
         process.kill()
         return 1
-    if fault in ("node lost", "elastic shrink"):
-        made.lose(draw)
-        if fault == "node lost":
+    if fault == "node taken away":
+        return int(made.take_away(draw, root))
+    if fault in ("node lost", *ELASTIC):
+        if fault != "elastic growth":
+            made.lose(draw)
+        if fault != "elastic shrink":
             made.bring_back()
         return 1
     try:
@@ -152,18 +190,19 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int,
     if not straight.exists():
         prepare(data, straight)
         assert start(straight, made.cluster.address, "2", 0.0).wait(900) == 0
-    expected, wanted, loss = weights(straight), samples(straight), final_loss(straight)
+    expected, wanted, loss = weights(straight), samples(straight), result(straight)["final_train_loss"]
     while line.hits < hits:
         root = folder / f"{fault.replace(' ', '-')}-{line.runs}"
         prepare(data, root)
-        most = 1 if fault == "elastic shrink" else min(a_run, hits - line.hits)
+        most = 1 if fault in ELASTIC else min(a_run, hits - line.hits)
         line.hits += disturbed(root, fault, draw, most, made)
         line.runs += 1
         found = samples(root)
-        if fault == "elastic shrink":
-            apart = abs(final_loss(root) - loss)
-            line.equal += apart < TOLERANCE
-            line.notes.append(f"loss within {TOLERANCE}: {apart:.1e}")
+        if fault in ELASTIC:
+            apart = abs(result(root)["final_train_loss"] - loss)
+            worlds = result(root)["world_sizes"]
+            line.equal += apart < TOLERANCE and [size for _, size in worlds] == ELASTIC[fault]
+            line.notes.append(f"loss within {TOLERANCE}: {apart:.1e}; workers by step: {worlds}")
         else:
             line.equal += weights(root) == expected
         rows = sorted(row for _, of in found.values() for row in of)
@@ -175,5 +214,5 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int,
     return line
 
 
-def final_loss(root: Path) -> float:
-    return float(json.loads((root / "cells/run/result.json").read_text())["final_train_loss"])
+def result(root: Path) -> dict[str, Any]:
+    return json.loads((root / "cells/run/result.json").read_text())

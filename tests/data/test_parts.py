@@ -15,7 +15,6 @@ from titans_platform.config import DataConfig
 from titans_platform.data import (
     PreparedData,
     by_processes,
-    by_ray,
     open_prepared,
     parts,
     prepare,
@@ -62,16 +61,6 @@ def test_any_number_of_processes_makes_the_same_shards(texts, tmp_path):
     assert files(both) == files(alone)
     assert both.fingerprint == alone.fingerprint
     assert open_prepared(config(texts), tmp_path / "b", verify=True).fingerprint == alone.fingerprint
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_tasks_of_ray_make_the_same_shards(texts, tmp_path):
-    from titans_platform.runs.ray_session import ray_session
-
-    alone = prepare(config(texts), tmp_path / "a", run=by_processes(1))
-    with ray_session(2):
-        assert files(prepare(config(texts), tmp_path / "b", run=by_ray)) == files(alone)
 
 
 def test_what_is_done_is_not_done_again(texts, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titans_platform.config import DataConfig
-from titans_platform.data import PreparedData, load_tokenizer, prepare
+from titans_platform.data import PreparedData, load_tokenizer, open_prepared, prepare
 from titans_platform.data.encode import interleave
 from titans_platform.data.order import shuffled
 from titans_platform.data.reading import Split
@@ -59,6 +59,18 @@ def test_rows_starts_and_loss_by_hand(tmp_path):
         assert starts.tolist() == [i == 0 or c == "_" for i, c in enumerate(text)]
         assert loss.tolist() == [c != "_" for c in text[1:]]
     assert (batch.tokens.dtype, batch.starts.dtype, batch.loss.dtype) == (torch.int64, torch.bool, torch.bool)
+
+
+def test_documents_may_follow_each_other_as_one_text(mixed):
+    root = mixed.sources[0].place.path.parents[1]
+    plain = open_prepared(mixed.config.model_copy(update={"packing": "plain"}), root)
+    assert plain.fingerprint != mixed.fingerprint
+    ours, theirs = (prepared.train_stream(8, 0).batch(2) for prepared in (plain, mixed))
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert theirs.starts[:, 1:].any()
+    assert ours.starts[:, 0].all()
+    assert not ours.starts[:, 1:].any()
 
 
 def test_batch_is_a_function_of_seed_and_step(mixed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,12 +12,17 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from titans_platform.cli import run as titans
 from titans_platform.config import VOCABULARIES
-from titans_platform.data import load_tokenizer
+from titans_platform.data import load_tokenizer, sources
 from titans_platform.data.handover import write_tokenizer
 from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
+from titans_platform.objectives.next_token import NextToken
+from titans_platform.study.grid import known_studies, load_study, resolve
 
+HUB = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+"""What the studies name at the paper's scales."""
 TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
 
 
@@ -32,8 +38,9 @@ def sentencepiece_model(tmp_path_factory) -> Path:
     return path
 
 
-def json_tokenizer(path: Path, *special: str) -> Path:
-    words = {word: i for i, word in enumerate([*special, "<unk>", "hello", "world"])}
+def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:
+    known = [*special, "<unk>", "hello", "world", *map(str, range(more))]
+    words = {word: i for i, word in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
@@ -158,7 +165,7 @@ def test_the_tokenizer_of_the_paper_scales_is_named_with_where_to_get_it():
     with pytest.raises(UsageError) as error:
         load_tokenizer("tokenizers/llama2-32k.model")
     assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
-    assert "--set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0" in str(error.value)
+    assert f"--set data.tokenizer={HUB}" in str(error.value)
 
 
 def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
@@ -176,3 +183,38 @@ def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
         UsageError, match=r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
     ):
         load_tokenizer("a-lab/gpt")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub with one tokenizer, of Llama 2's special tokens and number of ids; who was asked for it."""
+    import huggingface_hub
+
+    asked: list[str] = []
+    path = json_tokenizer(tmp_path / "llama.json", "<s>", "</s>", more=32_000 - 5)
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda repository, name: asked.append(repository) or str(path)
+    )
+    return asked
+
+
+def test_every_study_has_room_for_the_tokenizer_that_it_names(hub):
+    naming = [name for name, path in known_studies().items() if HUB in path.read_text()]
+    assert {"ablation", "language", "long_context"} <= set(naming)
+    for study in map(load_study, naming):
+        # a search has no rows; its cells are the base's
+        for scale, row in itertools.product(study.scales, study.rows[:1]):
+            objective = NextToken(resolve(study, scale, row), None)
+            objective.check_vocabulary(objective.tokenizer())
+    assert set(hub) == {HUB}
+
+
+def test_too_few_ids_for_a_tokenizer_of_the_hub_are_refused_before_the_data_are_asked_for(
+    hub, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sources.HubSource, "__init__", lambda *_: pytest.fail("the data were asked for"))
+    data = {"tokenizer": HUB, "sources": [{"kind": "hub", "dataset": "some/corpus"}]}
+    (tmp_path / "run.yaml").write_text(json.dumps({"model": {"vocab_size": 31_999}, "data": data}))
+    assert titans(["data", "prepare", str(tmp_path / "run.yaml"), "--root", str(tmp_path / "root")]) == 2
+    said = capsys.readouterr().err
+    assert f"model.vocab_size: 31999 is less than the 32000 of tokenizer {HUB}" in said

@@ -220,6 +220,9 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
     assert server.steps() == list(range(1, 21))
     assert server.runs[0]["info"]["status"] == "FINISHED"
     assert ("reasoning", 20, result["columns"]["reasoning"]) in server.points
+    waited = [value for name, _, value in server.points if name == "checkpoint_wait_seconds"]
+    assert len(waited) == 20
+    assert waited == sorted(waited)
 
 
 def test_a_server_that_comes_and_goes_gets_every_point_once(tmp_path):

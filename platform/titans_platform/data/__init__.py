@@ -1,6 +1,6 @@
 """Sources to tokens to Arrow shards to batches, in an order that one counter resumes exactly."""
 
-from titans_platform.data.parts import by_processes, by_ray
+from titans_platform.data.parts import by_processes
 from titans_platform.data.prepare import NotPrepared, PreparedData, open_prepared, prepare
 from titans_platform.data.stream import Batch, RowStream
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
@@ -12,7 +12,6 @@ __all__ = [
     "RowStream",
     "Tokenizer",
     "by_processes",
-    "by_ray",
     "load_tokenizer",
     "open_prepared",
     "prepare",

@@ -7,9 +7,11 @@ part that is done is kept, with a manifest of its own; the source's manifest com
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -205,9 +207,10 @@ def _counts(made: dict[int, Manifest]) -> tuple[int, int]:
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A new folder beside ``folder`` that takes its place at the end; the caller holds the lock."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    # left by a process that died
-    shutil.rmtree(partial, ignore_errors=True)
+    # left by a process that died; or one that lives on a lost node, and must not write into ours
+    for left in folder.parent.glob(f"{folder.name}.*partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -303,6 +306,12 @@ def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
     import ray
     import ray.data
 
+    # its import sets this anew; what there is to see is in our own progress
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # a task gives back one small row: else the others wait until Ray has seen how much the first one gives
+    context.op_resource_reservation_enabled = False
     # a batch of tasks at a time: what max_tokens leaves out is not begun
     at_once = 4 * max(1, int(ray.cluster_resources().get("CPU", 1)))
     while wave := [{"job": pickle.dumps(job)} for job in islice(jobs, at_once)]:

@@ -73,13 +73,14 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str:
-        """Names all that decides what is read, none of it a path: content, tokenizer, shares, row length.
+        """Names all that decides what is read, no path: content, tokenizer, shares, row length, packing.
 
         With the standard library among the sources it begins with the Python version.
         """
         parts = [[s.manifest.content, s.manifest.python, s.weight] for s in self.sources]
         python = next((s.manifest.python for s in self.sources if s.manifest.python), None)
-        name = digest([parts, self.tokenizer.fingerprint, self.config.sequence_length])
+        packing = [self.config.packing] if self.config.packing != "borders" else []
+        name = digest([parts, self.tokenizer.fingerprint, self.config.sequence_length, *packing])
         return f"py{python}-{name}" if python else name
 
     @cached_property
@@ -275,14 +276,15 @@ def _open_folders(
     sources = []
     for name, source in zip(names, data.sources, strict=True):
         manifest, place = _manifest(data, store, name, verify), store.place(name, data.cache_gb)
-        sources.append(SourceRows(place, manifest, data.sequence_length, tokenizer.pad, source.weight))
+        length, borders = data.sequence_length, data.packing == "borders"
+        sources.append(SourceRows(place, manifest, length, tokenizer.pad, source.weight, borders))
     return PreparedData(data, tokenizer, sources)
 
 
 def _index_file(data: DataConfig) -> str:
     """The name of the file that says which folders ``data`` means."""
     sources = [source.identity() for source in data.sources]
-    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt"})
+    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt", "packing"})
     identity: dict[str, Any] = fields | {"sources": sources, "schema": SCHEMA}
     if any(source.kind == "stdlib" for source in data.sources):
         identity["python"] = platform.python_version()

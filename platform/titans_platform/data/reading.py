@@ -174,9 +174,17 @@ class SplitRows(Split):
 class SourceRows:
     """The rows of one prepared source."""
 
-    def __init__(self, place: Place, manifest: Manifest, sequence_length: int, pad: int, weight: float):
+    def __init__(
+        self,
+        place: Place,
+        manifest: Manifest,
+        sequence_length: int,
+        pad: int,
+        weight: float,
+        borders: bool = True,
+    ):
         self.place, self.manifest, self.weight = place, manifest, weight
-        self.length, self.pad = sequence_length, pad
+        self.length, self.pad, self.borders = sequence_length, pad, borders
         self.items = manifest.item_tokens is not None
         self.train, self.validation = (
             SplitRows(place, info, sequence_length, self.items, bool(manifest.left_out))
@@ -191,6 +199,8 @@ class SourceRows:
         firsts = rows.first_tokens(numbers)
         if not self.items:
             rows.gather(firsts, into, out)
+            if not self.borders:
+                out.starts[into] = False
             return
         tokens, starts, loss = out
         items = Span(tokens[:, : self.length], starts[:, : self.length], loss[:, : self.length])

@@ -19,6 +19,7 @@ import torch
 
 from titans_core import Model
 from titans_platform.errors import Interrupted, TitansError
+from titans_platform.files import where_there_is_room
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.cost import training_flops
@@ -77,11 +78,13 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dic
         except Interrupted:
             raise
         except Exception as error:
-            folder.record_failure(error, spec.commit)
+            with where_there_is_room():
+                folder.record_failure(error, spec.commit)
             raise
         finally:
             folder.has_ended()
-            folder.record_time(began, seconds)
+            with where_there_is_room():
+                folder.record_time(began, seconds)
         folder.drop_stale()
         return outcome.result
 
@@ -263,7 +266,9 @@ class _Worker:
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
-                reporter.on_step(step, metrics)
+                # so far: the steps of which one waited are seldom those that are logged
+                waited = self.phases.seconds["checkpoint wait"]
+                reporter.on_step(step, metrics | {"checkpoint_wait_seconds": waited})
             stepped()
             notice.look(saver, flush)
 

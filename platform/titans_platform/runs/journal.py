@@ -75,7 +75,8 @@ class Journal:
             try:
                 self._write()
             except OSError as error:
-                log.warning("%s: %s; kept in memory for now", self._file, error.strerror)
+                if len(self._waiting) == 1:
+                    log.warning("%s: %s; kept in memory for now", self._file, error.strerror)
 
     def sync(self) -> None:
         """Bring everything to the disk. Raises StorageError, TitansError."""
@@ -105,6 +106,7 @@ class Journal:
             self._send()
             assert self._run
             end(self._run)
+            self._keep(ended=status)
         except Exception as error:
             run, steps = self._file.parent.name, sum(1 for _ in _lines(self._file, self._sent, self._size))
             what = f"{steps} steps of its log" if steps else "its end"
@@ -112,7 +114,6 @@ class Journal:
                 f"run {run}: {what} did not reach MLflow ({one_line(error, 120)}); kept in {self._file} and "
                 "sent by the next titans train, sweep run or ui"
             )
-        self._keep(ended=status)
         return None
 
     def _write(self) -> None:

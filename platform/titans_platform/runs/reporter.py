@@ -35,7 +35,7 @@ class Reporter:
     def __init__(self, spec: RunSpec, inputs: Sequence[Input] = ()):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
         self._log: Journal | None = None
-        self._written = 0.0
+        self._written, self._full = 0.0, False
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
@@ -124,9 +124,12 @@ class Reporter:
         self._written = time.monotonic()
         try:
             write_json(self.folder.path / PROGRESS, self._state)
+            self._full = False
         except StorageError as error:
-            # a full disk is borne by the checkpoints, or stops the run there
-            log.warning("%s", error)
+            # a full disk is borne by the checkpoints, or stops the run there; they say so each time
+            if not self._full:
+                log.warning("%s", error)
+            self._full = True
 
 
 def log_result(run: RunLog, result: dict[str, Any], ended: float | None = None) -> None:

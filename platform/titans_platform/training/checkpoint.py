@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from titans_platform.errors import StorageError, TitansError, UsageError
+from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, may_pass, not_written, patiently
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.manifest import MANIFEST, fault, read_manifest, write_manifest
@@ -101,7 +101,7 @@ class Saver:
             self._begin()
             error = self._wait()
         if error:
-            raise error
+            raise _in_the_end(error)
 
     def most(self, value: int) -> int:
         """The largest of what the workers say; all of them must ask."""
@@ -126,9 +126,9 @@ class Saver:
             except CheckpointException as failed:
                 if rank() == 0:
                     shutil.rmtree(_partial(final), ignore_errors=True)
-                cause = next(iter(failed.failures.values()))[0]
+                cause = _cause(failed)
                 kind = StorageError if may_pass(cause) else TitansError
-                return kind(f"{final}: cannot be written: {_reason(failed)}")
+                return kind(f"{final}: cannot be written: {one_line(cause)}")
         self._failures = 0
         return None
 
@@ -141,7 +141,7 @@ class Saver:
         too_long = now - self._failing_since >= self.patience
         tried = self._failures >= (TRIES if self.patience else 1)
         if not isinstance(error, StorageError) or self.most(too_long and tried):
-            raise error
+            raise _in_the_end(error)
         log.warning("%s; the next checkpoint tries again", error)
 
     def _begin(self) -> Path:
@@ -209,6 +209,12 @@ class _Writer(FileSystemWriter):
         for old in written:
             if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _in_the_end(error: TitansError) -> TitansError:
+    """The error of a write that is not tried again; where storage caused it, with what to do."""
+    hint = "; the same command goes on once it can be" if isinstance(error, StorageError) else ""
+    return type(error)(f"{error}{hint}")
 
 
 def _partial(final: Path) -> Path:
@@ -336,14 +342,13 @@ def _load(path: Path, state: dict[str, Any]) -> None:
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:
             # the same on all workers, so that all try again
-            cause = next(iter(error.failures.values()))[0]
-            raise cause if may_pass(cause) else error from None
+            raise cause if may_pass(cause := _cause(error)) else error from None
 
     try:
         with _quiet():
             patiently(load)
     except CheckpointException as error:
-        raise UsageError(f"{path}: cannot be loaded: {_reason(error)}; delete this folder") from error
+        raise UsageError(f"{path}: cannot be loaded: {one_line(_cause(error))}; delete it") from error
 
 
 def _saved(reader: FileSystemReader, path: Path) -> dict[str, Any]:
@@ -366,9 +371,8 @@ def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Te
             )
 
 
-def _reason(error: CheckpointException) -> str:
-    failure = next(iter(error.failures.values()))[0]
-    return " ".join(str(failure).split())[:200]
+def _cause(error: CheckpointException) -> BaseException:
+    return next(iter(error.failures.values()))[0]
 
 
 def saved(folder: Path) -> list[Path]:

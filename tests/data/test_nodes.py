@@ -1,0 +1,99 @@
+"""`titans data prepare` as a job on several Ray nodes: its driver is killed, and then one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cluster import Nodes, nodes
+from tests.data.test_parts import files
+from titans_platform.config import DataConfig
+from titans_platform.data import by_processes, open_prepared, prepare, sources
+from titans_platform.runs.ray_session import ADDRESS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+FILES, DOCUMENTS = 12, 15_000
+"""Parts of half a second each: some are made when the driver is lost, some when the node is."""
+
+DRIVER = """
+import sys
+from titans_platform.cli import main
+from titans_platform.data import sources
+sources.PART_BYTES = 500
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """Files, each a part."""
+    (tmp_path / "texts").mkdir()
+    for i in range(FILES):
+        lines = [json.dumps({"text": f"document {j} of file {i}, some words"}) for j in range(DOCUMENTS)]
+        (tmp_path / "texts" / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(sources, "PART_BYTES", 500)
+    source = {"kind": "files", "path": str(tmp_path / "texts")}
+    return DataConfig.model_validate_json(json.dumps({"sources": [source], "sequence_length": 16}))
+
+
+@pytest.fixture
+def cluster() -> Iterator[Nodes]:
+    with nodes() as made:
+        yield made
+
+
+def start(data: DataConfig, root: Path, address: str) -> subprocess.Popen[str]:
+    """The command as a job of the cluster runs it."""
+    (file := root.with_suffix(".yaml")).write_text(json.dumps({"data": data.model_dump(mode="json")}))
+    command = [sys.executable, "-c", DRIVER, "data", "prepare", str(file), "--root", str(root)]
+    environment = os.environ | {ADDRESS: address}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def made(root: Path) -> dict[str, int]:
+    """The parts that are there, with the time of their manifests."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in root.glob("data/*/*/manifest.json")}
+
+
+def until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_driver_and_a_node_lost_the_shards_are_those_of_one_process(data, cluster, tmp_path):
+    root, address = tmp_path / "nodes", cluster.cluster.address
+    first = start(data, root, address)
+    try:
+        until(lambda: len(made(root)) >= 2, first)
+    finally:
+        first.kill()
+        first.communicate()
+    before = made(root)
+    second = start(data, root, address)
+    try:
+        until(lambda: len(made(root)) >= len(before) + 2, second)
+        assert len(made(root)) < FILES - 2
+        cluster.lose(random.Random(0))
+        said, _ = second.communicate(timeout=120)
+    finally:
+        second.kill()
+    assert second.returncode == 0, said
+    assert before.items() <= made(root).items()
+    alone = prepare(data, tmp_path / "alone", run=by_processes(1))
+    found = open_prepared(data, root, verify=True)
+    assert files(found) == files(alone)
+    assert found.fingerprint == alone.fingerprint
