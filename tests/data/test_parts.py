@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -21,7 +23,7 @@ from titans_platform.data import (
     shards,
     sources,
 )
-from titans_platform.errors import UsageError
+from titans_platform.errors import StorageError, UsageError
 
 FILES, DOCUMENTS = 6, 30
 
@@ -188,3 +190,14 @@ def test_the_vocabulary_is_checked_before_anything_is_tokenised(texts, tmp_path,
     assert titans(["data", "prepare", str(path), "--root", str(tmp_path / "root")]) == 2
     assert "model.vocab_size: 100 is less than the 260 of tokenizer byte" in capsys.readouterr().err
     assert not list((tmp_path / "root").rglob("*.arrow"))
+
+
+@pytest.mark.parametrize("error", [UsageError("data.sources.0: bad"), StorageError("no space left")])
+def test_an_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
+    def fails(job):
+        raise error
+
+    monkeypatch.setattr(parts, "make_part", fails)
+    row = parts._ray_task({"job": pickle.dumps(SimpleNamespace(number=3))})
+    back = pickle.loads(row["error"])
+    assert (type(back), str(back)) == (type(error), str(error))

@@ -318,14 +318,14 @@ def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
         tasks = ray.data.from_items(wave, override_num_blocks=len(wave)).map(_ray_task, num_cpus=1)
         for row in tasks.iter_rows():
             if row["error"]:
-                raise UsageError(row["error"])
+                raise pickle.loads(row["error"])
             yield row["number"], Manifest.model_validate_json(row["manifest"])
 
 
 def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
-    """One part; an error of the user's comes back in words, without a trace of Ray's."""
+    """One part; an error of ours comes back as it is, not as one of Ray's."""
     job: Job = pickle.loads(row["job"])
     try:
-        return {"number": job.number or 0, "manifest": make_part(job).model_dump_json(), "error": ""}
-    except UsageError as error:
-        return {"number": job.number or 0, "manifest": "", "error": str(error)}
+        return {"number": job.number or 0, "manifest": make_part(job).model_dump_json(), "error": b""}
+    except TitansError as error:
+        return {"number": job.number or 0, "manifest": "", "error": pickle.dumps(error)}
