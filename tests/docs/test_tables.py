@@ -13,6 +13,7 @@ from tests.docs.test_ablation import table
 
 TOP = Path(__file__).parents[2]
 TABLES = {
+    "babilong.csv": ("README.md", "Questions to a book"),
     "far-needle.csv": ("README.md", "How far a memory holds"),
     "state-tracking.csv": ("README.md", "Parity at four times the training length"),
 }

@@ -198,7 +198,10 @@ def save(picture: Picture, folder: Path) -> list[Path]:
 def _composed(picture: Picture) -> Figure:
     count, (width, height) = len(picture.panels), picture.size
     across = min(count, ACROSS_NARROW if width < 3 else ACROSS_WIDE)
-    down, below = math.ceil(count / across), 0.35 * math.ceil(len(picture.legend) / 6)
+    # inches of the longest entry: its mark, and letters of 7.5 points
+    entry = 0.5 + 0.065 * max((len(line.label) for line in picture.legend), default=0)
+    columns = max(1, min(6, int(width * across / entry)))
+    down, below = math.ceil(count / across), 0.35 * math.ceil(len(picture.legend) / columns)
     figure = Figure(figsize=(width * across, height * down + below), layout="constrained")
     parts = figure.subfigures(down, across, squeeze=False).flatten()
     for part, panel in zip(parts, picture.panels, strict=False):
@@ -208,5 +211,5 @@ def _composed(picture: Picture) -> Figure:
             Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
             for line in picture.legend
         ]
-        figure.legend(handles=handles, loc="outside lower left", ncols=6)
+        figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     return figure
