@@ -204,8 +204,10 @@ def test_every_study_has_room_for_the_tokenizer_that_it_names(hub):
     for study in map(load_study, naming):
         # a search has no rows; its cells are the base's
         for scale, row in itertools.product(study.scales, study.rows[:1]):
-            objective = NextToken(resolve(study, scale, row), None)
-            objective.check_vocabulary(objective.tokenizer())
+            run = resolve(study, scale, row)
+            if not run.data.tokenizer.endswith(".json"):  # a file that its user makes
+                objective = NextToken(run, None)
+                objective.check_vocabulary(objective.tokenizer())
     assert set(hub) == {HUB}
 
 
