@@ -1,4 +1,6 @@
-"""A disk that is really full: a small file system, filled up while a run writes a checkpoint to it."""
+"""A disk that is really full: a small file system, filled up while a run writes a checkpoint to it. And the
+faults that it found, each alone: where the user may not mount a file system, these are held all the same.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.runs.test_execute import changed, run, weights_hash
 from titans_platform.data import prepare
+from titans_platform.errors import StorageError, TitansError
 from titans_platform.runs.check import spec_for
+from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.journal import Journal
+from titans_platform.runs.reporter import Reporter
 from titans_platform.tracking import open_store
-
-pytestmark = pytest.mark.slow
 
 CHECKPOINT_AT, LEFT = 21, 20_000
 """The step whose checkpoint finds the disk full, and the bytes that it finds."""
@@ -61,14 +66,52 @@ shutil.copytree(disk / "runs", kept)
 def disk(tmp_path: Path) -> Path:
     """A folder to mount on."""
     (folder := tmp_path / "disk").mkdir()
-    if not shutil.which("unshare"):
-        pytest.skip("there is no unshare here")
-    tried = subprocess.run([*MOUNTED, str(folder), "true"], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["sh", "-c", '"$@"', "sh", *MOUNTED, folder, "true"], capture_output=True, text=True
+    )
     if tried.returncode:
         pytest.skip(f"this user may not mount a file system: {tried.stderr.strip()}")
     return folder
 
 
+def full(*arguments, **options):
+    raise StorageError("No space left on device")
+
+
+@pytest.mark.slow
+def test_records_that_have_no_room_do_not_replace_the_error_of_the_run(tiny_run, tmp_path, monkeypatch):
+    prepare(tiny_run.data, tmp_path)
+    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(RunFolder, "record_failure", full)
+    monkeypatch.setattr(RunFolder, "record_time", full)
+    with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
+        run(tiny_run, tmp_path)
+
+
+def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path, monkeypatch, caplog):
+    prepare(tiny_run.data, tmp_path)
+    spec = spec_for(tiny_run, tmp_path)
+    spec.folder.path.mkdir(parents=True)
+    reporter = Reporter(spec)
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("titans_platform.runs.reporter.write_json", full)
+            reporter.start(1)
+            reporter.start(2)
+        reporter.start(3)
+    assert [record.message for record in caplog.records] == ["No space left on device"] * 2
+
+
+def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
+    log, ended = Journal(tmp_path, lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
+    monkeypatch.setattr(Journal, "_keep", full)
+    monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))
+    line = log.close(ended.append, "FINISHED", wait=0)
+    assert ended == ["r"]
+    assert "its end did not reach MLflow (No space left on device)" in line
+
+
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_goes_on_to_the_same_numbers(
     tiny_run, disk, tmp_path
 ):

@@ -16,6 +16,7 @@ from torch import nn
 
 from titans_core import LanguageModel
 from titans_platform.errors import UsageError
+from titans_platform.evals import Scorer
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import deterministic
 
@@ -83,8 +84,11 @@ def test_two_workers_train_like_one(two, one, kind):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind):
+def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatch):
     folder, found = two
+    if kind == "fsdp":
+        # nobody reads a prefix of a sharded model once for several rows, which rounds otherwise
+        monkeypatch.setattr(Scorer, "_forks", False)
     model = LanguageModel(workers.MODEL)
     # also: what two workers saved, sharded or not, one can load
     assert checkpoint.load_model(folder / kind / "step-00000010", model) == 10
@@ -93,9 +97,7 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind):
     together = found[f"{kind} measured"]
     assert together["columns"].pop("speed") > 0
     assert together["tasks"].pop("speed/throughput@16")["items"] == 32
-    # of a sharded model no prefix is read once for several rows, which rounds otherwise
-    for one, other in zip(alone["scores"], together["scores"], strict=True):
-        assert one == other if kind == "ddp" else one == pytest.approx(other, rel=1e-6)
+    assert alone["scores"] == together["scores"]
     for part in ("tasks", "buckets"):
         assert alone[part] == together[part]
     assert alone["columns"] == together["columns"]
