@@ -149,7 +149,7 @@ def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str
         axis = figure.subplots()
         draw(axis, **drawn)
         # 13 characters of a title fit into an inch; a longer one would run into the next panel's
-        inches = figure.bbox.width / figure.figure.dpi
+        inches = figure.get_window_extent().width / figure.figure.dpi
         axis.set(title=fill(title, max(10, round(13 * inches))), xlabel=x, ylabel=y)
 
     return Panel(alt, paint)
