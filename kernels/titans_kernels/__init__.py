@@ -1,5 +1,6 @@
 """Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
 
+from titans_kernels.forms import forms_used
 from titans_kernels.layers import rms_norm, short_convolution
 from titans_kernels.linear_attention import (
     linear_attention,
@@ -29,6 +30,7 @@ __all__ = [
     "extend_memory",
     "find_class",
     "find_rule",
+    "forms_used",
     "linear_attention",
     "near",
     "neural_memory",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels.memory.options import state_dtype, without_autocast
+from titans_kernels import fla, forms
+from titans_kernels.memory.options import operand_dtype, state_dtype, without_autocast
 
 
 def recurrent_linear_attention(
@@ -59,8 +60,23 @@ def linear_attention(
     where S is the state the chunk starts from. D is at most 1 and made of sums of logarithms, so that no
     decay overflows. The sequence may be cut anywhere: the state does not know of chunks. ``chunk_size`` None
     takes 64 tokens for one decay a head and 16 for one a channel, whose D is E times as large.
+
+    On a GPU flash-linear-attention's kernels compute it where they are installed and serve the call
+    (`titans_kernels.fla`); `forms_used` tells which form ran. A given ``chunk_size`` is for this form alone.
     """
     T, dtype = q.shape[1], state_dtype(q)
+    if chunk_size is None and not torch.compiler.is_compiling():
+        operands = operand_dtype(v)
+        reason = fla.refusal(v, q.shape[-1], operands)
+        if reason is None:
+            forms.note("linear_attention", f"flash-linear-attention's {fla.kernel_name(log_decay)}")
+            q, k, v = (x.to(operands) for x in (q, k, v))
+            with without_autocast(q):
+                y, state = fla.linear_attention(q, k, v, log_decay, state, index_BT)
+            return y.to(dtype), state
+        if v.is_cuda and T >= fla.SHORTEST:
+            forms.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
+        forms.note("linear_attention", "chunked")
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
     with without_autocast(q):
         q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))

@@ -1,4 +1,5 @@
-"""The recurrences of the baselines against flash-linear-attention's plain ones, which others wrote.
+"""The recurrences of the baselines against flash-linear-attention's plain ones, which others wrote; and its
+kernels for a GPU, in Triton's interpreter, against ours.
 
 Outputs, last states and every gradient, in float32 as theirs are. Their q is scaled by one over the root of
 the key width; ours is scaled by whoever calls.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import linear_attention, neural_memory
+from titans_kernels import fla, forms_used, linear_attention, neural_memory, recurrent_linear_attention
 from titans_kernels.linear_attention import scan
+from titans_kernels.memory.triton import pieces
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="fla-core is not installed: pip install -e '.[dev]'"
@@ -101,3 +103,96 @@ def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
         o, last = theirs("delta_rule", "delta_rule_recurrence")(*heads_first(q, k, v, beta), state)
         (other,) = heads_first(o)
     agree([y, *after.weights], [other, last], given)
+
+
+def by_tensors(*bounds: Any) -> Iterator[Any]:
+    """`range` as a kernel's loop has it when compiled: over tensors."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    whole = [int(x.handle.data.item()) if hasattr(x, "handle") else x for x in bounds]
+    return (interpreter._implicit_cvt(i) for i in range(*whole))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Their kernels in Triton's interpreter, each with the first of its tunings: there is nothing to time."""
+    if not pieces.INTERPRETED:
+        pytest.skip("a GPU is here: tests/kernels/test_gpu.py")
+    tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    monkeypatch.setattr(tuner, "_bench", lambda *_, **__: [1.0] * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in ("common.chunk_h", "common.chunk_o", "gla.chunk", "simple_gla.chunk"):
+            loaded = importlib.import_module(f"fla.ops.{module}")
+            monkeypatch.setattr(loaded, "range", by_tensors, raising=False)
+
+
+def packed(T: int) -> Tensor:
+    """A document of one token, and a border in the middle of a chunk and between two."""
+    starts = torch.zeros(B, T, dtype=torch.long)
+    for row, t in ((0, 3), (0, 4), (1, 64)):
+        starts[row, min(t, T - 1)] = 1
+    return starts.cumsum(1) + torch.tensor([[0], [T]])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("channels", [1, 16])
+@pytest.mark.parametrize("T", [17, 70])
+def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
+    given = q, k, v, gate, state = leaves(
+        (B, T, H, 16), (B, T, H, 16), (B, T, H, 32), (B, T, H, channels), (B, H, 16, 32)
+    )
+    tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
+    found, expected = fla.linear_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
+    agree(found, expected, given)
+
+
+# their kernels overflow where they then mask: on a GPU without a word
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("variant", "kernel"),
+    [("retnet", "simple_gla"), ("gla", "gla"), ("hgrn2", "gla"), ("mamba2", "simple_gla")],
+)
+def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant, kernel):
+    # the kernels' tests are collected with torch alone
+    from titans_core import LanguageModel, presets
+
+    options = {"heads": 2} if variant != "mamba2" else {"state": 16}
+    config = presets.preset("laptop", variant=variant, options=options)
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(config), torch.randint(256, (2, 40))
+    starts = torch.zeros(2, 40, dtype=torch.bool)
+    starts[0, 9] = True
+    results = []
+    for served in (False, True):
+        if served:
+            monkeypatch.setattr(fla, "refusal", lambda *_: None)
+        forms_used(forget=True)
+        out = [model(tokens).logits, model(tokens, document_starts=starts).logits]
+        loss = torch.stack([y.square().mean() for y in out]).sum()
+        results.append([*out, *torch.autograd.grad(loss, list(model.parameters()))])
+        form = f"flash-linear-attention's chunk_{kernel}" if served else "chunked"
+        assert forms_used() == [f"linear_attention: {form}"]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+class OnAGPU:
+    """What is asked of values there, without one."""
+
+    is_cuda = True
+
+    def __init__(self, tokens: int, width: int):
+        self.shape = (1, tokens, 1, width)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "operands", "why"),
+    [
+        (64, 32, torch.bfloat16, None), (64, 32, torch.float32, "TF32"), (64, 32, torch.float64, "float64"),
+        (1, 32, torch.bfloat16, "fewer than 16"), (64, 8, torch.float16, "narrower"),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_do_not_serve(tokens, width, operands, why):
+    reason = fla.refusal(OnAGPU(tokens, width), 32, operands)  # pyright: ignore[reportArgumentType]
+    assert reason is None if why is None else why in reason
+    assert fla.refusal(torch.zeros(1, 64, 1, 32), 32, torch.bfloat16) == "not on a GPU"

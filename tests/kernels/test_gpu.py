@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titans_kernels import neural_memory
+from titans_kernels import forms_used, linear_attention, neural_memory
 from titans_kernels.bench.check import judges
 from titans_kernels.bench.inputs import Inputs, make
 from titans_kernels.bench.shapes import SHAPES, Shape
@@ -258,6 +259,30 @@ def test_a_stream_does_not_wait_for_the_tables_of_another():
 def test_borders_may_stay_on_the_cpu():
     call = Packed()
     assert torch.equal(call(call.borders().cpu()), call.expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("channels", [1, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_baselines_take_flash_linear_attentions_kernels(channels, packed):
+    pytest.importorskip("fla")
+    make = torch.Generator("cuda").manual_seed(0)
+    draw = partial(torch.randn, device="cuda", generator=make)
+    q, k, v = draw(2, 1000, 4, 128), draw(2, 1000, 4, 128) / 128**0.5, draw(2, 1000, 4, 256)
+    state, log_decay = draw(2, 4, 128, 256), F.logsigmoid(draw(2, 1000, 4, channels)) / 16
+    index = torch.arange(2000, device="cuda").view(2, 1000) // 300 if packed else None
+    tokens = [x.to(torch.bfloat16) for x in (q, k, v)]
+    exact = [x.double() for x in (*tokens, log_decay, state)]
+    found, expected = [], []
+    for given, results in (([*tokens, log_decay, state], found), (exact, expected)):
+        given = [x.detach().requires_grad_() for x in given]
+        forms_used(forget=True)
+        outputs = linear_attention(*given, index)
+        results += [*outputs, *torch.autograd.grad(sum(y.square().mean() for y in outputs), given)]
+        served = "flash-linear-attention's" if results is found else "chunked"
+        assert served in str(forms_used())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 @on_gpu

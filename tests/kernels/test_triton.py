@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_kernels import neural_memory
+from titans_kernels import forms, neural_memory
 from titans_kernels.bench.shapes import SHAPES
-from titans_kernels.memory import native, op
+from titans_kernels.memory import native
 from titans_kernels.memory.triton import op as triton_op
 from titans_kernels.memory.triton import phases, pieces, refusal, tables
 
@@ -122,7 +122,7 @@ def errors(case: Case, operands: torch.dtype = torch.float32) -> dict[str, float
 @pytest.fixture(autouse=True)
 def no_fallback(caplog):
     """A test that meant the kernels must not have been given `chunked`."""
-    op._log_once.cache_clear()
+    forms.warn_once.cache_clear()
     yield
     assert "chunked in place of triton" not in caplog.text
 

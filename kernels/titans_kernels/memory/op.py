@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from titans_kernels import forms
 from titans_kernels.memory import autograd, channels, chunked, chunked_op, native, online, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import (
@@ -18,6 +18,7 @@ from titans_kernels.memory.options import (
     Options,
     Result,
     not_in_the_paper,
+    operand_dtype,
     state_dtype,
     without_autocast,
 )
@@ -33,8 +34,6 @@ precision, contiguous or not."""
 
 OF_ANY_LOSS = (reference.forget_and_learn, autograd.forget_and_learn)
 """The forms that take a rule whose loss is of more than the difference of prediction and value."""
-
-log = logging.getLogger("titans_kernels")
 
 
 def neural_memory(
@@ -117,6 +116,8 @@ def neural_memory(
         residual,
     )  # fmt: skip
     form = choose(backend, inputs, weights, options)
+    if not torch.compiler.is_compiling():
+        forms.note("neural_memory", _name(form))
     if residual is not None and not residual.norm and form not in OF_ANY_LOSS:
         form = partial(_around, form)
     # the state is float32 whatever autocast would make of the products
@@ -155,7 +156,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         if backend == "triton":
             raise ValueError(f"backend: triton does not serve this call: {served}; auto takes another form")
         if not torch.compiler.is_compiling():
-            _log_once(served)
+            forms.warn_once("neural_memory", "chunked in place of triton", served)
     # eager keeps its work for the backward, which a compiler or a meta tensor could not follow
     if torch.compiler.is_compiling() or inputs.q.is_meta:
         return chunked_op.forget_and_learn
@@ -166,6 +167,11 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         if backend == "native":
             raise ValueError(f"backend: native does not serve this call: {reason}")
     return channels.forget_and_learn if inputs.forgets_by_column else chunked.forget_and_learn
+
+
+def _name(form: Form) -> str:
+    """The module of a form, as `BACKENDS` has it."""
+    return getattr(form, "func", form).__module__.removeprefix("titans_kernels.memory.").removesuffix(".op")
 
 
 def _around(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -183,26 +189,13 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
     from titans_kernels.memory.triton import op as triton
     from titans_kernels.memory.triton.refusal import refusal
 
-    dtype = _operands(inputs.q)
+    dtype = operand_dtype(inputs.q)
     if type(options.rule) not in triton.TAKES:
         return f"no kernel for the rule {options.rule}"
     if beyond := not_in_the_paper(inputs, options):
         return f"no kernel for {beyond}"
     reason = refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
     return reason or partial(triton.forget_and_learn, dtype=dtype)
-
-
-@cache
-def _log_once(reason: str) -> None:
-    log.warning("neural_memory: chunked in place of triton: %s", reason)
-
-
-def _operands(q: Tensor) -> torch.dtype:
-    """The type in which products take their operands: autocast's where it is on."""
-    kind = q.device.type
-    if q.dtype == torch.float64:  # which autocast leaves alone
-        return q.dtype
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
 def read_memory(

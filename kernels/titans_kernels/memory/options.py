@@ -87,6 +87,14 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products take operands like x: autocast's where it is on."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or x.is_meta:  # which autocast leaves alone
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def over_weights(gate: Tensor, width: int, by_column: bool) -> Tensor:
     """A gate [...], or [..., A] by column, as what multiplies weights [..., D, width]."""
     gate = gate if by_column else gate[..., None]

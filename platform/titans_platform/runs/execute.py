@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titans_core import Model
+from titans_kernels import forms_used
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.files import where_there_is_room
 from titans_platform.objectives import build_objective
@@ -211,6 +212,7 @@ class _Worker:
             self.reporter = Reporter(spec, made_of) if rank() == 0 else None
 
     def run(self, until: Rung | None) -> Outcome:
+        forms_used(forget=True)
         try:
             with deterministic(self.cfg.seed, self.cfg.threads):
                 trainer = self._trained(until)
@@ -338,6 +340,8 @@ class _Worker:
             # of the driver that began it: the tree may have moved on since
             "commit": self.spec.folder.commit() or commit(),
             "environment": environment(),
+            # of the operators, in the process that finished the run
+            "forms": forms_used(),
             **measured,
             "parameters": model.num_parameters(),
             "state_bytes": model.state_bytes(cfg.data.sequence_length),

@@ -1,0 +1,71 @@
+"""flash-linear-attention's kernels for linear attention with decay: the extra ``fla``, on a GPU.
+
+Shapes: B batch, T tokens, H heads, E key width, F value width, N documents; G is E or 1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SHORTEST, NARROWEST = 16, 16
+"""Fewer tokens, as when a model writes, are a few products; narrower heads fill no tensor core."""
+
+
+def refusal(v: Tensor, key_width: int, operands: torch.dtype) -> str | None:
+    """Why these kernels do not serve a call with v [B, T, H, F]; None where they do."""
+    if not v.is_cuda:
+        return "not on a GPU"
+    if v.shape[1] < SHORTEST or min(key_width, v.shape[-1]) < NARROWEST:
+        return f"fewer than {SHORTEST} tokens, or heads narrower than {NARROWEST}"
+    if operands == torch.float64:
+        return "float64"
+    if operands == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "float32 operands, which they round to TF32 (torch.backends.cuda.matmul.fp32_precision)"
+    if not _installed():
+        return "flash-linear-attention is not installed (pip install 'titans-lab[fla]')"
+    return None
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def kernel_name(log_decay: Tensor) -> str:
+    """The kernel that takes such a decay."""
+    return "chunk_simple_gla" if log_decay.shape[-1] == 1 else "chunk_gla"
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`titans_kernels.recurrent_linear_attention` by their kernels; q, k and v of one type.
+
+    Their q is scaled by the root of the key width unless told otherwise, and packed documents are one long
+    row with borders. y has the type of v, the state stays in float32.
+    """
+    per_head = log_decay.shape[-1] == 1
+    if per_head:
+        from fla.ops.simple_gla import chunk_simple_gla as kernel  # pyright: ignore[reportMissingImports]
+    else:
+        from fla.ops.gla import chunk_gla as kernel  # pyright: ignore[reportMissingImports]
+    decay = (log_decay.squeeze(-1) if per_head else log_decay).float()
+    tokens, borders, last = (q, k, v, decay), None, None
+    if index_BT is not None:
+        # a row continues `state` with its first document, and leaves that of its last
+        starts = F.pad(index_BT[:, 1:] != index_BT[:, :-1], (1, 0), value=True)
+        borders = F.pad(torch.nonzero(starts.flatten()).flatten(), (0, 1), value=starts.numel())
+        count = starts.sum(1)
+        last = count.cumsum(0) - 1
+        tokens = tuple(x.flatten(0, 1)[None] for x in tokens)
+        of_all = state.new_zeros(borders.numel() - 1, *state.shape[1:])
+        state = of_all.index_copy(0, last + 1 - count, state)
+    y, after = kernel(  # pyright: ignore[reportCallIssue]
+        *tokens, scale=1.0, initial_state=state.float(), output_final_state=True, cu_seqlens=borders
+    )
+    return (y, after) if last is None else (y.view_as(v), after[last])
