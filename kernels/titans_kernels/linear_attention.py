@@ -8,6 +8,9 @@ for a decay of each key channel and 1 for one number a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -99,19 +102,83 @@ def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
-def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int = 16) -> Tensor:
-    """`recurrent_scan` for all chunks side by side: T / c + c steps in place of T.
+WIDE = 8192
+"""Numbers a token from which a CPU reads token after token: more of them at once fill no more of it."""
 
-    Within chunks from a state of zero, then states from chunk to chunk, then what each adds to its tokens.
+
+def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> Tensor:
+    """`recurrent_scan` for all chunks side by side: T / c + 2 c steps in place of T.
+
+    States from chunk to chunk first, then all tokens of a place in their chunk at once. ``chunk_size`` None
+    takes 16 tokens, or the whole row where it is wide and on a CPU. The backward needs a and h alone.
     """
-    T, size = a.shape[1], min(a.shape[1], chunk_size)
-    short = -T % size
-    pad = [0, 0] * (a.ndim - 2) + [0, short]
-    a, b = F.pad(a, pad, value=1.0), F.pad(b, pad)
-    a, b = (x.unflatten(1, (-1, size)).transpose(1, 2) for x in (a, b))  # [B, c, N, ...]
-    inside, through = recurrent_scan(a, b, torch.zeros_like(b[:, 0])), a.cumprod(1)
-    starts, _ = _passed(through[:, -1], inside[:, -1], state)
-    return (inside + through * starts[:, None]).transpose(1, 2).flatten(1, 2)[:, :T]
+    T = a.shape[1]
+    compiling = torch.compiler.is_compiling()
+    whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
+    size = min(T, chunk_size or (T if whole else 16))
+    # a compiler writes a backward of its own
+    return _swept(_write, a, b, state, size, back=False)[0] if compiling else _Scan.apply(a, b, state, size)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, state: Tensor, size: int) -> Tensor:
+        h, _ = _swept(_write, a, b, state, size, back=False)
+        ctx.save_for_backward(a, h, state)
+        ctx.size = size
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """``dh_t = g_t + a_{t+1} dh_{t+1}``, from the last token to the first."""
+        a, h, state = ctx.saved_tensors
+        dh, d_state = _swept(_collect, a, grads[0], torch.zeros_like(state), ctx.size, back=True)
+        return dh * torch.cat([state[:, None], h[:, :-1]], 1), dh, d_state, None
+
+
+def _write(a_t: Tensor, b_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.addcmul(b_t, a_t, h)
+    return h, h
+
+
+def _collect(a_t: Tensor, g_t: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+    dh = g_t + carry
+    return dh, a_t * dh
+
+
+def _swept(
+    step: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    a: Tensor,
+    b: Tensor,
+    carry: Tensor,
+    size: int,
+    *,
+    back: bool,
+) -> tuple[Tensor, Tensor]:
+    """What ``step`` gives at each token, [B, T, ...], and the last carry; from the end where ``back``.
+
+    A step is linear in what it carries, with a_t the factor: so a chunk is one, with the product of its a.
+    """
+    T = a.shape[1]
+    pad = [0, 0] * (a.ndim - 2) + [0, -T % size]
+    a, b = F.pad(a, pad, value=1.0).unflatten(1, (-1, size)), F.pad(b, pad).unflatten(1, (-1, size))
+    tokens = list(zip(a.unbind(2), b.unbind(2), strict=True))[:: -1 if back else 1]
+    starts = [carry]
+    if a.shape[1] > 1:
+        end, through = torch.zeros_like(a[:, :, 0]), a.prod(2)
+        for a_t, b_t in tokens:
+            _, end = step(a_t, b_t, end)
+        for n in range(a.shape[1])[:: -1 if back else 1]:
+            starts.append(through[:, n] * starts[-1] + end[:, n])
+        carry = torch.stack(starts[:-1][:: -1 if back else 1], 1)
+    else:
+        carry = carry[:, None]
+    outputs = []
+    for a_t, b_t in tokens:
+        y, carry = step(a_t, b_t, carry)
+        outputs.append(y)
+    y = torch.stack(outputs[:: -1 if back else 1], 2).flatten(1, 2)[:, :T]
+    return y, starts[-1] if a.shape[1] > 1 else carry[:, 0]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

@@ -56,10 +56,11 @@ def test_a_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(cha
     assert all(torch.isfinite(g).all() for g in grads)
 
 
+@pytest.mark.parametrize("chunk_size", [8, 64])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
-def test_a_scan_of_chunks_gives_the_recurrence(T):
+def test_a_scan_of_chunks_gives_the_recurrence(T, chunk_size):
     g = torch.Generator().manual_seed(T)
     a, b = (torch.rand(2, T, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
     a[0, T // 2] = 0  # where a document begins
     x = [y.requires_grad_() for y in (a, b, torch.rand(2, 3, 4, generator=g, dtype=torch.float64))]
-    compare((scan(*x, chunk_size=8),), (recurrent_scan(*x),), x)
+    compare((scan(*x, chunk_size=chunk_size),), (recurrent_scan(*x),), x)
