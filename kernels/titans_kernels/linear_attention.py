@@ -133,7 +133,10 @@ class _Scan(torch.autograd.Function):
         """``dh_t = g_t + a_{t+1} dh_{t+1}``, from the last token to the first."""
         a, h, state = ctx.saved_tensors
         dh, d_state = _swept(_collect, a, grads[0], torch.zeros_like(state), ctx.size, back=True)
-        return dh * torch.cat([state[:, None], h[:, :-1]], 1), dh, d_state, None
+        da = torch.empty_like(dh)
+        torch.mul(dh[:, 0], state, out=da[:, 0])
+        torch.mul(dh[:, 1:], h[:, :-1], out=da[:, 1:])
+        return da, dh, d_state, None
 
 
 def _write(a_t: Tensor, b_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,8 +163,10 @@ def _swept(
     A step is linear in what it carries, with a_t the factor: so a chunk is one, with the product of its a.
     """
     T = a.shape[1]
-    pad = [0, 0] * (a.ndim - 2) + [0, -T % size]
-    a, b = F.pad(a, pad, value=1.0).unflatten(1, (-1, size)), F.pad(b, pad).unflatten(1, (-1, size))
+    if short := -T % size:
+        pad = [0, 0] * (a.ndim - 2) + [0, short]
+        a, b = F.pad(a, pad, value=1.0), F.pad(b, pad)
+    a, b = (x.unflatten(1, (-1, size)) for x in (a, b))
     tokens = list(zip(a.unbind(2), b.unbind(2), strict=True))[:: -1 if back else 1]
     starts = [carry]
     if a.shape[1] > 1:
