@@ -8,6 +8,7 @@ for a decay of each key channel and 1 for one number a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -110,12 +111,13 @@ def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> 
     """`recurrent_scan` for all chunks side by side: T / c + 2 c steps in place of T.
 
     States from chunk to chunk first, then all tokens of a place in their chunk at once. ``chunk_size`` None
-    takes 16 tokens, or the whole row where it is wide and on a CPU. The backward needs a and h alone.
+    takes that with the fewest steps, or the whole row where it is wide and on a CPU. The backward needs a
+    and h alone.
     """
     T = a.shape[1]
     compiling = torch.compiler.is_compiling()
     whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
-    size = min(T, chunk_size or (T if whole else 16))
+    size = min(T, chunk_size or (T if whole else max(16, math.isqrt(T // 2))))
     # a compiler writes a backward of its own
     return _swept(_write, a, b, state, size, back=False)[0] if compiling else _Scan.apply(a, b, state, size)
 
