@@ -14,6 +14,7 @@ from tests.docs.test_ablation import table
 TOP = Path(__file__).parents[2]
 TABLES = {
     "babilong.csv": ("README.md", "Questions to a book"),
+    "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
     "far-needle.csv": ("README.md", "How far a memory holds"),
     "state-tracking.csv": ("README.md", "Parity at four times the training length"),
 }
