@@ -5,8 +5,10 @@ Shapes: B batch, T tokens, H heads, E key width, F value width, N documents; G i
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +51,10 @@ def linear_attention(
     Their q is scaled by the root of the key width unless told otherwise, and packed documents are one long
     row with borders. y has the type of v, the state stays in float32.
     """
-    per_head = log_decay.shape[-1] == 1
-    if per_head:
-        from fla.ops.simple_gla import chunk_simple_gla as kernel  # pyright: ignore[reportMissingImports]
-    else:
-        from fla.ops.gla import chunk_gla as kernel  # pyright: ignore[reportMissingImports]
-    decay = (log_decay.squeeze(-1) if per_head else log_decay).float()
+    name = kernel_name(log_decay)
+    # "fla.ops.gla" has "chunk_gla"; a decorator of theirs hides what it takes
+    kernel: Any = getattr(importlib.import_module(f"fla.ops.{name.removeprefix('chunk_')}"), name)
+    decay = (log_decay.squeeze(-1) if log_decay.shape[-1] == 1 else log_decay).float()
     tokens, borders, last = (q, k, v, decay), None, None
     if index_BT is not None:
         # a row continues `state` with its first document, and leaves that of its last
@@ -65,7 +65,7 @@ def linear_attention(
         tokens = tuple(x.flatten(0, 1)[None] for x in tokens)
         of_all = state.new_zeros(borders.numel() - 1, *state.shape[1:])
         state = of_all.index_copy(0, last + 1 - count, state)
-    y, after = kernel(  # pyright: ignore[reportCallIssue]
+    y, after = kernel(
         *tokens, scale=1.0, initial_state=state.float(), output_final_state=True, cu_seqlens=borders
     )
     return (y, after) if last is None else (y.view_as(v), after[last])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -104,6 +105,30 @@ def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_pa
     assert state["pid"] != killer.killed
     for key in ("final_train_loss", "columns", "telemetry"):
         assert result[key] == straight[key]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_worker_keeps_its_large_blocks():
+    import ray
+
+    @ray.remote
+    def pages_asked_for() -> int:
+        import resource
+
+        def step() -> None:
+            block = b"x" * 2**26
+            assert block
+
+        step()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    # ten blocks are 163,840 pages
+    assert ray.get(pages_asked_for.remote()) < 20_000
 
 
 TERMINATED = """

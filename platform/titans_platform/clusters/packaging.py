@@ -24,7 +24,7 @@ from titans_platform.clusters.steps import Write
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.provenance import checkout, shipped
-from titans_platform.runs.ray_session import ADDRESS, NODES, QUIET
+from titans_platform.runs.ray_session import ADDRESS, ALLOCATOR, NODES, QUIET
 from titans_platform.study.grid import Cell, find_study
 
 DISTRIBUTION = "titans-lab"
@@ -78,6 +78,7 @@ def environment(cluster: Cluster) -> dict[str, str]:
     given = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
     return {
         **QUIET,
+        **ALLOCATOR,
         "PYTHONUNBUFFERED": "1",
         # else MLflow prints a line for each run that ends
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "1",

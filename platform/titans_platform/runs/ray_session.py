@@ -49,11 +49,19 @@ QUIET = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
 """Settings that Ray reads from the environment when it is imported."""
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+"""Settings that glibc reads when a worker starts: it keeps what a step freed for the next one. By itself it
+asks the system for every block of over 32 MiB anew, over half of a step of Mamba on rows of 501 tokens."""
 
 
 def quiet() -> None:
-    """Set what Ray reads at import, and turn its log lines off in this process."""
-    os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
+    """Set what Ray and its workers read as they start, and turn its log lines off in this process."""
+    given = QUIET | ALLOCATOR
+    os.environ.update({key: value for key, value in given.items() if key not in os.environ})
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
