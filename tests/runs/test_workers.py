@@ -26,6 +26,8 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import load_model
 
+GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+
 
 def lengthened(cfg: RunConfig, steps: int, every: int) -> RunConfig:
     values = cfg.model_dump(mode="json")
@@ -107,28 +109,46 @@ def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_pa
         assert result[key] == straight[key]
 
 
+def pages_asked_for() -> int:
+    """By ten steps that each take a block of 40 MiB and free it: 102,400 pages where none is kept."""
+    import resource
+
+    def step() -> None:
+        block = b"x" * (40 * 2**20)
+        assert block
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@GLIBC
 def test_a_worker_keeps_its_large_blocks():
     import ray
 
-    @ray.remote
-    def pages_asked_for() -> int:
-        import resource
+    assert ray.get(ray.remote(pages_asked_for).remote()) < 20_000
 
-        def step() -> None:
-            block = b"x" * 2**26
-            assert block
 
-        step()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(10):
-            step()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+QUIETED = """
+from tests.runs.test_workers import pages_asked_for
+from titans_platform.runs.ray_session import quiet
+quiet()
+print(pages_asked_for())
+"""
 
-    # ten blocks are 163,840 pages
-    assert ray.get(pages_asked_for.remote()) < 20_000
+
+@GLIBC
+@pytest.mark.parametrize(("told", "kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, False)])
+def test_a_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
+    env = {key: value for key, value in os.environ.items() if key not in ray_session.ALLOCATOR}
+    command = [sys.executable, "-c", QUIETED]
+    top = Path(__file__).parents[2]
+    done = subprocess.run(command, env=env | told, cwd=top, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 20_000) == kept
 
 
 TERMINATED = """
