@@ -7,35 +7,54 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from titans_kernels import forms
+from titans_kernels.memory.options import without_autocast
+
 SHORTEST, NARROWEST = 16, 16
 """Fewer tokens, as when a model writes, are a few products; narrower heads fill no tensor core."""
+FORGOTTEN = -32.0
+"""The logarithm of a decay that leaves 1e-14 of a state, nothing beside what the next token writes. They take
+differences of sums of decays: a stronger one adds rounding errors, and minus infinity makes them NaN."""
+INSTALLED = importlib.util.find_spec("fla") is not None
 
 
-def refusal(v: Tensor, key_width: int, operands: torch.dtype) -> str | None:
-    """Why these kernels do not serve a call with v [B, T, H, F]; None where they do."""
+def refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
+    """Why these kernels do not serve a call with v [B, T, H, F] and G ``decays``; None where they do."""
     if not v.is_cuda:
         return "not on a GPU"
     if v.shape[1] < SHORTEST or min(key_width, v.shape[-1]) < NARROWEST:
         return f"fewer than {SHORTEST} tokens, or heads narrower than {NARROWEST}"
+    if key_width % 2 or v.shape[-1] % 2:
+        return "heads of an odd width"
     if operands == torch.float64:
         return "float64"
-    if operands == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+    if operands == torch.float32 and not _rounds_to_tf32():
         return "float32 operands, which they round to TF32 (torch.backends.cuda.matmul.fp32_precision)"
-    if not _installed():
+    if not INSTALLED:
         return "flash-linear-attention is not installed (pip install 'titans-lab[fla]')"
+    if decays == 1 and _wrong_on_hopper(v.device.index):
+        return "its backward for one decay a head is refused on Hopper before Triton 3.7.1 (FLA's issue 640)"
     return None
 
 
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("fla") is not None
+@torch.compiler.assume_constant_result
+def _rounds_to_tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@torch.compiler.assume_constant_result
+def _wrong_on_hopper(device: int | None) -> bool:
+    """As their backward asks, which raises: too late for another form."""
+    import triton
+
+    version = tuple(map(int, triton.__version__.split("+")[0].split(".")[:3]))
+    return (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def kernel_name(log_decay: Tensor) -> str:
@@ -43,19 +62,24 @@ def kernel_name(log_decay: Tensor) -> str:
     return "chunk_simple_gla" if log_decay.shape[-1] == 1 else "chunk_gla"
 
 
+# compiled blocks leave their graph for it: the kernels are no graph's
+@torch.compiler.disable
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`titans_kernels.recurrent_linear_attention` by their kernels; q, k and v of one type.
 
     Their q is scaled by the root of the key width unless told otherwise, and packed documents are one long
-    row with borders. y has the type of v, the state stays in float32.
+    row with borders. y has the type of v, the state stays in float32. A gradient of a gradient is not to be
+    had: theirs carries no graph.
     """
     name = kernel_name(log_decay)
+    forms.note("linear_attention", f"flash-linear-attention's {name}")
     # "fla.ops.gla" has "chunk_gla"; a decorator of theirs hides what it takes
     kernel: Any = getattr(importlib.import_module(f"fla.ops.{name.removeprefix('chunk_')}"), name)
-    decay = (log_decay.squeeze(-1) if log_decay.shape[-1] == 1 else log_decay).float()
-    tokens, borders, last = (q, k, v, decay), None, None
+    decay = log_decay.float().clamp(min=FORGOTTEN)
+    tokens = (q, k, v, decay.squeeze(-1) if decay.shape[-1] == 1 else decay)
+    borders, last = None, None
     if index_BT is not None:
         # a row continues `state` with its first document, and leaves that of its last
         starts = F.pad(index_BT[:, 1:] != index_BT[:, :-1], (1, 0), value=True)
@@ -65,7 +89,8 @@ def linear_attention(
         tokens = tuple(x.flatten(0, 1)[None] for x in tokens)
         of_all = state.new_zeros(borders.numel() - 1, *state.shape[1:])
         state = of_all.index_copy(0, last + 1 - count, state)
-    y, after = kernel(
-        *tokens, scale=1.0, initial_state=state.float(), output_final_state=True, cu_seqlens=borders
-    )
+    with without_autocast(q):
+        y, after = kernel(
+            *tokens, scale=1.0, initial_state=state.float(), output_final_state=True, cu_seqlens=borders
+        )
     return (y, after) if last is None else (y.view_as(v), after[last])

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from torch import Tensor
+
 log = logging.getLogger("titans_kernels")
 _RAN: set[str] = set()
 
 
-def note(operator: str, form: str) -> None:
-    """Write down that a call took this form."""
-    _RAN.add(f"{operator}: {form}")
+def note(operator: str, form: str, given: Tensor | None = None) -> None:
+    """Write down that a call took this form; not one that was ``given`` a shape alone (the meta device)."""
+    if given is None or not given.is_meta:
+        _RAN.add(f"{operator}: {form}")
 
 
 def forms_used(*, forget: bool = False) -> list[str]:
     """``operator: form`` of the calls of this process so far, sorted; ``forget`` begins a new list.
 
-    Calls within a compiled model are not among them: a compiler makes its own of the chunked forms.
+    Of a compiled model only kernels that the compiler leaves alone are among them: it makes its own of the
+    chunked forms.
     """
     used = sorted(_RAN)
     if forget:

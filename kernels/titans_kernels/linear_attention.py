@@ -8,12 +8,12 @@ for a decay of each key channel and 1 for one number a head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels import fla, forms
@@ -69,18 +69,18 @@ def linear_attention(
     (`titans_kernels.fla`); `forms_used` tells which form ran. A given ``chunk_size`` is for this form alone.
     """
     T, dtype = q.shape[1], state_dtype(q)
-    if chunk_size is None and not torch.compiler.is_compiling():
+    if chunk_size is None:
         operands = operand_dtype(v)
-        reason = fla.refusal(v, q.shape[-1], operands)
+        reason = fla.refusal(v, q.shape[-1], log_decay.shape[-1], operands)
         if reason is None:
-            forms.note("linear_attention", f"flash-linear-attention's {fla.kernel_name(log_decay)}")
             q, k, v = (x.to(operands) for x in (q, k, v))
-            with without_autocast(q):
-                y, state = fla.linear_attention(q, k, v, log_decay, state, index_BT)
+            # a decorator hides what it takes
+            y, state = fla.linear_attention(q, k, v, log_decay, state, index_BT)  # pyright: ignore[reportCallIssue]
             return y.to(dtype), state
-        if v.is_cuda and T >= fla.SHORTEST:
-            forms.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
-        forms.note("linear_attention", "chunked")
+        if not torch.compiler.is_compiling():
+            if v.is_cuda and T >= fla.SHORTEST:
+                forms.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
+            forms.note("linear_attention", "chunked", v)
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
     with without_autocast(q):
         q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))
@@ -111,13 +111,13 @@ def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> 
     """`recurrent_scan` for all chunks side by side: T / c + 2 c steps in place of T.
 
     States from chunk to chunk first, then all tokens of a place in their chunk at once. ``chunk_size`` None
-    takes that with the fewest steps, or the whole row where it is wide and on a CPU. The backward needs a
-    and h alone.
+    takes that with the fewest steps, but no fewer than 16 tokens, or the whole row where it is wide and on a
+    CPU. The backward needs a and h alone, and cannot be differentiated again.
     """
     T = a.shape[1]
     compiling = torch.compiler.is_compiling()
     whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
-    size = min(T, chunk_size or (T if whole else max(16, math.isqrt(T // 2))))
+    size = min(T, chunk_size or (T if whole else max(16, int((T // 2) ** 0.5))))
     # a compiler writes a backward of its own
     return _swept(_write, a, b, state, size, back=False)[0] if compiling else _Scan.apply(a, b, state, size)
 
@@ -131,7 +131,8 @@ class _Scan(torch.autograd.Function):
         return h
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         """``dh_t = g_t + a_{t+1} dh_{t+1}``, from the last token to the first."""
         a, h, state = ctx.saved_tensors
         dh, d_state = _swept(_collect, a, grads[0], torch.zeros_like(state), ctx.size, back=True)

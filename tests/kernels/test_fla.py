@@ -40,7 +40,9 @@ def leaves(*shapes: Sequence[int]) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def agree(ours: Sequence[Tensor], other: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def agree(
+    ours: Sequence[Tensor], other: Sequence[Tensor], given: Sequence[Tensor], within: float = 1e-5
+) -> None:
     """Outputs, and the gradients of a sum of them with fixed weights."""
     found = []
     for outputs in (ours, other):
@@ -48,7 +50,7 @@ def agree(ours: Sequence[Tensor], other: Sequence[Tensor], given: Sequence[Tenso
         loss = torch.stack([(y * w).sum() for y, w in zip(outputs, weights, strict=True)]).sum()
         found.append([*outputs, *torch.autograd.grad(loss, given, retain_graph=True)])
     assert any(x.abs().max() > 0.1 for x in found[0])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=within, atol=within)
 
 
 def heads_first(*xs: Tensor) -> list[Tensor]:
@@ -147,8 +149,46 @@ def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
 
 
 # their kernels overflow where they then mask: on a GPU without a word
-@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+def overflowing(test: Callable[..., None]) -> Callable[..., None]:
+    for text in ("invalid value encountered in multiply", "overflow encountered in (exp2|multiply)"):
+        test = pytest.mark.filterwarnings(f"ignore:{text}:RuntimeWarning")(test)
+    return test
+
+
+@overflowing
+@pytest.mark.parametrize("channels", [1, 16])
+def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
+    given = q, k, v, gate, state = leaves(
+        (B, 70, H, 16), (B, 70, H, 16), (B, 70, H, 32), (B, 70, H, channels), (B, H, 16, 32)
+    )
+    for decay in (-1e6, -torch.inf):
+        log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, 41]), decay)
+        tokens = q, k / 4, v, log_decay, state
+        # differences of sums of up to 92, in float32
+        agree(fla.linear_attention(*tokens), recurrent_linear_attention(*tokens), given, within=5e-5)
+
+
+@pytest.mark.slow
+# Dynamo looks at the .grad of what it is given in the middle of a graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch):
+    monkeypatch.setattr(fla, "refusal", lambda *_: None)
+    given = q, k, v, gate, state = leaves(
+        (B, 40, H, 16), (B, 40, H, 16), (B, 40, H, 32), (B, 40, H, 1), (B, H, 16, 32)
+    )
+
+    def block(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> list[Tensor]:
+        return [2 * y for y in linear_attention(q / 4, k, v, F.logsigmoid(gate), state)]
+
+    forms_used(forget=True)
+    torch._dynamo.reset()
+    found = torch.compile(block, backend="aot_eager")(*given)
+    assert forms_used() == ["linear_attention: flash-linear-attention's chunk_simple_gla"]
+    expected = recurrent_linear_attention(q / 4, k, v, F.logsigmoid(gate), state)
+    agree(found, [2 * y for y in expected], given)
+
+
+@overflowing
 @pytest.mark.parametrize(
     ("variant", "kernel"),
     [("retnet", "simple_gla"), ("gla", "gla"), ("hgrn2", "gla"), ("mamba2", "simple_gla")],
@@ -180,6 +220,7 @@ class OnAGPU:
     """What is asked of values there, without one."""
 
     is_cuda = True
+    device = torch.device("cuda", 0)
 
     def __init__(self, tokens: int, width: int):
         self.shape = (1, tokens, 1, width)
@@ -190,9 +231,24 @@ class OnAGPU:
     [
         (64, 32, torch.bfloat16, None), (64, 32, torch.float32, "TF32"), (64, 32, torch.float64, "float64"),
         (1, 32, torch.bfloat16, "fewer than 16"), (64, 8, torch.float16, "narrower"),
+        (64, 17, torch.bfloat16, "odd"),
     ],
 )  # fmt: skip
 def test_what_the_kernels_do_not_serve(tokens, width, operands, why):
-    reason = fla.refusal(OnAGPU(tokens, width), 32, operands)  # pyright: ignore[reportArgumentType]
+    reason = fla.refusal(OnAGPU(tokens, width), 32, 16, operands)  # pyright: ignore[reportArgumentType]
     assert reason is None if why is None else why in reason
-    assert fla.refusal(torch.zeros(1, 64, 1, 32), 32, torch.bfloat16) == "not on a GPU"
+    assert fla.refusal(torch.zeros(1, 64, 1, 32), 32, 16, torch.bfloat16) == "not on a GPU"
+
+
+@pytest.mark.parametrize(
+    ("decays", "version", "major", "refused"),
+    [
+        (1, "3.6.0", 9, True), (1, "3.7.0+git12ab", 9, True), (1, "3.7.1", 9, False), (1, "3.6.0", 8, False),
+        (1, "3.6.0", 10, False), (16, "3.6.0", 9, False),
+    ],
+)  # fmt: skip
+def test_what_their_backward_would_refuse_is_refused_before(monkeypatch, decays, version, major, refused):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    reason = fla.refusal(OnAGPU(64, 32), 32, decays, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    assert (reason is not None and "Hopper" in reason) == refused

@@ -64,3 +64,14 @@ def test_a_scan_of_chunks_gives_the_recurrence(T, chunk_size):
     a[0, T // 2] = 0  # where a document begins
     x = [y.requires_grad_() for y in (a, b, torch.rand(2, 3, 4, generator=g, dtype=torch.float64))]
     compare((scan(*x, chunk_size=chunk_size),), (recurrent_scan(*x),), x)
+
+
+@pytest.mark.slow
+def test_a_compiled_scan_takes_rows_of_any_length():
+    torch._dynamo.reset()
+    compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
+    for T in (40, 50, 600):
+        g = torch.Generator().manual_seed(T)
+        shapes = (1, T, 2), (1, T, 2), (1, 2)
+        x = [torch.rand(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+        compare((compiled(*x),), (recurrent_scan(*x),), x)

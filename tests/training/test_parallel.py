@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from titans_core import LanguageModel
+from titans_kernels import forms_used
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer
 from titans_platform.training import checkpoint
@@ -148,6 +149,8 @@ def test_compiled_and_recomputed_blocks_train_to_the_same_losses(workers, one, m
     monkeypatch.setattr(
         "titans_core.blocks.Block.compile", partialmethod(nn.Module.compile, backend="aot_eager")
     )
+    forms_used(forget=True)
     with deterministic(0, threads=1):
         assert workers.losses(workers.trainer("ddp", compile=True), 4) == pytest.approx(one[:4], rel=2e-6)
+        assert "blocks: compiled" in forms_used()
         assert workers.losses(workers.trainer("ddp", recompute=True), 4) == one[:4]

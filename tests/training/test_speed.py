@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.small import trainer
 from titans_core.presets import preset
+from titans_kernels import forms_used
 from titans_platform.config import RunConfig
 from titans_platform.objectives import build_objective
 from titans_platform.runs.cost import training_flops
@@ -34,7 +35,10 @@ def test_counted_operations_are_those_of_the_whole_model_forward_and_backward(va
     batch = objective.sample_batch(1)
     with FlopCounterMode(display=False) as counter:
         objective.losses(model, type(batch)(*(part.to("meta") for part in batch))).sum().backward()
+    forms_used(forget=True)
     assert training_flops(cfg) == pytest.approx(counter.get_total_flops(), rel=0.03)
+    # shapes are counted: no form of an operator has run
+    assert forms_used() == []
 
 
 def test_a_transformer_s_operations_are_six_a_weight_and_those_of_attention():

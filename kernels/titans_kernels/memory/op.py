@@ -117,7 +117,7 @@ def neural_memory(
     )  # fmt: skip
     form = choose(backend, inputs, weights, options)
     if not torch.compiler.is_compiling():
-        forms.note("neural_memory", _name(form))
+        forms.note("neural_memory", _name(form), q)
     if residual is not None and not residual.norm and form not in OF_ANY_LOSS:
         form = partial(_around, form)
     # the state is float32 whatever autocast would make of the products
@@ -170,8 +170,8 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
 
 
 def _name(form: Form) -> str:
-    """The module of a form, as `BACKENDS` has it."""
-    return getattr(form, "func", form).__module__.removeprefix("titans_kernels.memory.").removesuffix(".op")
+    """The module of a form."""
+    return getattr(form, "func", form).__module__.rpartition(".")[2].removesuffix("_op")
 
 
 def _around(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:

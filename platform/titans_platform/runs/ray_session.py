@@ -58,8 +58,8 @@ ALLOCATOR = {
 """Settings that glibc reads when a process starts: it keeps what a step freed for the next one.
 
 By itself it asks the system for every block of over 32 MiB anew, over half of a step of Mamba on rows of 501
-tokens. It still does from 64 MiB on: no thread but the first can keep those, and one that did held 1.6 times
-the memory.
+tokens. It still does from 64 MiB on: a thread, in which a study's cells are trained, has no room for those by
+itself, and where it was given room (`MALLOC_ARENA_MAX` of 1) a process held 1.6 times the memory.
 """
 MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2}
 """The same settings' numbers in glibc's malloc.h, for a process that has started."""
@@ -72,7 +72,8 @@ def quiet() -> None:
     """
     given = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
     os.environ.update(given)
-    if platform.libc_ver()[0] == "glibc":
+    told = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if platform.libc_ver()[0] == "glibc" and not told:
         for name in MALLOPT.keys() & given.keys():
             ctypes.CDLL(None).mallopt(MALLOPT[name], int(given[name]))
     for name in ("ray", "ray.train", "ray.data"):
