@@ -20,6 +20,11 @@ PAGES = (README, *(TOP / name for name in ("CONTRIBUTING.md", "kernels/README.md
 PAGES += tuple(sorted((TOP / "docs").glob("*.md")))
 
 
+def joined(text: str) -> str:
+    """The lines of a command as one."""
+    return text.replace("\\\n", " ")
+
+
 def blocks(language: str) -> list[str]:
     """The fenced blocks of README in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -55,7 +60,7 @@ def commands() -> list[tuple[str, str, bool]]:
     """Every `titans` line of the documents: page, line, whether it stands in a block of its own."""
     found = []
     for page in PAGES:
-        text, name = page.read_text("utf-8"), str(page.relative_to(TOP))
+        text, name = joined(page.read_text("utf-8")), str(page.relative_to(TOP))
         for line in re.findall(r"^(?:    )?(titans .*)$", text, re.MULTILINE):
             found.append((name, line, True))
         found += [(name, line, False) for line in re.findall(r"`(titans [^`]+)`", text)]
@@ -74,7 +79,7 @@ def test_a_wrong_command_would_be_seen():
 
 
 def test_other_lines_of_the_shell_are_known():
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line]
+    lines = [line for block in blocks("sh") for line in joined(block).splitlines() if line]
     targets = set(re.findall(r"^(\w[\w-]*):", (TOP / "Makefile").read_text(), re.MULTILINE))
     for line in lines:
         command, *words = shlex.split(line, comments=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels import neural_memory
+from titans_kernels.memory import op
 
 ONLINE = {"chunk_size": 1, "surprise_bound": None}
 
@@ -79,6 +80,20 @@ def test_auto_takes_it_where_it_serves(monkeypatch):
         calls.clear()
         neural_memory(*tokens, (W,), (S,), rule=rule, **options)
         assert bool(calls) == served, (rule, options)
+
+
+class OnAGPU(Tensor):
+    """A tensor that says it is there, which is all that the choice of a form asks."""
+
+    is_cuda = True
+
+
+def test_a_gpu_takes_it_too():
+    *tokens, W, _ = made(8)
+    inputs = op.Inputs(*(x.as_subclass(OnAGPU) for x in tokens))
+    for chunk_size, taken in ((1, True), (16, False)):
+        form = op.choose("auto", inputs, (W,), op.Options(chunk_size, "silu", None, None))
+        assert (form is op.online.forget_and_learn) == taken
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def neural_memory(
             "triton" on a GPU, whose operands are of q's type, or of autocast's where it is on; a call that no
             kernel serves takes "chunked", which is logged once. On a CPU it is "native" where a C++ compiler
             is and the memory is small, else "chunked"; for another rule than the paper's, "autograd".
-            "online" takes the place of all but "triton" for a linear memory in chunks of one token.
+            "online" takes the place of all others for a linear memory in chunks of one token.
         rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
             the paper's. "reference" and "autograd" take any rule.
         residual: None for the paper's memory, or a residual around it, with or without LN. LN and an alpha by
@@ -137,7 +137,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     if backend == "reference":
         return reference.forget_and_learn
     by_hand = type(options.rule) in chunked.TAKES
-    if backend == "online" or (backend == "auto" and not (by_hand and inputs.q.is_cuda)):
+    if backend in ("auto", "online"):
         reason = online.refusal(inputs, weights, options)
         if reason is None:
             return online.forget_and_learn
