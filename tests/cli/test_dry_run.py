@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+import torch
 
 from titans_platform import cli
 
@@ -75,3 +76,13 @@ def test_a_root_that_cannot_be_written_is_named(tiny_yaml, tmp_path, capsys):
     error = capsys.readouterr().err.strip()
     assert str(tmp_path / "file") in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_a_gpu_that_is_left_unused_is_named(tiny_yaml, tmp_path, capsys, monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    for asked in ([], ["--gpus", "0.5"]):
+        code = cli.run(["train", str(tiny_yaml), "--root", str(tmp_path / "runs"), "--dry-run", *asked])
+        named = "--gpus 1" in capsys.readouterr().out
+        assert named == (there == 1 and not asked)
+        assert code == (2 if asked and not there else 0)

@@ -94,11 +94,13 @@ def train(
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
     from titans_platform.runs.load import located
-    from titans_platform.runs.spec import Resources
+    from titans_platform.runs.spec import Resources, this_machine
 
     console = Console(stderr=as_json)
     cfg = located(load_config(config, overrides + checkpoint_every), root)
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
+    if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
+        console.print("this machine has a GPU, which the run leaves unused: --gpus 1 trains on it")
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
