@@ -29,7 +29,7 @@ STUDY = {
 }
 
 FIRST, EQUAL = "LMM", "Linear Memory, equal state"
-EXPECTED = {"better": False, "because": "a derivation"}
+EXPECTED = {"better": False, "because": "a derivation\n"}
 
 
 def write(folder: Path, **changes) -> str:
@@ -140,6 +140,8 @@ def test_a_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
     lines = [row.as_line() for row in study.rows_at("small")]
     assert [row.name for row in lines] == ["Linear Memory", "Linear Memory", "LMM", "LMM"]
     assert lines[-1].expected["first"].better is False
+    # as YAML folds a text, without the end of its last line
+    assert lines[-1].expected["first"].because == "a derivation"
     del tasks["b"]
     with pytest.raises(UsageError, match=r"'Linear Memory': eval\.columns\.second"):
         expand(load_study(write(tmp_path, **changes)), "small")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
@@ -205,7 +205,7 @@ class Expectation(Frozen):
     """Which way a row should go from the first one, said before it is run."""
 
     better: bool
-    because: Annotated[str, Field(min_length=1)]
+    because: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     """A derivation, or whose result it is."""
 
 
