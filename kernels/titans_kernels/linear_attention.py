@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from titans_kernels import fla, forms
+from titans_kernels import forms
 from titans_kernels.memory.options import operand_dtype, state_dtype, without_autocast
 
 
@@ -70,15 +70,14 @@ def linear_attention(
     """
     T, dtype = q.shape[1], state_dtype(q)
     if chunk_size is None:
-        operands = operand_dtype(v)
-        reason = fla.refusal(v, q.shape[-1], log_decay.shape[-1], operands)
-        if reason is None:
+        fla, operands = _fla(v), operand_dtype(v)
+        reason = fla.refusal(v, q.shape[-1], log_decay.shape[-1], operands) if fla else None
+        if fla and reason is None:
             q, k, v = (x.to(operands) for x in (q, k, v))
-            # a decorator hides what it takes
-            y, state = fla.linear_attention(q, k, v, log_decay, state, index_BT)  # pyright: ignore[reportCallIssue]
+            y, state = fla.linear_attention(q, k, v, log_decay, state, index_BT)
             return y.to(dtype), state
         if not torch.compiler.is_compiling():
-            if v.is_cuda and T >= fla.SHORTEST:
+            if fla and T >= fla.SHORTEST:
                 forms.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
             forms.note("linear_attention", "chunked", v)
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
@@ -92,6 +91,15 @@ def linear_attention(
         starts, state = _passed(kept, added, state.to(dtype))
         y = _scores(q, k, D) @ v + (q * through * reads) @ starts
     return y.transpose(2, 3).flatten(1, 2)[:, :T], state
+
+
+def _fla(v: Tensor) -> Any:
+    """`titans_kernels.fla`, which imports the compiler, where it may serve: on a GPU; else None."""
+    if not v.is_cuda:
+        return None
+    from titans_kernels import fla
+
+    return fla
 
 
 def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:

@@ -128,6 +128,12 @@ def kernels(monkeypatch):
             monkeypatch.setattr(loaded, "range", by_tensors, raising=False)
 
 
+def serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let their kernels take every call, as on a GPU."""
+    monkeypatch.setattr(fla, "refusal", lambda *_: None)
+    monkeypatch.setitem(linear_attention.__globals__, "_fla", lambda _: fla)
+
+
 def packed(T: int) -> Tensor:
     """A document of one token, and a border in the middle of a chunk and between two."""
     starts = torch.zeros(B, T, dtype=torch.long)
@@ -172,7 +178,7 @@ def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, ch
 # Dynamo looks at the .grad of what it is given in the middle of a graph
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch):
-    monkeypatch.setattr(fla, "refusal", lambda *_: None)
+    serve(monkeypatch)
     given = q, k, v, gate, state = leaves(
         (B, 40, H, 16), (B, 40, H, 16), (B, 40, H, 32), (B, 40, H, 1), (B, H, 16, 32)
     )
@@ -206,7 +212,7 @@ def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant, ke
     results = []
     for served in (False, True):
         if served:
-            monkeypatch.setattr(fla, "refusal", lambda *_: None)
+            serve(monkeypatch)
         forms_used(forget=True)
         out = [model(tokens).logits, model(tokens, document_starts=starts).logits]
         loss = torch.stack([y.square().mean() for y in out]).sum()
