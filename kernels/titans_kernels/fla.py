@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from titans_kernels import forms
 from titans_kernels.memory.options import without_autocast
@@ -25,9 +26,7 @@ INSTALLED = importlib.util.find_spec("fla") is not None
 
 
 def refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
-    """Why these kernels do not serve a call with v [B, T, H, F] and G ``decays``; None where they do."""
-    if not v.is_cuda:
-        return "not on a GPU"
+    """Why these kernels do not serve a GPU's call with v [B, T, H, F] and G ``decays``; None where they do."""
     if v.shape[1] < SHORTEST or min(key_width, v.shape[-1]) < NARROWEST:
         return f"fewer than {SHORTEST} tokens, or heads narrower than {NARROWEST}"
     if key_width % 2 or v.shape[-1] % 2:
@@ -53,7 +52,7 @@ def _wrong_on_hopper(device: int | None) -> bool:
     """As their backward asks, which raises: too late for another form."""
     import triton
 
-    version = tuple(map(int, triton.__version__.split("+")[0].split(".")[:3]))
+    version = TorchVersion(triton.__version__)
     return (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -62,7 +61,7 @@ def kernel_name(log_decay: Tensor) -> str:
     return "chunk_simple_gla" if log_decay.shape[-1] == 1 else "chunk_gla"
 
 
-# compiled blocks leave their graph for it: the kernels are no graph's
+# a compiler cannot trace the kernels: a compiled block breaks its graph here
 @torch.compiler.disable
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None = None
