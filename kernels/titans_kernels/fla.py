@@ -26,7 +26,7 @@ INSTALLED = importlib.util.find_spec("fla") is not None
 
 
 def refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
-    """Why these kernels do not serve a GPU's call with v [B, T, H, F] and G ``decays``; None where they do."""
+    """Why these kernels do not serve a GPU's call with v [B, T, H, F] and G ``decays``; None if they do."""
     if v.shape[1] < SHORTEST or min(key_width, v.shape[-1]) < NARROWEST:
         return f"fewer than {SHORTEST} tokens, or heads narrower than {NARROWEST}"
     if key_width % 2 or v.shape[-1] % 2:
@@ -53,7 +53,8 @@ def _wrong_on_hopper(device: int | None) -> bool:
     import triton
 
     version = TorchVersion(triton.__version__)
-    return (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9
+    affected = TorchVersion("3.4") <= version < TorchVersion("3.7.1")
+    return affected and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def kernel_name(log_decay: Tensor) -> str:
