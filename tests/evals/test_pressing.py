@@ -40,6 +40,9 @@ OTHERS = [
     ("functions", {}, 64),
     ("functions", {"hidden": 0, "classes": 2}, 64),
     ("functions", {"inputs": 1, "levels": 26, "examples": 12, "queries": None, "classes": 3}, 128),
+    ("resets", {}, 64),
+    ("resets", {"pairs": 3, "queries": 6, "filler": "noise"}, 128),
+    ("resets", {"pairs": 5, "keys": 60, "values": 36, "tokens": 48}, 128),
     ("words", {}, 64),
     ("words", {"degree": 2, "queries": 3}, 256),
     ("words", {"degree": 10, "queries": 7}, 64),
@@ -176,6 +179,25 @@ def test_a_word_multiplied_out_is_the_answer(task, options, length):
     share, asked = right(items, solve)
     assert (share, asked) == (1, len(items) * task.options.queries)
     assert all(re.search(r"=\d+$", item.text) for item in items)
+
+
+@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "resets"])
+def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
+    """Who reads this line alone answers all, who forgets nothing only those of this line, half of all."""
+    task, items = made(task, options, length)
+
+    def told(before):
+        return latest("\n" + before.rpartition("\n")[2])
+
+    share, asked = right(items, lambda before: (lambda key, bound: bound.get(key, "-"))(*told(before)))
+    assert share == 1
+    assert asked >= 2 * len(items)
+    share, _ = right(items, lambda before: (lambda key, bound: bound.get(key, "?"))(*latest(before)))
+    assert near(share, 1 / 2, len(items))
+    assert near(right(items, lambda _: "-")[0], task.floor, len(items))
+    later = [(before, said) for item in items for before, said in questions(item) if "\n" in before[1:]]
+    lines = [(latest(before)[0], before.split("\n")[-2]) for before, said in later if said == "-"]
+    assert all(re.search(rf"{re.escape(key)}[0-9a-z]", line) for key, line in lines)
 
 
 # --- chance and floor
@@ -329,6 +351,8 @@ def test_queries_at_the_end_follow_all_of_the_filler():
         ("composition", {"pairs": 5}, "no option 'pairs'"),
         ("episodes", {"tokens": 15}, "tokens: 15 are fewer than the 16"),
         ("episodes", {"keys": 5, "renewed": 0.5}, "renewed: an episode of 4 pairs needs more than 5 keys"),
+        ("resets", {"tokens": 16}, "tokens: 16 are fewer than the 17"),
+        ("resets", {"keys": 7}, "pairs: of 7 keys at most half are bound at a time, not 4"),
         ("fuzzy_recall", {"pairs": 9}, "pairs: 9 exceed symbols: 8"),
         ("fuzzy_recall", {"key_length": 4}, "options.key_length"),
         ("memorisation", {"entries": 10}, "queries: 16 exceed entries: 10"),

@@ -14,6 +14,7 @@ from titans_platform.evals import (  # noqa: F401 - which register their tasks
     perplexity,
     reasoning,
     recall,
+    resets,
     texts,
     throughput,
     words,

@@ -1,0 +1,71 @@
+"""Recall between resets: pairs of a key and a value that hold until the next mark.
+
+A row has a line for each block: `KvJw...` and filler in which keys come up. Half of them are this line's and
+followed by their values; the others were bound in the line before, which is over, and are followed by `-`.
+"""
+
+from __future__ import annotations
+
+import random
+
+from pydantic import model_validator
+
+from titans_core.config import PositiveInt
+from titans_platform.evals.recall import KEYS, VALUES, Block, KeyValue, PairOptions, spread
+from titans_platform.evals.registry import register
+
+MARK, NO_VALUE = "\n", "-"
+
+
+class ResetOptions(PairOptions):
+    """How long a block is."""
+
+    tokens: PositiveInt = 24
+    """Tokens from one mark to the next; a row has as many blocks as fit, longer rows have more."""
+
+    @model_validator(mode="after")
+    def _long_enough(self) -> ResetOptions:
+        if 2 * self.pairs > self.keys:
+            raise ValueError(f"pairs: of {self.keys} keys at most half are bound at a time, not {self.pairs}")
+        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
+        needed = 1 + width * (self.pairs + (self.queries or self.pairs))
+        if self.tokens < needed:
+            raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of a block and its queries")
+        return self
+
+
+@register
+class Resets(KeyValue):
+    """The value of each key in this block, or that it has none: a mark ends all that was bound before it.
+
+    Half of the questions ask for a key of the block before, whose answer is `-`; the first block's are of
+    keys never bound. What is not forgotten is answered as if it still held. After the continual Reber
+    grammar, whose state is to be reset between strings (Gers, Schmidhuber and Cummins 2000, "Learning to
+    forget").
+    """
+
+    name = "resets"
+    Options = ResetOptions
+
+    @property
+    def chance(self) -> float:
+        """`-` for half of the questions at random, values for the others."""
+        return (1 + 1 / self.options.values) / 4
+
+    @property
+    def floor(self) -> float:
+        """Always `-`."""
+        return 0.5
+
+    def blocks(self, rng: random.Random, length: int) -> list[Block]:
+        """As many as the row has room for; no two neighbours share a key."""
+        pairs = self.options.pairs
+        drawn = rng.sample(self._keys, 2 * pairs)
+        keys, over = drawn[:pairs], drawn[pairs:]
+        found = []
+        for _ in range(max(1, (length - 1) // self.options.tokens)):
+            bound = dict(zip(keys, spread(rng, self._values, pairs), strict=True))
+            text = MARK + "".join(key + value for key, value in bound.items())
+            found.append((text, bound | dict.fromkeys(over, NO_VALUE)))
+            over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
+        return found
