@@ -67,6 +67,12 @@ class PairOptions(QueryOptions):
             raise ValueError(f"pairs: {self.pairs} exceed keys: {self.keys}")
         return self
 
+    @property
+    def characters(self) -> int:
+        """What a block's pairs and its questions with their answers take."""
+        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
+        return width * (self.pairs + (self.queries or self.pairs))
+
 
 class RecallOptions(PairOptions):
     """Also what makes pairs hard to find and to keep."""
@@ -248,11 +254,10 @@ class EpisodeOptions(PairOptions):
 
     @model_validator(mode="after")
     def _long_enough(self) -> EpisodeOptions:
-        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
-        needed = width * (self.pairs + (self.queries or self.pairs))
-        if self.tokens < needed:
+        if self.tokens < self.characters:
+            needed = self.characters
             raise ValueError(
-                f"tokens: {self.tokens} are fewer than the {needed} of an episode's pairs and queries"
+                f"tokens: {self.tokens} are fewer than the {needed} of an episode and its queries"
             )
         if self.pairs + round(self.renewed * self.pairs) > self.keys:
             raise ValueError(f"renewed: an episode of {self.pairs} pairs needs more than {self.keys} keys")

@@ -11,7 +11,7 @@ import random
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.recall import KEYS, VALUES, Block, KeyValue, PairOptions, spread
+from titans_platform.evals.recall import Block, KeyValue, PairOptions, spread
 from titans_platform.evals.registry import register
 
 MARK, NO_VALUE = "\n", "-"
@@ -27,8 +27,7 @@ class ResetOptions(PairOptions):
     def _long_enough(self) -> ResetOptions:
         if 2 * self.pairs > self.keys:
             raise ValueError(f"pairs: of {self.keys} keys at most half are bound at a time, not {self.pairs}")
-        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
-        needed = 1 + width * (self.pairs + (self.queries or self.pairs))
+        needed = 1 + self.characters
         if self.tokens < needed:
             raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of a block and its queries")
         return self
