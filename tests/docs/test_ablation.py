@@ -105,15 +105,35 @@ def compared(measured: Measured) -> list[Verdict]:
     return found
 
 
-def test_the_verdict_is_that_of_the_data(text, measured):
-    shown = table(text.partition("minus LMM")[2].partition("**Rates.**")[0])
-    found = compared(measured)
+def check_verdicts(shown: dict[str, list[str]], found: list[Verdict]) -> None:
     for verdict in found:
         signed, (low, high) = f"+.{digits(verdict.column)}f", verdict.ours.interval
         expected = f"{verdict.ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
         cell = shown[verdict.row][list(COLUMNS).index(verdict.column)]
         assert cell == expected, f"{verdict.row} {verdict.column}"
+
+
+def test_the_verdict_is_that_of_the_data(text, measured):
+    found = compared(measured)
+    check_verdicts(table(text.partition("minus LMM")[2].partition("**Rates.**")[0]), found)
     assert tally(found) in " ".join(text.split())
+
+
+def test_a_second_set_of_seeds_is_told_as_it_came():
+    """Ten seeds in one table, and how many verdicts of the first five the other five have again."""
+    first, second = measured_in("ablation-workstation.csv"), measured_in("ablation-workstation-second.csv")
+    both = {row: {key: first[row][key] | second[row][key] for key in COLUMNS} for row in second}
+    assert {seed for row in second.values() for values in row.values() for seed in values} == {5, 6, 7, 8, 9}
+    assert all(len(values) == 10 for row in both.values() for values in row.values())
+    text = (TOP / "docs/ablation.md").read_text("utf-8").partition("\n## Ten seeds at scale workstation\n")[2]
+    check_scores({row: scores(text)[row] for row in both}, both)
+    found = compared(both)
+    check_verdicts(table(text.partition("minus LMM")[2]), found)
+    resolved = [pair for pair in zip(compared(first), compared(second), strict=True) if pair[0].ours.resolved]
+    again = sum(before.outcome == after.outcome for before, after in resolved)
+    for page in (" ".join(text.split()), " ".join((TOP / "README.md").read_text("utf-8").split())):
+        assert f"{again} of the {len(resolved)}" in page
+        assert tally(found) in page
 
 
 def test_the_rows_at_one_rate_are_those_of_the_data(text, scale, measured):

@@ -19,6 +19,7 @@ TABLES = {
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
     "far-needle.csv": ("README.md", "How far a memory holds"),
+    "forgetting.csv": ("README.md", "Forgetting what is over"),
     "throughput.csv": ("docs/comparisons.md", "Throughput: fifteen models, 1K to 32K tokens"),
     "state-tracking.csv": ("README.md", "Parity at four times the training length"),
 }
