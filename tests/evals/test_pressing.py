@@ -197,6 +197,7 @@ def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
     assert near(right(items, lambda _: "-")[0], task.floor, len(items))
     later = [(before, said) for item in items for before, said in questions(item) if "\n" in before[1:]]
     lines = [(latest(before)[0], before.split("\n")[-2]) for before, said in later if said == "-"]
+    assert lines
     assert all(re.search(rf"{re.escape(key)}[0-9a-z]", line) for key, line in lines)
 
 
