@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
-from titans_core.documents import Documents
+from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RotaryEmbedding, rotate
 from titans_core.projections import ConvState, Projections, per_row
 from titans_kernels import document_borders
@@ -36,6 +36,8 @@ class AttentionState(NamedTuple):
 
     keys: KeyCache | None
     conv_state: ConvState
+    held_B: Tensor | None = None
+    """[B] how many of the last keys a row sees, where some rows began later than others; None: all."""
 
 
 class SegmentState(NamedTuple):
@@ -97,14 +99,30 @@ class Attention(Projections):
         state, window = state or first, self.config.window
         (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.conv_state, documents)
         rotary = self._rotary(position_BT)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        plain_q, q, k = q, rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
-            return self._output(_packed(q, k, v, window, prefix, documents)), None
+            seen = _beside_prefix(plain_q, q, KeyCache(k, v), prefix)
+            return self._output(_packed(*seen, window, documents)[..., : self.head_dim]), None
         keys = KeyCache(k, v) if state.keys is None else state.keys.extended(KeyCache(k, v))
-        S = keys.k.shape[2]
-        y = _windowed(q, *keys, window, prefix, S - k.shape[2])
+        S, T = keys.k.shape[2], k.shape[2]
+        seen = _beside_prefix(plain_q, q, keys, prefix)
+        y = _windowed(*seen, window, S - T, _hidden(state.held_B, S - T, T))[..., : self.head_dim]
         keep = S if window is None else min(S, window - 1)
-        return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state)
+        # once a row has given all the keys that are kept, it sees them all
+        held = None if state.held_B is None or keep <= T else (state.held_B + T).clamp(max=keep)
+        return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state, held)
+
+    def reset(
+        self, state: AttentionState, reset_B: Tensor, prefix_PD: Tensor | None = None
+    ) -> AttentionState:
+        """``state`` with rows ``reset_B`` [B] as after the persistent prefix: they see none of the keys."""
+        conv_state = reset_rows(state.conv_state, reset_B, self.start(prefix_PD)[1].conv_state)
+        if state.keys is None:
+            return state._replace(conv_state=conv_state)
+        held = state.held_B
+        if held is None:
+            held = torch.full_like(reset_B, state.keys.k.shape[2], dtype=torch.long)
+        return AttentionState(state.keys, conv_state, held.masked_fill(reset_B, 0))
 
     def segment(
         self,
@@ -118,8 +136,9 @@ class Attention(Projections):
 
         Token i sees p, the reads r_j and the tokens Z_j with j <= i: r_j is a function of token j, so a
         plain causal mask over the concatenation would show it the future. For the same reason r and Z have a
-        convolution each. ``state`` is that of the segment's earlier part, `closed` at its start. Returns
-        [B, T, D] and the state after the tokens.
+        convolution each. ``position_BT`` counts from the start of the segment: in a text of any length
+        positions are then those of training. ``state`` is that of the segment's earlier part, `closed` at its
+        start. Returns [B, T, D] and the state after the tokens.
         """
         rotary = self._rotary(position_BT)
         (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.tokens.conv_state)
@@ -169,28 +188,66 @@ class Attention(Projections):
         )
 
 
+def _beside_prefix(
+    plain_q: Tensor, q: Tensor, keys: KeyCache, prefix: KeyCache | None
+) -> tuple[Tensor, Tensor, Tensor, KeyCache | None]:
+    """Queries, keys, values and prefix such that a query meets the prefix without its own position.
+
+    Persistent tokens have no position: were a rotated query to meet their keys, its score would depend on how
+    far into the text it stands, and be one that no training row has shown. So queries are rotated and plain
+    side by side, keys of tokens meet the first half and those of the prefix the second.
+    """
+    if prefix is None:
+        return q, keys.k, keys.v, None
+    E = q.shape[-1]
+    left, right = (lambda x: F.pad(x, (0, E))), (lambda x: F.pad(x, (E, 0)))
+    # scores are divided by the root of a width that is now twice as large
+    q = 2**0.5 * torch.cat([q, plain_q], -1)
+    return q, left(keys.k), left(keys.v), KeyCache(right(prefix.k), left(prefix.v))
+
+
 def _last(x: Tensor, keep: int) -> Tensor:
     """The last ``keep`` tokens of [B, H, S, E], copied: a view would keep the others alive."""
     S = x.shape[2]
     return x if keep == S else x[:, :, S - keep :].clone()
 
 
+def _hidden(held_B: Tensor | None, before: int, T: int) -> Tensor | None:
+    """[B, before + T] bool: the cached keys that a row does not see, having begun after them."""
+    if held_B is None:
+        return None
+    key = torch.arange(before + T, device=held_B.device)
+    return key < before - held_B[:, None]
+
+
 def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, prefix: KeyCache | None, before: int
-) -> Tensor:
-    """Queries are the last T of ``before + T`` keys; [B, H, T, E]."""
+    q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, window: int | None, before: int,
+    hidden_BS: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Queries are the last T of ``before + T`` keys, of which rows may not see all; [B, H, T, E]."""
     T = q.shape[2]
     if window is None or window >= before + T:
-        return _dense(q, k, v, prefix)
+        return _dense(q, k, v, prefix, hidden_BS)
     if T == 1:  # a decode step sees every key that is left in the window
-        return _dense(q, k[:, :, -window:], v[:, :, -window:], prefix)
+        hidden_BS = None if hidden_BS is None else hidden_BS[:, -window:]
+        return _dense(q, k[:, :, -window:], v[:, :, -window:], prefix, hidden_BS)
     # dummy queries for the cached tokens keep the blocks aligned; at most a window of them
-    return _blocked(F.pad(q, (0, 0, before, 0)), k, v, window, prefix, None)[:, :, before:]
+    q = F.pad(q, (0, 0, before, 0))
+    # hidden keys are those of another document
+    return _blocked(q, k, v, window, prefix, None if hidden_BS is None else hidden_BS.long())[:, :, before:]
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None) -> Tensor:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, hidden_BS: Tensor | None = None
+) -> Tensor:
     B, _, T, _ = q.shape
     S = k.shape[2]
+    if hidden_BS is not None:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) & ~hidden_BS[:, None, None]
+        if prefix is not None:
+            k, v = (torch.cat([p.expand(B, -1, -1, -1), x], 2) for p, x in zip(prefix, (k, v), strict=True))
+            mask = F.pad(mask, (prefix.k.shape[2], 0), value=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if prefix is None:
         if S == T or T == 1:
             return F.scaled_dot_product_attention(q, k, v, is_causal=S == T and T > 1)
@@ -235,7 +292,7 @@ def _blocked(
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, prefix: KeyCache | None, documents: Documents
+    q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, window: int | None, documents: Documents
 ) -> Tensor:
     """Attention within each document of a packed batch."""
     if window is not None and window < q.shape[2]:

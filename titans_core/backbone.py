@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
@@ -42,6 +42,19 @@ class ModelState(NamedTuple):
             return copies[id(x)]
 
         return ModelState(self.position, tree_map(taken, self.blocks))
+
+    def split(self, sizes: Sequence[int]) -> list[ModelState]:
+        """The state of so many neighbouring rows of the batch each, as views."""
+        leaves, spec = tree_flatten(self.blocks)
+        parts = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
+        return [ModelState(self.position, tree_unflatten(part, spec)) for part in zip(*parts, strict=True)]
+
+    @staticmethod
+    def cat(states: Sequence[ModelState]) -> ModelState:
+        """The state of a batch from those of its parts, which all stand at one position."""
+        join = lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]  # noqa: E731
+        first, *others = (state.blocks for state in states)
+        return ModelState(states[0].position, tree_map(join, first, *others) if others else first)
 
 
 class Model(nn.Module):
@@ -92,7 +105,11 @@ class Backbone(Model):
         initialize(self, config.n_layers * block.layers)
 
     def encode(
-        self, x_BTD: Tensor, state: ModelState | None, document_starts: Tensor | Documents | None
+        self,
+        x_BTD: Tensor,
+        state: ModelState | None,
+        document_starts: Tensor | Documents | None,
+        reset_B: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """[B, T, D] embedded tokens to [B, T, D] normalised features, and the state after the last token.
 
@@ -103,10 +120,17 @@ class Backbone(Model):
                 attention and positions start afresh there. Cannot be combined with ``state``, and leaves
                 none. A compiled model takes `Documents.from_starts` of it, made outside: how many there
                 are is data.
+            reset_B: [B] bool, rows that begin a new sequence at this call in spite of ``state``; positions
+                run on, and are seen only relative to each other. The state must stand on a border of chunks
+                and segments.
+
+        Raises:
+            ValueError: ``document_starts`` and ``state`` are both given, or rows cannot be reset here.
         """
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
         positions, start = _positions(x_BTD, state, document_starts)
+        positions = positions._replace(reset_B=reset_B)
         before = [None] * len(self.blocks) if state is None else state.blocks
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):

@@ -47,6 +47,10 @@ class MemoryConfig(Frozen):
     decay_per: Literal["head", "channel"] = "head"
     """alpha_t as one number a head, or one for each channel that a layer of the memory gives out (a hidden
     layer of a larger expansion has as many neighbours of one alpha). Slower."""
+    forget_to: Literal["zero", "initial"] = "zero"
+    """What forgetting leads to: zero, the paper's rule, or the learned initial weights M_0. Over a long text
+    decay to zero forgets M_0 too, and a deep memory at zero learns nothing more; with initial, a memory that
+    forgets all is as it was before the first token."""
     conv: bool = True
     """Causal depthwise convolution after each of the q, k, v projections."""
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
@@ -69,6 +73,10 @@ class MemoryConfig(Frozen):
     """Where the inner learning rate starts: -1 is 0.27 of max_theta."""
     surprise_bound: Annotated[float, Field(gt=0)] | None = 1.0
     """Bound c on each token's surprise; None is the paper's unbounded rule."""
+    write_budget: Annotated[float, Field(gt=0)] | None = None
+    """Full steps that a direction of key space is written at most within a chunk: a token whose key earlier
+    tokens of its chunk have written along takes a smaller step. Repeated tokens can then not make the memory
+    diverge, which surprise_bound alone does not prevent; keep both. None is the paper's rule."""
     backend: Literal["auto", "reference", "autograd", "chunked", "native", "online", "triton"] = "auto"
     rule: str = "paper"
     """What a token does to the memory: paper, gated_delta, huber, yaad, or ``module:Name`` of a

@@ -1,12 +1,33 @@
-"""Borders of packed documents: everything that must start afresh where one text ends and another begins."""
+"""Where one text ends and another begins: borders of packed documents, and rows whose state is reset."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+
+def reset_rows(state: Any, reset_B: Tensor, start: Any = None) -> Any:
+    """``state`` with the rows ``reset_B`` replaced by those of ``start``.
+
+    Args:
+        state: a pytree of tensors [B, ...].
+        reset_B: [B] bool.
+        start: a pytree of the same structure whose tensors are [1, ...] or [B, ...]; None for zeros.
+    """
+
+    def merge(x: Any, first: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        mask = reset_B.view(-1, *[1] * (x.ndim - 1))
+        return torch.where(mask, 0 if first is None else first.to(x.dtype), x)
+
+    if start is None:
+        return tree_map(lambda x: merge(x, None), state)
+    return tree_map(merge, state, start)
 
 
 class Documents(NamedTuple):

@@ -53,14 +53,15 @@ class MemoryTrace(NamedTuple):
     """Where it is one a channel, their mean."""
     eta: Tensor
     theta: Tensor
+    """As the gate gives it; the write budget of a chunk, where there is one, may leave less of it."""
     weight_norm: Tensor
     """Frobenius norm of the weights of all layers after the token; known where a chunk ends and after the
     last token, else NaN."""
     momentum_norm: Tensor
     coefficient: Tensor
     """c_t, by which the token's gradient g_t stands in the weights after the last token (eqs. 13, 14):
-    ``M_T = beta M_0 + m S_0 - sum_t c_t g_t``. NaN for a rule with an update of its own, and where alpha is
-    one a channel."""
+    ``M_T = beta M_0 + m S_0 - sum_t c_t g_t``, or with M_0 whole where forgetting leads to it. NaN for a rule
+    with an update of its own, and where alpha is one a channel."""
     own: Nearest
     """Keys near each token's query in ``y_t = M_t(q_t)``, its own among them."""
     context: Nearest | None
@@ -109,6 +110,8 @@ class _Piece(NamedTuple):
     written: Tensor
     weight_norm: Tensor
     momentum_norm: Tensor
+    step: Tensor
+    """theta as the write budget leaves it."""
 
 
 class _Watch:
@@ -146,14 +149,15 @@ class _Watch:
     def _piece(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
     ) -> tuple[_Piece, DecodeState | OpenChunk]:
-        k = writes.k
+        k, step = writes.k, self.memory.steps(writes, state)
         first = self.memory.predict(k[:, :1], state.memory().weights)
         following, _ = self.memory.extend(torch.roll(k, -1, 1), writes, state)
         after_each, state = self.memory.extend(k, writes, state)
         before = torch.cat([first, following[:, :-1]], 1)
-        norms = [_at_end(part, k.shape[1]) for part in state.memory()]
+        after = state.memory()
+        norms = [_at_end(part, k.shape[1]) for part in (self.memory.whole(after.weights), after.momentum)]
         errors = [_error(y, writes.v)[0] for y in (before, after_each)]
-        return _Piece(q[0], *(x[0] for x in writes), *errors, *norms), state
+        return _Piece(q[0], *(x[0] for x in writes), *errors, *norms, step=step[0]), state
 
     @torch.no_grad()
     def trace(self, name: str, nearest: int) -> MemoryTrace:
@@ -204,10 +208,10 @@ class _Mixed:
 
     def _write(self, t: int) -> None:
         """What momentum and forgetting make of all gradients so far, token t's among them (eqs. 13, 14)."""
-        alpha, eta, theta = (gate[t] for gate in (self.seen.alpha, self.seen.eta, self.seen.theta))
+        alpha, eta, step = (gate[t] for gate in (self.seen.alpha, self.seen.eta, self.seen.step))
         alpha = alpha if alpha.ndim == eta.ndim else torch.zeros_like(eta)  # then nothing here is known
         self.n *= eta[:, None]
-        self.n[:, t] = theta
+        self.n[:, t] = step
         self.c = (1 - alpha[:, None]) * self.c + self.n
 
     def _nearest(self, written: int, q_THE: Tensor) -> Nearest:

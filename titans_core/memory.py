@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
-from titans_core.documents import Documents
+from titans_core.documents import Documents, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
 from titans_core.projections import ConvState, Projections, per_row
@@ -32,6 +32,7 @@ from titans_kernels import (
     state_dtype,
     state_numel,
     without_autocast,
+    write_budget,
 )
 
 Record = dict[str, tuple[Tensor, int]]
@@ -151,7 +152,19 @@ class NeuralMemory(Projections):
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """M(q) of q [B, T, H, E] at given weights."""
-        return read_memory(q, weights, activation=self.config.activation, residual=self.residual)
+        return read_memory(
+            q, weights, activation=self.config.activation, residual=self.residual, base=self.base
+        )
+
+    @property
+    def base(self) -> tuple[Tensor, ...] | None:
+        """What forgetting leads to, if not zero; the weights of a state are then the distance from it."""
+        return tuple(self.initial_weights) if self.config.forget_to == "initial" else None
+
+    def whole(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The weights of a state with the base that they are the distance from."""
+        base = self.base
+        return weights if base is None else tuple(B + V for B, V in zip(base, weights, strict=True))
 
     @property
     def residual(self) -> Residual | None:
@@ -167,12 +180,9 @@ class NeuralMemory(Projections):
         The prefix is written as chunks of its own, so the sequence starts on a chunk border. It is the
         same for every row and document, so it is written once.
         """
-        x, weights = self.w_k.weight, tuple(self.initial_weights)
-        conv_state = self.zero_conv_state()
-        state = MemoryState(
-            tuple(W[None].to(state_dtype(x)) for W in weights),
-            tuple(torch.zeros_like(W, dtype=state_dtype(x))[None] for W in weights),
-        )
+        weights = tuple(W[None].to(state_dtype(self.w_k.weight)) for W in self.initial_weights)
+        zeros, conv_state = lambda: tuple(torch.zeros_like(W) for W in weights), self.zero_conv_state()
+        state = MemoryState(weights if self.base is None else zeros(), zeros())
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
             q, writes, conv_state = self._tokens(prefix, conv_state)
@@ -181,12 +191,25 @@ class NeuralMemory(Projections):
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
         return MemoryCache(DecodeState.of(state), per_row(conv_state, batch))
 
+    def reset(self, cache: MemoryCache, reset_B: Tensor, prefix_PD: Tensor | None = None) -> MemoryCache:
+        """``cache`` with rows ``reset_B`` [B] as `start` gives them; M_0 has a gradient through them.
+
+        Raises:
+            ValueError: the rows stand inside a chunk, which all of them share.
+        """
+        if cache.memory.position:
+            raise ValueError(
+                f"reset: rows stand {cache.memory.position} tokens into a chunk of {self.config.chunk_size}; "
+                "reset them on a chunk border"
+            )
+        return reset_rows(cache, reset_B, self.start(1, prefix_PD))
+
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.initial_weights]
         groups = self.head_dim if self._forgets_by_channel else None
-        per_head = state_numel(shapes, opened, self.rule, groups)
+        per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget is not None)
         per_head += 2 + (groups or 1) if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
@@ -254,7 +277,18 @@ class NeuralMemory(Projections):
         return extend_memory(
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule, residual=self.residual,
+            base=self.base, write_budget=c.write_budget,
         )  # fmt: skip
+
+    def steps(self, writes: Writes, state: DecodeState | OpenChunk) -> Tensor:
+        """theta [B, T, H] of tokens written from ``state`` on, as their chunks' write budget leaves it."""
+        budget = self.config.write_budget
+        if budget is None:
+            return writes.theta
+        held = state.keys, state.steps
+        return write_budget(
+            writes.k, writes.eta, writes.theta, self.config.chunk_size, held=held, budget=budget
+        )
 
     def _extend(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk, record: bool
@@ -279,7 +313,7 @@ class NeuralMemory(Projections):
         call = lambda q: neural_memory(  # noqa: E731
             q, *writes, state.weights, state.momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
-            rule=self.rule, residual=self.residual,
+            rule=self.rule, residual=self.residual, base=self.base, write_budget=c.write_budget,
             output_final_state=cu_seqlens is None or self.recorder is not None,
         )  # fmt: skip
         y, after = call(q)
@@ -298,7 +332,8 @@ class NeuralMemory(Projections):
             inside[cu_seqlens[:-1].long()] = False
             errors = errors[:, inside[1:]]
         tokens = writes.theta[..., 0].numel()
-        norms = (torch.stack([s.square().sum((-1, -2, -3)) for s in part]).sum(0).sqrt() for part in after)
+        parts = self.whole(after.weights), after.momentum
+        norms = (torch.stack([s.square().sum((-1, -2, -3)) for s in part]).sum(0).sqrt() for part in parts)
         means = {name: gate.mean() for name, gate in zip(("alpha", "eta", "theta"), writes[2:], strict=True)}
         self.recorder.append(
             {

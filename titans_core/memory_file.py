@@ -22,7 +22,7 @@ from torch import Tensor
 from titans_core.backbone import Backbone
 from titans_core.generation import Reading
 
-KIND, VERSION = "titans-memory", "1"
+KIND, VERSION = "titans-memory", "2"
 
 
 def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
@@ -32,8 +32,8 @@ def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
         OSError: it cannot be written.
         ValueError: a block's state holds something else than tensors, numbers, text, tuples and dicts.
     """
-    tensors: dict[str, Tensor] = {}
-    made = json.dumps(_taken_apart(reading, "reading", tensors, {}))
+    structure, tensors = flatten_state(reading, "reading")
+    made = json.dumps(structure)
     about = {"kind": KIND, "version": VERSION, "model": model_hash(model), "tokens": str(reading.tokens)}
     content = as_safetensors(tensors, about | {"reading": made})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -59,7 +59,7 @@ def load_memory(path: Path, model: Backbone) -> Reading:
             _check(path, about, model)
             # copies: the file's tensors begin at any byte, and how operands are aligned may change a rounding
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        return _put_together(json.loads(about["reading"]), tensors)
+        return restore_state(json.loads(about["reading"]), tensors)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ValueError(f"{path}: no memory file that can be read: {reason}") from None
@@ -74,6 +74,23 @@ def model_hash(model: Backbone) -> str:
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def flatten_state(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
+    """A state as JSON that says how it is made of tensors, and copies of these by name.
+
+    A tensor that occurs twice is copied once.
+
+    Raises:
+        ValueError: it holds something else than tensors, numbers, text, tuples and dicts.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _taken_apart(state, name, tensors, {}), tensors
+
+
+def restore_state(structure: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `flatten_state`."""
+    return _put_together(structure, tensors)
 
 
 def _check(path: Path, about: dict[str, str], model: Backbone) -> None:

@@ -51,6 +51,7 @@ class LanguageModel(Backbone):
         document_starts: Tensor | Documents | None = None,
         last: bool = False,
         targets_BT: Tensor | None = None,
+        reset_B: Tensor | None = None,
     ) -> ModelOutput:
         """Logits of the token after each, or the losses of given ones.
 
@@ -61,8 +62,9 @@ class LanguageModel(Backbone):
             last: only the logits of the last token, [B, 1, V].
             targets_BT: [B, T] int64, the token after each: their cross-entropy in place of the logits, of
                 which at most LOGITS_AT_ONCE are held, and made again for the backward pass.
+            reset_B: [B] bool, rows that begin a new sequence in spite of ``state``, as `encode` takes it.
         """
-        x, state = self.features(tokens_BT, state, document_starts)
+        x, state = self.features(tokens_BT, state, document_starts, reset_B)
         if targets_BT is not None:
             return ModelOutput(None, state, self._losses(x, targets_BT))
         return ModelOutput(self.head(x[:, -1:] if last else x), state)
@@ -72,11 +74,12 @@ class LanguageModel(Backbone):
         tokens_BT: Tensor,
         state: ModelState | None = None,
         document_starts: Tensor | Documents | None = None,
+        reset_B: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """[B, T, D], what ``head`` makes logits of, and the state. Arguments are those of `forward`."""
         # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
         x_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
-        return self.encode(x_BTD, state, document_starts)
+        return self.encode(x_BTD, state, document_starts, reset_B)
 
     def _losses(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """[B, T] cross-entropy, of a part of the positions after the other where there are many."""

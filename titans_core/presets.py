@@ -57,6 +57,7 @@ def preset(
     size, block = SIZES[name], find(variant)
     heads = size.d_model // size.head_dim
     memory = {"depth": 2, "heads": heads, "chunk_size": size.chunk_size, "max_theta": size.max_theta}
+    memory["write_budget"] = 2.0  # all sizes; the baselines of `blocks.baselines.delta` say None
     config = ModelConfig(
         variant=variant,
         options=dict(options or {}),

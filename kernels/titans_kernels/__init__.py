@@ -9,6 +9,7 @@ from titans_kernels.linear_attention import (
     scan,
 )
 from titans_kernels.memory.autograd import OpenChunk
+from titans_kernels.memory.budget import write_budget
 from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
 from titans_kernels.memory.layout import document_borders, packed_layout
 from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
@@ -45,4 +46,5 @@ __all__ = [
     "state_dtype",
     "state_numel",
     "without_autocast",
+    "write_budget",
 ]

@@ -41,6 +41,10 @@ SWITCHES: dict[str, dict] = {
     "inner_norm": {"residual": "norm", "expansion": 2},
     "decay_per_channel": {"decay_per": "channel", "expansion": 2},
     "later_version": {"residual": "norm", "decay_per": "channel", "gates_per": "chunk"},
+    "write_budget": {"write_budget": 1.0, "max_theta": 1.0},
+    "budget_per_chunk": {"write_budget": 1.5, "gates_per": "chunk", "decay_per": "channel"},
+    "forget_to_initial": {"forget_to": "initial"},
+    "linear_to_initial": {"forget_to": "initial", "depth": 1},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
 }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.core.small import CASES, SWITCHES, VARIANTS, config, model, storages, tokens
 from titans_core import LanguageModel
+from titans_core.backbone import ModelState
 
 
 def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
@@ -83,6 +84,46 @@ def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
             state = m(tokens(2, length)).state
         kept.append(storages(state))
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("window", [12, 40, None])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_that_are_reset_are_new_sequences(variant, window):
+    """Rows begin anew at different calls, and read what a sequence of their own would, gradients included."""
+    m, x = model(variant, window=window), tokens(3, 96)
+    resets = None, torch.tensor([False, True, False]), torch.tensor([True, False, False])
+    state, found = None, []
+    for part, reset_B in zip(x.split(32, 1), resets, strict=True):
+        out = m(part, state, reset_B=reset_B)
+        state = out.state
+        found.append(out.logits)
+    sequences = [x[:1, :64], x[:1, 64:]], [x[1:2, :32], x[1:2, 32:]], [x[2:]]
+    expected = torch.cat([torch.cat([m(part).logits for part in row], 1) for row in sequences])
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-9, atol=1e-9)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=expected.dtype)
+    grads = [
+        torch.autograd.grad((logits * weights).sum(), list(m.parameters()))
+        for logits in (torch.cat(found, 1), expected)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
+def test_rows_inside_a_chunk_cannot_be_reset(variant):
+    m, x = model(variant), tokens(2, 60)
+    with pytest.raises(ValueError, match=r"^reset: rows stand \d+ tokens into a (chunk|segment) of"):
+        m(x[:, 11:], m(x[:, :11]).state, reset_B=torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_splits_and_joins_by_rows(variant):
+    m, x = model(variant), tokens(5, 60)
+    state = m(x[:, :32]).state
+    parts = state.split([2, 3])
+    outs = [m(rows, part) for rows, part in zip(x[:, 32:].split([2, 3]), parts, strict=True)]
+    torch.testing.assert_close(torch.cat([out.logits for out in outs]), m(x[:, 32:], state).logits)
+    joined = ModelState.cat([out.state for out in outs])
+    torch.testing.assert_close(m(x[:, :9], joined).logits, m(x[:, :9], m(x[:, 32:], state).state).logits)
 
 
 @pytest.mark.gpu

@@ -56,6 +56,7 @@ def memory_equations(m: NeuralMemory, x: Tensor, prefix: Tensor) -> tuple[Tensor
         torch.sigmoid(full @ gate.weight.T + gate.bias)[..., None, None] for gate in (m.alpha, m.eta, m.theta)
     )
     weights, y = [W.detach() for W in m.initial_weights], []
+    base = weights if c.forget_to == "initial" else [0.0] * c.depth
     momentum, chunk_start = [torch.zeros_like(W) for W in weights], weights
     for t in range(len(full)):
         if (t if t < P else t - P) % c.chunk_size == 0:  # the prefix is written as chunks of its own
@@ -63,7 +64,8 @@ def memory_equations(m: NeuralMemory, x: Tensor, prefix: Tensor) -> tuple[Tensor
         loss = (read(chunk_start, k[t], c.surprise_bound) - v[t]).square().sum()  # (12)
         slopes = torch.autograd.grad(loss, chunk_start)
         momentum = [eta[t] * S - c.max_theta * theta[t] * g for S, g in zip(momentum, slopes, strict=True)]
-        weights = [(1 - alpha[t]) * W + S for W, S in zip(weights, momentum, strict=True)]  # (13, 14)
+        layers = zip(weights, momentum, base, strict=True)
+        weights = [B + (1 - alpha[t]) * (W - B) + S for W, S, B in layers]  # (13, 14)
         y.append(read(weights, q[t]))  # (15)
     return memory_output(m, torch.stack(y[P:]), x), weights
 
@@ -90,27 +92,30 @@ def attention_projected(a: Attention, name: str, x: Tensor, prefix: Tensor) -> t
 def attention_equations(a: Attention, x: Tensor, prefix: Tensor, *reads: Tensor, segment: int = 0) -> Tensor:
     """Queries x [T, D] over the prefix and, causally and within the window, over ``reads`` [T, D] and x.
 
-    With a ``segment`` no query sees a key of another one; convolutions run on.
+    With a ``segment`` no query sees a key of another one, and positions count from its start; convolutions
+    run on. Persistent tokens have no position: in a window, which ends nowhere, neither has a query that
+    meets them.
     """
     at = torch.arange(len(x))
 
-    def turned(y: Tensor) -> Tensor:
+    def turned(y: Tensor, at: Tensor = at) -> Tensor:
         half = y.shape[-1] // 2
         angle = at.double()[:, None] * a.config.rope_base ** -(torch.arange(half).double() / half)
         z = torch.complex(y[..., :half], y[..., half:]) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([z.real, z.imag], -1)
 
-    q, streams = turned(attention_projected(a, "q", x, prefix)[1]), (*reads, x)
+    plain, streams = attention_projected(a, "q", x, prefix)[1], (*reads, x)
+    q, q_of_prefix = turned(plain), turned(plain, at % segment) if segment else plain
     keys = [attention_projected(a, "k", y, prefix) for y in streams]
     values = [attention_projected(a, "v", y, prefix) for y in streams]
-    k = torch.cat([keys[0][0], *(turned(after) for _, after in keys)], 1)
+    k = torch.cat([turned(after) for _, after in keys], 1)
     v = torch.cat([values[0][0], *(after for _, after in values)], 1)
     back = at[:, None] - at[None]
     seen = (back >= 0) & (back < (a.config.window or len(x)))
     if segment:
         seen &= at[:, None] // segment == at[None] // segment
     seen = torch.cat([seen.new_ones(len(x), len(prefix)), *[seen] * len(streams)], 1)
-    scores = q @ k.mT / k.shape[-1] ** 0.5
+    scores = torch.cat([q_of_prefix @ keys[0][0].mT, q @ k.mT], -1) / k.shape[-1] ** 0.5
     y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
     return y.transpose(0, 1).flatten(1) @ a.w_o.weight.T
 
@@ -141,13 +146,15 @@ def mac_equations(b: Block, x: Tensor, p: Tensor) -> Tensor:
     return torch.cat(outputs)
 
 
-BLOCK_CASES = [("lmm", {}), ("mal", {}), ("transformer", {}), ("transformer", {"projections": "titans"})]
-BLOCK_CASES += [(v, {"gating": gating}) for v in ("mac", "mag") for gating in get_args(Gating)]
+BLOCK_CASES = [("lmm", {}), ("mal", {}), ("transformer", {})]
+BLOCK_CASES += [("transformer", {"options": {"projections": "titans"}})]
+BLOCK_CASES += [(v, {"options": {"gating": gating}}) for v in ("mac", "mag") for gating in get_args(Gating)]
+BLOCK_CASES += [(v, {"forget_to": "initial", "alpha_bias": -2.0}) for v in ("lmm", "mac")]
 
 
-@pytest.mark.parametrize(("variant", "options"), BLOCK_CASES)
-def test_a_block_is_the_equations_of_the_paper(variant, options):
-    b = perturbed(model(variant, options=options)).blocks[0]
+@pytest.mark.parametrize(("variant", "switches"), BLOCK_CASES)
+def test_a_block_is_the_equations_of_the_paper(variant, switches):
+    b = perturbed(model(variant, **switches)).blocks[0]
     x, p = torch.randn(37, 16, dtype=torch.float64), b.persistent_PD
     z = rms(x, b.norm)
     if variant == "lmm":

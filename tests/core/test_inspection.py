@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from tests.core.small import MEMORY_VARIANTS, model, tokens
 from titans_core import LanguageModel, MemoryTrace, NeuralMemory, watch
-from titans_kernels import read_memory
 
 
 def traces(net: LanguageModel, row: Tensor, *cuts: int, nearest: int = 3) -> list[MemoryTrace]:
@@ -38,13 +37,15 @@ def one_memory(length: int = 21, **switches):
 
 
 def error(memory: NeuralMemory, writes, cache) -> Tensor:
-    read = read_memory(writes.k, cache.memory.memory().weights, activation=memory.config.activation)
+    read = memory.predict(writes.k, cache.memory.memory().weights)
     return (read - writes.v).square().sum(-1)[0, 0]
 
 
-@pytest.mark.parametrize(
-    "switches", [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "huber"}, {"surprise_bound": None}], ids=str
-)
+KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "huber"}, {"surprise_bound": None}]
+KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}]
+
+
+@pytest.mark.parametrize("switches", [*KINDS, {"write_budget": 1.0}], ids=str)
 def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
     memory, trace, said, caches = one_memory(**switches)
     writes = [w for _, w, _ in said]
@@ -59,14 +60,15 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
     assert known.tolist() == [t % size == size - 1 or t == 20 for t in range(21)]
     for t in known.nonzero().flatten().tolist():
         weights, momentum = caches[t + 1].memory.memory()
-        for name, layers in (("weight_norm", weights), ("momentum_norm", momentum)):
+        for name, layers in (("weight_norm", memory.whole(weights)), ("momentum_norm", momentum)):
             norm = sum(W[0].square().sum((-1, -2)) for W in layers) ** 0.5
             torch.testing.assert_close(getattr(trace, name)[t], norm, rtol=1e-9, atol=1e-9)
 
 
-def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory():
+@pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)
+def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
     """Of a linear memory the shares of all tokens, times the gradients' errors, are what was written."""
-    memory, _, said, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0)
+    memory, _, said, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
     with watch(memory) as seen, torch.no_grad():
         memory(torch.randn(1, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     (trace,) = seen.traces(7)

@@ -31,7 +31,10 @@ def test_saved_loaded_and_gone_on_from_is_bit_for_bit(variant, length, tmp_path)
         assert torch.equal(m(probe, loaded.state).logits, m(probe, reading.state).logits)
 
 
-@pytest.mark.parametrize("switch", ["huber", "gates_per_chunk", "no_conv", "linear"])
+KINDS = ["huber", "gates_per_chunk", "no_conv", "linear", "write_budget", "forget_to_initial"]
+
+
+@pytest.mark.parametrize("switch", KINDS)
 def test_every_kind_of_state_is_kept(switch, tmp_path):
     m, path = model("mac", **SWITCHES[switch]), tmp_path / "a.memory"
     reading = m.read(TEXT[:38])
@@ -85,7 +88,7 @@ def rewritten(content: bytes, **about: str) -> bytes:
         (lambda content: content[:-7], "no memory file that can be read: "),
         (lambda content: b"", "no memory file that can be read: "),
         (lambda content: rewritten(content, kind="x"), "safetensors, but no memory file"),
-        (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 1"),
+        (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 2"),
         (lambda content: rewritten(content, reading='{"tensor": "x"}'), "its state cannot be put together"),
         (
             lambda content: rewritten(content, reading='{"class": "os:system", "fields": {}}'),

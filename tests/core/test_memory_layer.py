@@ -7,21 +7,21 @@ import torch
 
 from tests.core.small import model
 from titans_core import Documents, MemoryConfig, NeuralMemory, record
-from titans_kernels import read_memory
 
 
-def test_telemetry_reports_the_surprise_before_the_write():
-    memory = model(conv=False, chunk_size=1).blocks[0].memory
+@pytest.mark.parametrize("forget_to", ["zero", "initial"])
+def test_telemetry_reports_the_surprise_before_the_write(forget_to):
+    memory = model(conv=False, chunk_size=1, forget_to=forget_to).blocks[0].memory
     x = torch.randn(2, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with record(memory) as seen, torch.no_grad():
         memory(x)
     cache, errors = memory.start(2), []
     for t in range(20):  # a token at a time: the cache then holds the weights before each token
         k, v, *_ = memory._tokens(x[:, t : t + 1], {})[1]
-        errors.append((read_memory(k, cache.start.weights) - v).square().sum(-1).mean())
+        errors.append((memory.predict(k, cache.start.weights) - v).square().sum(-1).mean())
         _, cache = memory(x[:, t : t + 1], cache)
     assert seen.summary()["surprise"] == pytest.approx(torch.stack(errors[1:]).mean().item())
-    norms = [sum(w[i].square().sum() for w in cache.start.weights).sqrt() for i in range(2)]
+    norms = [sum(w[i].square().sum() for w in memory.whole(cache.start.weights)).sqrt() for i in range(2)]
     assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
 
 
@@ -48,3 +48,29 @@ def test_packed_documents_start_from_one_state_on_a_chunk_border():
     ):
         with pytest.raises(ValueError, match=message):
             layer(x[:1, 16:], given, documents)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initial_weights(depth):
+    x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for forget_to in ("zero", "initial"):
+        memory = model(forget_to=forget_to, depth=depth, momentum=False, conv=False).blocks[0].memory
+        _, cache = memory(x)
+        with torch.no_grad():
+            memory.alpha.bias.fill_(1e6)
+            memory.theta.bias.fill_(-1e6)
+        _, cache = memory(x[:, :8], cache)
+        expected = [W.detach()[None] if forget_to == "initial" else torch.zeros_like(W)[None]
+                    for W in memory.initial_weights]  # fmt: skip
+        torch.testing.assert_close(list(memory.whole(cache.start.weights)), expected)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
+    x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    memory = model(forget_to="initial", depth=depth).blocks[0].memory
+    with torch.no_grad():
+        _, cache = memory(x)
+    y, _ = memory(x, cache)
+    grads = torch.autograd.grad(y.square().sum(), list(memory.initial_weights))
+    assert all(dW.norm() > 1e-4 for dW in grads)

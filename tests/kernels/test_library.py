@@ -21,6 +21,7 @@ class Arguments:
 
     def __init__(
         self, *, batch: int = 1, documents: list[int] | None = None, grad: bool = True, norm: bool = False,
+        base: bool = False,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64).requires_grad_(grad)  # noqa: E731
@@ -28,12 +29,14 @@ class Arguments:
         self.tokens = [rand(batch, 20, 2, 3) for _ in range(3)] + [rand(batch, 20, 2) for _ in range(3)]
         self.norm = [rand(2, 3), rand(2, 3)] if norm else []
         self.weights = [rand(N, 2, *s) for s in ((3, 4), (4, 4), (4, 3))]
+        self.base = [rand(*W.shape[1:]) for W in self.weights] if base else []
         self.momentum = [rand(*W.shape) for W in self.weights]
         self.cu_seqlens = None if documents is None else torch.tensor(documents)
 
     @property
     def op(self) -> tuple:
-        return *self.tokens, self.weights, self.momentum, self.norm, 7, "silu", 0.5, self.cu_seqlens
+        state = self.weights, self.momentum, self.base, self.norm
+        return *self.tokens, *state, 7, "silu", 0.5, self.cu_seqlens
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -51,7 +54,7 @@ CASES = [{"batch": 2}, {"documents": BORDERS}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, {"documents": BORDERS, "norm": True}])
+@pytest.mark.parametrize("case", [*CASES, {"documents": BORDERS, "norm": True, "base": True}])
 def test_the_operators_keep_the_rules_of_the_library(case):
     torch.library.opcheck(memory_chunked, Arguments(**case).op)
     arguments = Arguments(**case, grad=False)

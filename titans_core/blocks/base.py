@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titans_core.config import Frozen, ModelConfig
-from titans_core.documents import Documents
+from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RMSNorm, SwiGLU
 
 
@@ -21,6 +21,8 @@ class Positions(NamedTuple):
 
     position_BT: Tensor
     documents: Documents | None = None
+    reset_B: Tensor | None = None
+    """[B] bool: rows that begin a new sequence at this call, although a state is given."""
 
 
 class NoOptions(Frozen):
@@ -89,6 +91,8 @@ class Block(nn.Module, ABC):
         return self._forward(x_BTD, state, positions)
 
     def _forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
+        if state is not None and positions.reset_B is not None:
+            state = self.reset(state, positions.reset_B)
         x_BTD, state = self.mix(x_BTD, state, positions)
         if self.mlp is not None:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -109,6 +113,16 @@ class Block(nn.Module, ABC):
             The stream after the mixer, [B, T, D], and the state after the last token, None when packed. A
             state is tensors with the batch first, in tuples, NamedTuples and dicts; no call changes one.
         """
+
+    def reset(self, state: Any, reset_B: Tensor) -> Any:
+        """The state with rows ``reset_B`` [B] as at the start of a sequence, differentiable.
+
+        Zeros unless a variant says otherwise; one that starts from learned weights must.
+
+        Raises:
+            ValueError: the rows stand where they cannot be reset one by one, such as inside a chunk.
+        """
+        return reset_rows(state, reset_B)
 
     @abstractmethod
     def state_bytes(self, length: int) -> int:

@@ -25,5 +25,8 @@ class LMM(Block):
         y, state = self.memory(self.norm(x_BTD), state, positions.documents)
         return x_BTD + y, state
 
+    def reset(self, state: MemoryCache, reset_B: Tensor) -> MemoryCache:
+        return self.memory.reset(state, reset_B, self.persistent_PD)
+
     def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes(length)

@@ -12,7 +12,7 @@ from titans_core.attention import Attention, AttentionState, KeyCache, SegmentSt
 from titans_core.blocks.base import Block, Positions
 from titans_core.blocks.mag import GateOptions
 from titans_core.config import ModelConfig
-from titans_core.documents import Documents
+from titans_core.documents import Documents, reset_rows
 from titans_core.layers import Gate, RMSNorm
 from titans_core.memory import MemoryCache, NeuralMemory
 from titans_core.projections import ConvState
@@ -79,12 +79,19 @@ class MAC(Block):
         while rest > 0:
             sizes.append(min(self.segment_size, rest))
             rest -= self.segment_size
-        position = positions.position_BT.expand(x_BTD.shape[0], -1)
         outputs = []
-        for part, at in zip(x_BTD.split(sizes, 1), position.split(sizes, 1), strict=True):
-            o, state = self._segment(part, state, at, prefix)
+        for part in x_BTD.split(sizes, 1):
+            o, state = self._segment(part, state, prefix)
             outputs.append(o)
         return torch.cat(outputs, 1), state
+
+    def reset(self, state: MACState, reset_B: Tensor) -> MACState:
+        if state.seen:
+            raise ValueError(
+                f"reset: rows stand {state.seen} tokens into a segment of {self.segment_size}; "
+                "reset them on a segment border"
+            )
+        return reset_rows(state, reset_B, self._start(1, self.attention.start(self.persistent_PD)[1]))
 
     def state_bytes(self, length: int) -> int:
         x = self.memory_norm.weight
@@ -102,12 +109,12 @@ class MAC(Block):
         self,
         x_BTD: Tensor,
         state: MACState,
-        position_BT: Tensor,
         prefix: KeyCache | None,
         padded: bool = False,
     ) -> tuple[Tensor, MACState]:
         """The next tokens of a segment, at most to its end."""
         z = self.norm(x_BTD)
+        position_BT = torch.arange(state.seen, state.seen + x_BTD.shape[1], device=x_BTD.device)[None]
         r, conv_state = self.memory.read(z, state.segment, state.read_conv_state)
         y, attention = self.attention.segment(z, r, position_BT, state.attention, prefix)
         y_BTD = x_BTD + y
@@ -129,11 +136,10 @@ class MAC(Block):
         flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
         segments_MTD = layout.split(flat)[:, 0]
         state, outputs, first = self._start(layout.documents, attention), [], 0
-        for step, (rows, padded) in enumerate(zip(layout.rows, layout.ragged, strict=True)):
+        for rows, padded in zip(layout.rows, layout.ragged, strict=True):
             state = _first_rows(state, rows)
-            at = torch.arange(self.segment_size, device=x_BTD.device) + step * self.segment_size
             here = slice(first, first + rows)
-            o, state = self._segment(segments_MTD[here], state, at[None], prefix, padded)
+            o, state = self._segment(segments_MTD[here], state, prefix, padded)
             outputs.append(o)
             first += rows
         return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)

@@ -48,5 +48,14 @@ class MAG(Block):
         y = x_BTD + y
         return y + self.gate(y, m), MAGState(after, memory)
 
+    def reset(self, state: MAGState, reset_B: Tensor) -> MAGState:
+        attention, memory = state
+        assert attention is not None
+        assert memory is not None
+        return MAGState(
+            self.attention.reset(attention, reset_B, self.persistent_PD),
+            self.memory.reset(memory, reset_B, self.persistent_PD),
+        )
+
     def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes(length) + self.attention.state_bytes(length)

@@ -33,5 +33,14 @@ class MAL(Block):
         )
         return y_BTD + o, MAGState(after, memory)
 
+    def reset(self, state: MAGState, reset_B: Tensor) -> MAGState:
+        attention, memory = state
+        assert attention is not None
+        assert memory is not None
+        return MAGState(
+            self.attention.reset(attention, reset_B),
+            self.memory.reset(memory, reset_B, self.persistent_PD),
+        )
+
     def state_bytes(self, length: int) -> int:
         return self.memory.state_bytes(length) + self.attention.state_bytes(length)

@@ -41,5 +41,8 @@ class Transformer(Block):
         )
         return x_BTD + y, state
 
+    def reset(self, state: AttentionState, reset_B: Tensor) -> AttentionState:
+        return self.attention.reset(state, reset_B)
+
     def state_bytes(self, length: int) -> int:
         return self.attention.state_bytes(length)

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, Result, over_weights
+from titans_kernels.memory.options import (
+    Inputs,
+    Layers,
+    MemoryState,
+    Options,
+    Result,
+    distances,
+    over_weights,
+    whole,
+)
 from titans_kernels.memory.reference import apply_memory, bounded, each_document
 from titans_kernels.memory.residual import Residual, predict, pull
 from titans_kernels.memory.rules import Rule
@@ -26,17 +35,21 @@ from titans_kernels.memory.vjp import flows, vjp
 class OpenChunk(NamedTuple):
     """The memory inside a chunk, whatever the rule: what a token's gradient and its update need."""
 
-    weights: Layers  # after the last token [B, H, D, F]
+    weights: Layers  # after the last token [B, H, D, F]; with a base the distance from it
     momentum: Layers
-    start: Layers  # weights the chunk starts from
+    start: Layers  # weights the chunk starts from, as a distance too
     alpha: Tensor  # of the chunk's tokens so far [B, H, p], or [B, H, p, A] by column
+    keys: Tensor  # with a write budget, of the chunk's tokens so far [B, H, p, D], else [B, H, 0, D]
+    steps: Tensor  # their effective steps [B, H, p], or [B, H, 0]
 
     @staticmethod
     def of(state: MemoryState) -> OpenChunk:
         """An open chunk without tokens; ``state`` with a batch dimension."""
         first = state.weights[0]
-        alpha = first.new_zeros(*first.shape[:2], 0)
-        return OpenChunk(tuple(state.weights), tuple(state.momentum), tuple(state.weights), alpha)
+        none = first.new_zeros(*first.shape[:2], 0)
+        keys = first.new_zeros(*none.shape, first.shape[-2])
+        weights = tuple(state.weights)
+        return OpenChunk(weights, tuple(state.momentum), weights, none, keys, none)
 
     @property
     def position(self) -> int:
@@ -54,12 +67,12 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    state, outputs = MemoryState(weights, momentum), []
+    state, outputs = MemoryState(distances(weights, options.base), momentum), []
     for chunk in zip(*(x.split(options.chunk_size, 1) for x in inputs), strict=True):
         y, opened = continue_chunk(Inputs(*chunk), OpenChunk.of(state), options)
         state = opened.memory()
         outputs.append(y)
-    return torch.cat(outputs, 1), state.weights, state.momentum
+    return torch.cat(outputs, 1), whole(state.weights, options.base), state.momentum
 
 
 def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[Tensor, OpenChunk]:
@@ -71,7 +84,7 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
     decays = [over_weights(decay, W.shape[-1], by_column) for W in chunk.start]
     gradients = token_gradients(
-        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual
+        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, options.base
     )
     W, S, y = chunk.weights, chunk.momentum, []
     for t in range(now.q.shape[2]):
@@ -80,29 +93,31 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
         layers = zip(W, S, gradients, forget, strict=True)
         after = [rule.update(w, s, g[:, :, t], a, *gates) for w, s, g, a in layers]
         W, S = (tuple(part) for part in zip(*after, strict=True))
-        y.append(apply_memory(W, now.q[:, :, t : t + 1], f, options.residual))
-    return torch.cat(y, 2).transpose(1, 2), OpenChunk(W, S, chunk.start, alpha)
+        y.append(apply_memory(whole(W, options.base), now.q[:, :, t : t + 1], f, options.residual))
+    return torch.cat(y, 2).transpose(1, 2), chunk._replace(weights=W, momentum=S, alpha=alpha)
 
 
 def token_gradients(
     rule: Rule, start: Layers, k: Tensor, v: Tensor, decays: list[Tensor], f: Activation,
-    bound: float | None, residual: Residual | None = None,
+    bound: float | None, residual: Residual | None = None, base: Layers = (),
 ) -> list[Tensor]:  # fmt: skip
     """Gradient of each token's inner loss for each layer [B, H, T, D, F].
 
     Args:
-        start: weights the chunk starts from.
+        start: weights the chunk starts from, with a base their distance from it.
         k, v: [B, H, T, D].
         decays: of each layer, what the chunk's forgetting has left of ``start`` at each token,
             [B, H, T, 1, 1] or by column [B, H, T, 1, F].
         f: activation between the layers.
         bound: of each token's error signal at every layer, or None.
         residual: around all layers, or None.
+        base: [H, D, F] of each layer, or empty.
     """
     norm = residual.norm if residual is not None else ()
-    create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm), k[..., None, :], []
+    create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm, *base), k[..., None, :], []
     for l, (W, decay) in enumerate(zip(start, decays, strict=True)):
         points = rule.gradient_point(W[:, :, None], decay)
+        points = points + base[l][:, None] if base else points
         points = points.expand(*k.shape[:3], *W.shape[-2:])
         layer = partial(_layer, f if l else ACTIVATIONS["identity"])
         # no error goes below the first layer

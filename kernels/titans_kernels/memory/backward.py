@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.gates import Gates
-from titans_kernels.memory.passes import Keys, Last, Reads, State, halves, side_by_side
+from titans_kernels.memory.passes import Keys, Last, Reads, State, read_factors, side_by_side
 from titans_kernels.memory.residual import Norm
 
 
@@ -25,7 +25,7 @@ class ReadGrads(NamedTuple):
     X: list[Tensor]
     z: list[Tensor]  # of each layer's output before the non-linearity
     C: Tensor
-    starts: Tensor  # [R, b, 2] of beta and m
+    starts: Tensor  # [R, b, 2] of beta and m, with a base [R, b, 3] of 1 - beta too
 
 
 class Step(NamedTuple):
@@ -40,13 +40,13 @@ class Step(NamedTuple):
     slope: list[Tensor]  # f'(z)
     second: list[Tensor]  # second derivative times E: f''(z) E
     leaving: list[Tensor]  # c X and n X, side by side
-    scaled: list[Tensor]  # beta x and m x of the reads, side by side
+    scaled: list[Tensor]  # as `Reads` has them
     read_dz: list[Tensor]
     top: list[Tensor]  # the last layer's output and v, where LN follows; else empty
     last: list[Tensor]
     dX: list[Tensor]
     dd: list[Tensor]
-    dlast: list[Tensor]  # [R, b, 2] of c and n; [R, 2, 2] inner products, see `update_backward`
+    dlast: list[Tensor]  # [R, b, 2] of c and n; [R, 2, 2 or 3] inner products, see `update_backward`
 
 
 def read_backward(
@@ -57,9 +57,9 @@ def read_backward(
     depth = len(WS)
     du = norm.output_backward(dy, reads.u[-1]) if norm else dy
     dd, dX, dz = [du] * depth, [du] * depth, [du] * depth
-    dC, dstarts = torch.zeros_like(gates.C), dy.new_zeros(*dy.shape[:2], 2)
+    factors = read_factors(gates, WS[0].shape[1] // reads.x[0].shape[-1])
+    dC, dstarts = torch.zeros_like(gates.C), dy.new_zeros(*dy.shape[:2], len(factors))
     minus_C = -gates.C
-    beta, m = gates.beta[..., None], gates.m[..., None]
     dx = du
     for l in range(depth - 1, -1, -1):
         dd[l] = torch.bmm((minus_C * reads.scores[l]).mT, dz[l])
@@ -67,10 +67,11 @@ def read_backward(
         dC.addcmul_(minus_dP, reads.scores[l], value=-1)
         dscores = minus_dP.mul_(minus_C)
         dX[l] = torch.bmm(dscores.mT, reads.x[l])
-        through = torch.bmm(dz[l], WS[l].mT)  # dz W^T and dz S^T, side by side
-        dstarts += _pair_sums(through, reads.x[l])
-        left, right = halves(through, -1)
-        dx = torch.bmm(dscores, keys.X[l]).addcmul_(left, beta).addcmul_(right, m)
+        through = torch.bmm(dz[l], WS[l].mT)  # dz W^T, dz S^T and dz B^T, side by side
+        dstarts += _sums(through, reads.x[l])
+        dx = torch.bmm(dscores, keys.X[l])
+        for part, factor in zip(through.chunk(len(factors), -1), factors, strict=True):
+            dx.addcmul_(part, factor)
         if l:
             dz[l - 1] = f.through(dx, reads.u[l - 1])
     if norm:
@@ -88,18 +89,21 @@ def update_backward(step: Step, carry: State) -> None:
     """Backward of `advance`, and of the reads with respect to the state."""
     last = Last(*step.last)
     dcn, inner = step.dlast
-    for l, (dafter, dW, dS) in enumerate(zip(*carry, strict=True)):
+    for l, (dafter, dW, dS) in enumerate(zip(*carry[:3], strict=True)):
         back = torch.bmm(step.d[l], dafter.mT)  # d dW'^T and d dS'^T, side by side
-        dcn -= _pair_sums(back, step.X[l])
-        left, right = halves(back, -1)
+        dcn -= _sums(back, step.X[l])
+        left, right = back.chunk(2, -1)
         step.dX[l].addcmul_(left, last.c, value=-1).addcmul_(right, last.n, value=-1)
         step.dd[l].baddbmm_(step.leaving[l], dafter, alpha=-1)
-        rows = dafter.shape[0]
-        # <dW', W>, <dW', S>; <dS', W>, <dS', S>
-        inner.baddbmm_(dafter.view(rows, 2, -1), step.WS[l].view(rows, 2, -1).mT)
+        rows, both = dafter.shape[:2]
+        # <dW', W>, <dW', S>, <dW', B>; <dS', W>, <dS', S>, <dS', B>
+        inner.baddbmm_(dafter.view(rows, 2, -1), step.WS[l].view(rows, inner.shape[-1], -1).mT)
         dS.mul_(last.h).addcmul_(dW, last.m)
+        scaled = step.scaled[l]
+        if carry.B:
+            carry.B[l].addcmul_(dW, 1 - last.a).baddbmm_(scaled[..., both:].mT, step.read_dz[l])
         dW.mul_(last.a)
-        dafter.baddbmm_(step.scaled[l].mT, step.read_dz[l])
+        dafter.baddbmm_(scaled[..., :both].mT, step.read_dz[l])
 
 
 def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
@@ -159,6 +163,6 @@ def _bound_backward(step: Step, l: int) -> None:
     dd.addcmul_(d, along, value=-1).div_(step.scale[l])
 
 
-def _pair_sums(both: Tensor, x: Tensor) -> Tensor:
-    """Row sums of each half of ``both`` [R, b, 2 D] times x [R, b, D]: [R, b, 2]."""
-    return (both.view(*x.shape[:-1], 2, -1) * x.unsqueeze(-2)).sum(-1)
+def _sums(parts: Tensor, x: Tensor) -> Tensor:
+    """Row sums of each of n ``parts`` [R, b, n D] times x [R, b, D]: [R, b, n]."""
+    return (parts.view(*x.shape[:-1], -1, x.shape[-1]) * x.unsqueeze(-2)).sum(-1)

@@ -47,19 +47,20 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights, momenta and LN from those of y, weights and momenta after.
+    """Gradients of all inputs, weights, momenta, base and LN from those of y, weights and momenta after.
 
     For an operator of torch's library, in which plain autograd records nothing.
     """
-    depth = len(weights)
+    depth, based = len(weights), len(options.base)
 
     def outputs(*given: Tensor) -> tuple[Tensor, ...]:
-        W, S, norm = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
-        residual = Residual(*norm) if norm else None
-        y, W, S = _forget_and_learn(Inputs(*given[:6]), W, S, options._replace(residual=residual), False)
+        W, S, rest = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
+        residual = Residual(*rest[based:]) if options.norm else None
+        own = options._replace(residual=residual, base=rest[:based])
+        y, W, S = _forget_and_learn(Inputs(*given[:6]), W, S, own, False)
         return y, *W, *S
 
-    _, pullback, *_ = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.norm)
+    _, pullback, *_ = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.base, *options.norm)
     return list(pullback(tuple(doutputs)))
 
 
@@ -146,12 +147,14 @@ def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Opti
         x = x if l == 0 else f.value(x)
         widen = lambda gate, width=W.shape[-1]: over_weights(gate, width, True)  # noqa: E731
         beta, m = (widen(gate)[..., 0, :] for gate in (chunk.beta, chunk.m))
-        x, scores = beta * (x @ W) + m * (x @ S), x @ X.mT
-        x = x - _by_group(scores[:, :, None] * chunk.C, d)
+        z, scores = beta * (x @ W) + m * (x @ S), x @ X.mT
+        z = z + (1 - beta) * (x @ options.base[l]) if options.base else z
+        x = z - _by_group(scores[:, :, None] * chunk.C, d)
         c, n, h = (_token(part, last) for part in (chunk.C.movedim(2, 4), chunk.N, chunk.h[..., None]))
         a, b = (widen(_token(gate, last)) for gate in (chunk.beta, chunk.m))
+        forgotten = a * W + (1 - a) * options.base[l] if options.base else a * W
         outputs.append((
-            a * W + b * S - X.mT @ (widen(c)[..., 0, :] * d),
+            forgotten + b * S - X.mT @ (widen(c)[..., 0, :] * d),
             h[..., None] * S - X.mT @ (n[..., None] * d),
         ))  # fmt: skip
     after = [x for part in zip(*outputs, strict=True) for x in part]

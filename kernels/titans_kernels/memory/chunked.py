@@ -31,7 +31,6 @@ from titans_kernels.memory.passes import (
     State,
     advance,
     cut,
-    halves,
     keys_pass,
     read_pass,
 )
@@ -53,7 +52,7 @@ BLOCK_BYTES = 2 * 2**20
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.forget_and_learn` does."""
     call = Call.of(inputs, options)
-    arguments = (*_tokens(inputs), *weights, *momentum, *call.norm)
+    arguments = (*_tokens(inputs), *weights, *momentum, *call.base, *call.norm)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
         y, *state = _Memory.apply(call, *arguments)
     else:
@@ -65,7 +64,7 @@ def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options:
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights, momenta and LN from those of y, weights and momenta after.
+    """Gradients of all inputs, weights, momenta, base and LN from those of y, weights and momenta after.
 
     For a caller that kept nothing: the forward pass is done anew.
     """
@@ -149,12 +148,15 @@ class Call(NamedTuple):
     bound: float | None
     norm: tuple[Tensor, ...] = ()
     """LN's weight and bias [H, D] where the memory has one, with its residual."""
+    base: Layers = ()
+    """What forgetting leads to, [H, D, F] of each layer, where that is not zero."""
 
     @staticmethod
     def of(inputs: Inputs, options: Options) -> Call:
         """With the layout of documents found once for each cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
-        return Call(layout, ACTIVATIONS[options.activation], options.surprise_bound, options.norm)
+        f = ACTIVATIONS[options.activation]
+        return Call(layout, f, options.surprise_bound, options.norm, options.base)
 
     def forward(
         self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
@@ -165,7 +167,8 @@ class Call(NamedTuple):
         plan, after = Plan.of(layout, state), [torch.empty_like(x) for x in state]
         y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
-            current, norm = State.of(_stack(state, heads)), Norm.of(self.norm, heads)
+            base = [B[heads].repeat(len(after[0]), 1, 1) for B in self.base]
+            current, norm = State.of(_stack(state, heads), base), Norm.of(self.norm, heads)
             for steps in plan.steps:
                 block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, norm)
                 states, keys = block.run(current)
@@ -177,14 +180,17 @@ class Call(NamedTuple):
         return [layout.join(y), *_ordered(after, layout.back)], Kept(plan, saved)
 
     def backward(self, tokens: Sequence[Tensor], kept: Kept, doutputs: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the tokens, of the state before them and of LN."""
+        """Gradients of the tokens, of the state before them, of the base and of LN."""
         layout, plan = self.layout, kept.plan
         inputs, dy = [layout.split(x) for x in tokens], layout.split(doutputs[0])
         dstate = _ordered(doutputs[1:], layout.order)
         grads, before = [layout.empty_like(x) for x in tokens], [torch.empty_like(x) for x in dstate]
         saved, dnorm = reversed(kept.blocks), tuple(torch.zeros_like(x) for x in self.norm)
+        dbase = [torch.empty_like(B) for B in self.base]
         for heads in reversed(plan.heads):
-            carry, norm = State.of(_stack(dstate, heads)), Norm.of(self.norm, heads, dnorm)
+            stacks = _stack(dstate, heads)
+            carry = State.of(stacks, [torch.zeros_like(x.chunk(2, 1)[0]) for x in stacks[: len(dbase)]])
+            norm = Norm.of(self.norm, heads, dnorm)
             for steps in reversed(plan.steps):
                 own = next(saved)
                 span = Span(steps[0], steps[1], heads)
@@ -194,7 +200,9 @@ class Call(NamedTuple):
                 for whole, rows in zip(grads, results, strict=True):
                     _put(whole, block.index, rows)
             _unstack(carry.WS, heads, before)
-        return [*(layout.join(x) for x in grads), *_ordered(before, layout.back), *dnorm]
+            for whole, rows in zip(dbase, carry.B, strict=True):
+                whole[heads] = rows.unflatten(0, (len(before[0]), -1)).sum(0)
+        return [*(layout.join(x) for x in grads), *_ordered(before, layout.back), *dbase, *dnorm]
 
 
 class _Memory(torch.autograd.Function):
@@ -202,22 +210,24 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *arguments):
-        state = arguments[4 : len(arguments) - len(call.norm)]
+        fixed = *call.base, *call.norm
+        state = arguments[4 : len(arguments) - len(fixed)]
         outputs, kept = call.forward(arguments[:4], state, keep=True)
         # all through save_for_backward, which lets go of it as soon as the backward is done
         leaves, ctx.kept_as = tree_flatten(kept.blocks)
-        ctx.save_for_backward(*arguments[:4], *call.norm, *leaves)
-        ctx.call, ctx.plan, ctx.norms = call._replace(norm=()), kept.plan, len(call.norm)
+        ctx.save_for_backward(*arguments[:4], *fixed, *leaves)
+        ctx.call, ctx.plan = call._replace(norm=(), base=()), kept.plan
+        ctx.sizes = len(call.base), len(call.norm)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(doutputs[0].device.type, enabled=False):
-            first = 4 + ctx.norms
-            tokens, leaves = ctx.saved_tensors[:4], ctx.saved_tensors[first:]
-            kept = Kept(ctx.plan, tree_unflatten(leaves, ctx.kept_as))
-            call = ctx.call._replace(norm=ctx.saved_tensors[4:first])
+            norm, leaves = 4 + ctx.sizes[0], 4 + sum(ctx.sizes)
+            tokens, base = ctx.saved_tensors[:4], ctx.saved_tensors[4:norm]
+            kept = Kept(ctx.plan, tree_unflatten(ctx.saved_tensors[leaves:], ctx.kept_as))
+            call = ctx.call._replace(base=base, norm=ctx.saved_tensors[norm:leaves])
             return None, *call.backward(tokens, kept, doutputs)
 
 
@@ -235,8 +245,8 @@ class _Block:
         self.index, self.f, self.bound, self.norm = layout.index(span), f, bound, norm
         self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)
         alpha, eta, self.theta = gates.unbind(-1)
-        heads = span.heads.stop - span.heads.start
-        self.sizes = [n * heads for n in layout.rows[span.first : span.stop]]
+        self.heads = span.heads.stop - span.heads.start
+        self.sizes = [n * self.heads for n in layout.rows[span.first : span.stop]]
         self.gates = g = rest[1] if rest else coefficients(alpha, eta, self.theta)
         self.end = layout.ends(span, sum(self.sizes))
         self.last = Last(
@@ -245,17 +255,21 @@ class _Block:
         )
 
     def run(self, current: State, saved: Saved | None = None) -> tuple[State, Keys]:
-        """Chunk after chunk: the states they start from [R, 2 D, F] and their keys; ``current`` moves on.
+        """Chunk after chunk: the states they start from, for reads, and their keys; ``current`` moves on.
 
         Where it is run again, from what was ``saved``, the state after the last chunk is left out.
         """
-        states = State.of([x.new_empty(sum(self.sizes), *x.shape[1:]) for x in current.WS])
+        parts, rows = 3 if current.B else 2, sum(self.sizes)
+        empty = [W.new_empty(rows, parts * W.shape[1], W.shape[2]) for W in current.W]
+        states = State.for_reads(empty, parts)
+        for whole, B in zip(states.B, current.B, strict=True):
+            whole.unflatten(0, (-1, self.heads)).copy_(B[: self.heads])  # all documents have the same
         keys = self._keys(states, saved)
         pieces = cut((*keys, [self.v], self.last, states.WS, states.W), self.sizes)
         for i, (*parts, (v,), last, start, W) in enumerate(pieces):
             now = current.first(self.sizes[i])
             for slot, x in zip(start, now.WS, strict=True):
-                slot.copy_(x)
+                slot.narrow(1, 0, x.shape[1]).copy_(x)
             here = Keys(*parts)
             keys_pass(here, v, W, self.f, self.bound, saved is not None, self.norm)
             if saved is None or i < len(pieces) - 1:
@@ -272,14 +286,15 @@ class _Block:
 
     def recall(self, saved: Saved, keep_states: bool) -> tuple[State, Keys, Reads]:
         """States, keys and reads as they were in the forward pass."""
+        states = State.for_reads(saved.states, saved.states[0].shape[1] // self.q.shape[-1])
         if saved.rest:
-            return State.of(saved.states), saved.rest[0], saved.rest[2]
+            return states, saved.rest[0], saved.rest[2]
         if keep_states:
-            states = State.of(saved.states)
             keys = self._keys(states, saved)
             keys_pass(keys, self.v, states.W, self.f, self.bound, True, self.norm)
         else:
-            states, keys = self.run(State.of([x.clone() for x in saved.states]), saved)
+            both = [torch.cat(pair, 1) for pair in zip(states.W, states.S, strict=True)]
+            states, keys = self.run(State.of(both, states.B), saved)
         return (
             states,
             keys,
@@ -291,7 +306,8 @@ class _Block:
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and the gates; ``carry`` moves to the gradient of the first state."""
         grad = read_backward(dy, states.WS, keys, reads, self.gates, self.f, self.norm)
-        dlast = [torch.zeros_like(grad.starts), dy.new_zeros(dy.shape[0], 2, 2)]
+        parts = grad.starts.shape[-1]
+        dlast = [dy.new_zeros(*dy.shape[:2], 2), dy.new_zeros(dy.shape[0], 2, parts)]
         whole = Step(
             states.WS, states.W, keys.X, keys.d, keys.scale, held(keys, self.bound), *curves(keys, self.f),
             leaving(keys, self.last), reads.scaled, grad.z, [*keys.top, self.v] if self.norm else [],
@@ -304,13 +320,16 @@ class _Block:
 
     def _gates_backward(self, dC: Tensor, dstarts: Tensor, dcn: Tensor, inner: Tensor) -> tuple[Tensor, ...]:
         """``dcn`` and ``inner``: gradients that reach C, N, beta, m and h in the row of the last token."""
-        dbeta, dm = dstarts.unbind(-1)
+        dbeta, dm, *drest = dstarts.unbind(-1)
         dN, dh = torch.zeros_like(dC), torch.zeros_like(dm)
         dC[self.end] += dcn[..., 0]
         dN[self.end] = dcn[..., 1]
         dbeta[self.end] += inner[:, 0, 0]
         dm[self.end] += inner[:, 0, 1]
         dh[self.end] = inner[:, 1, 1]
+        for of_base in drest:  # whose factor is 1 - beta
+            dbeta -= of_base
+            dbeta[self.end] -= inner[:, 0, 2]
         return coefficients_backward(self.theta, self.gates, dC, dN, dbeta, dm, dh)
 
 
@@ -340,7 +359,7 @@ def _stack(state: Sequence[Tensor], heads: slice) -> list[Tensor]:
 def _unstack(stacks: Sequence[Tensor], heads: slice, out: Sequence[Tensor]) -> None:
     """Inverse of `_stack`, into ``out``."""
     for l, x in enumerate(stacks):
-        W, S = halves(x.unflatten(0, (out[0].shape[0], -1)), -2)
+        W, S = x.unflatten(0, (out[0].shape[0], -1)).chunk(2, -2)
         out[l][:, heads], out[l + len(stacks)][:, heads] = W, S
 
 

@@ -8,6 +8,7 @@ its arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,23 +19,24 @@ from titans_kernels.memory.residual import Residual
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor eta, Tensor theta, "
-    "Tensor[] weights, Tensor[] momentum, Tensor[] norm, int chunk_size, str activation, "
+    "Tensor[] weights, Tensor[] momentum, Tensor[] base, Tensor[] norm, int chunk_size, str activation, "
     "float? surprise_bound, Tensor? cu_seqlens"
 )
-"""``norm``: weight and bias of the LN that follows the last layer, or nothing."""
+"""``base``: of each layer, or nothing; ``norm``: weight and bias of the LN that follows the last layer, or
+nothing."""
 
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token: the form for the call's alpha as an operator."""
-    given = (list(x) for x in (weights, momentum, options.norm))
+    given = (list(x) for x in (weights, momentum, options.base, options.norm))
     y, *state = memory_chunked(*inputs.to_state_dtype(), *given, *options[:4])
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
 
 
 @torch.library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
-def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, norm, *options):
+def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     """y, weights and momenta after the last token, in one list; all of one dtype."""
-    inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(norm, options)
+    inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         form = channels if inputs.forgets_by_column else chunked
         y, *state = form.forget_and_learn(inputs, tuple(weights), tuple(momentum), options)
@@ -46,9 +48,9 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, norm, *options
     mutates_args=(),
     schema=f"(Tensor[] doutputs, {_ARGUMENTS}) -> Tensor[]",
 )
-def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momentum, norm, *options):
-    """Gradients of the six inputs, weights, momenta and LN, in one list, from those of the results."""
-    inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(norm, options)
+def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
+    """Gradients of the six inputs, weights, momenta, base and LN, in one list, from those of the results."""
+    inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         form = channels if inputs.forgets_by_column else chunked
         grads = form.gradients(inputs, tuple(weights), tuple(momentum), options, doutputs)
@@ -56,42 +58,44 @@ def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momen
 
 
 @memory_chunked.register_fake
-def _(q, k, v, alpha, eta, theta, weights, momentum, norm, *options):
+def _(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     y = v.new_empty(v.shape)
     return [y, *(x.new_empty(x.shape) for x in (*weights, *momentum))]
 
 
 @memory_chunked_backward.register_fake
-def _(doutputs, q, k, v, alpha, eta, theta, weights, momentum, norm, *options):
-    return [x.new_empty(x.shape) for x in (q, k, v, alpha, eta, theta, *weights, *momentum, *norm)]
+def _(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
+    given = q, k, v, alpha, eta, theta, *weights, *momentum, *base, *norm
+    return [x.new_empty(x.shape) for x in given]
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tokens, weights, momentum, norm, chunk_size, activation, bound, cu_seqlens = inputs
-    ctx.save_for_backward(*tokens, *weights, *momentum, *norm, cu_seqlens)
-    ctx.rule, ctx.depth = (chunk_size, activation, bound), len(weights)
+    *tokens, weights, momentum, base, norm, chunk_size, activation, bound, cu_seqlens = inputs
+    ctx.save_for_backward(*tokens, *weights, *momentum, *base, *norm, cu_seqlens)
+    ctx.rule, ctx.sizes = (chunk_size, activation, bound), [6, *map(len, (weights, momentum, base, norm))]
 
 
 def _backward(ctx, doutputs):
     *tensors, cu_seqlens = ctx.saved_tensors
-    depth = ctx.depth
-    weights, momentum, norm = (
-        tensors[6 : 6 + depth],
-        tensors[6 + depth : 6 + 2 * depth],
-        tensors[6 + 2 * depth :],
-    )
-    results = [tensors[2], *weights, *momentum]  # of the same shapes
+    tokens, weights, momentum, *fixed = _parted(tensors, ctx.sizes)
+    results = [tokens[2], *weights, *momentum]  # of the same shapes
     given = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(results, doutputs, strict=True)]
-    grads = memory_chunked_backward(given, *tensors[:6], weights, momentum, norm, *ctx.rule, cu_seqlens)
-    of_layers = grads[6 : 6 + depth], grads[6 + depth : 6 + 2 * depth], grads[6 + 2 * depth :]
-    return *grads[:6], *of_layers, None, None, None, None
+    grads = memory_chunked_backward(given, *tokens, weights, momentum, *fixed, *ctx.rule, cu_seqlens)
+    of_tokens, *of_layers = _parted(grads, ctx.sizes)
+    return *of_tokens, *of_layers, None, None, None, None
+
+
+def _parted(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    """A list cut into lists of ``sizes``."""
+    rest = iter(tensors)
+    return [list(islice(rest, n)) for n in sizes]
 
 
 memory_chunked.register_autograd(_backward, setup_context=_setup)
 
 
-def _options(norm: list[Tensor], options: Sequence) -> Options:
-    return Options(*options, residual=Residual(*norm) if norm else None)
+def _options(base: list[Tensor], norm: list[Tensor], options: Sequence) -> Options:
+    return Options(*options, residual=Residual(*norm) if norm else None, base=tuple(base))
 
 
 def _fresh(results: Sequence[Tensor]) -> list[Tensor]:

@@ -20,13 +20,14 @@ from torch import Tensor
 from titans_kernels.memory import native
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.autograd import OpenChunk, continue_chunk
+from titans_kernels.memory.budget import effective_steps
 from titans_kernels.memory.gates import decay_products
 from titans_kernels.memory.op import neural_memory
-from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, without_autocast
+from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, whole, without_autocast
 from titans_kernels.memory.reference import squared_error, surprise
 from titans_kernels.memory.residual import Residual, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
-from titans_kernels.memory.validate import check_options, check_residual, check_shapes
+from titans_kernels.memory.validate import check_base, check_options, check_residual, check_shapes
 
 TAKES = (Rule,)
 """The rules whose open chunk the factors of `DecodeState` describe: the paper's."""
@@ -43,7 +44,8 @@ class DecodeState(NamedTuple):
     Anywhere, where alpha is one number a head.
 
     With W, S the state where the open chunk began and g_i = X_i^T d_i the gradients of its tokens, the
-    weights now are ``beta W + m S - sum_i c_i g_i`` and the momentum ``h S - sum_i n_i g_i``.
+    weights now are ``beta W + m S - sum_i c_i g_i`` and the momentum ``h S - sum_i n_i g_i``. Where
+    forgetting leads to a base, W and the weights now are distances from it.
     """
 
     weights: Layers  # where the open chunk began [B, H, D, F]
@@ -55,6 +57,7 @@ class DecodeState(NamedTuple):
     beta: Tensor  # [B, H]
     m: Tensor
     h: Tensor
+    steps: Tensor  # with a write budget the tokens' effective steps [B, H, p], else [B, H, 0]
 
     @staticmethod
     def of(state: MemoryState) -> DecodeState:
@@ -67,7 +70,7 @@ class DecodeState(NamedTuple):
             tuple(state.momentum),
             tuple(W.new_zeros(B, H, 0, W.shape[-2]) for W in state.weights),
             tuple(W.new_zeros(B, H, 0, W.shape[-1]) for W in state.weights),
-            no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H),
+            no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H), no_rows,
         )  # fmt: skip
 
     @property
@@ -76,8 +79,13 @@ class DecodeState(NamedTuple):
         return self.n.shape[-1]
 
     @property
+    def keys(self) -> Tensor:
+        """Of the open chunk's tokens [B, H, p, D]."""
+        return self.inputs[0]
+
+    @property
     def opened(self) -> tuple[Tensor, ...]:
-        """What describes the open chunk: all but the weights and the momentum, layer after layer."""
+        """What the weights of the open chunk are made of beside those it began with, layer after layer."""
         return (*self.inputs, *self.errors, self.c, self.n, self.beta, self.m, self.h)
 
     def memory(self) -> MemoryState:
@@ -138,6 +146,8 @@ def decode_step(
     surprise_bound: float | None = None,
     rule: Rule | str = PAPER,
     residual: Residual | None = None,
+    base: Layers | None = None,
+    write_budget: float | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
 
@@ -145,8 +155,8 @@ def decode_step(
         q, k, v: [B, T, H, D] of T new tokens that do not reach beyond the open chunk; T = 1 always fits.
         alpha, eta, theta: [B, T, H]; alpha may be by column, [B, T, H, A].
         state: after the tokens before; it stays as it is.
-        chunk_size, activation, surprise_bound, rule, residual: as in `neural_memory`, the same for the whole
-            sequence.
+        chunk_size, activation, surprise_bound, rule, residual, base, write_budget: as in `neural_memory`, the
+            same for the whole sequence.
 
     Returns:
         y [B, T, H, D] in q's dtype and the state after the last token. Gradients flow through both.
@@ -154,16 +164,18 @@ def decode_step(
     Raises:
         ValueError: a shape, name or size that does not fit, named.
     """
-    _check(q, k, v, (alpha, eta, theta), state)
-    check_options(chunk_size, activation, surprise_bound)
+    _check(q, k, v, (alpha, eta, theta), state, write_budget)
+    check_options(chunk_size, activation, surprise_bound, write_budget)
     residual = check_residual(residual, q, v)
     if state.position + q.shape[1] > chunk_size:
         raise ValueError(
             f"q: {q.shape[1]} tokens after {state.position} of the open chunk are more than chunk_size "
             f"{chunk_size}; extend_memory takes any number"
         )
-    options = Options(chunk_size, activation, surprise_bound, None, _rule(rule), residual=residual)
+    own = check_base(base, state.weights)
+    options = Options(chunk_size, activation, surprise_bound, None, _rule(rule), residual=residual, base=own)
     tokens = Inputs(q, k, v, alpha, eta, theta).to_state_dtype()
+    tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
     with without_autocast(q):
         if _has_factors(options.rule, by_column=tokens.forgets_by_column):
             y, state = _by_factors(tokens, _as_factors(state), options)
@@ -171,6 +183,8 @@ def decode_step(
             y, state = continue_chunk(tokens, _as_open_chunk(state), options)
         if state.position == chunk_size:
             state = DecodeState.of(state.memory())
+        elif write_budget:
+            state = _with_steps(state, tokens.k, steps)
     return y.to(q.dtype), state
 
 
@@ -189,19 +203,24 @@ def extend_memory(
     backend: str = "auto",
     rule: Rule | str = PAPER,
     residual: Residual | None = None,
+    base: Layers | None = None,
+    write_budget: float | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
 
     What is left begins the next open chunk. ``DecodeState.of`` a memory's initial state starts a sequence.
     Without a gradient, the compiled form takes all tokens in one call where it serves.
     """
-    _check(q, k, v, (alpha, eta, theta), state)
-    check_options(chunk_size, activation, surprise_bound)
+    _check(q, k, v, (alpha, eta, theta), state, write_budget)
+    check_options(chunk_size, activation, surprise_bound, write_budget)
     rule, T = _rule(rule), q.shape[1]
-    options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual)
+    own = check_base(base, state.weights)
+    options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
     tokens = Inputs(q, k, v, alpha, eta, theta)
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
-        return _compiled(tokens, _as_factors(state), options)
+        tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
+        y, after = _compiled(tokens, _as_factors(state), options)
+        return y, after._replace(steps=steps[..., steps.shape[-1] - after.position :].clone())
     fill = min(T, -state.position % chunk_size)
     whole = (T - fill) // chunk_size * chunk_size
     outputs = []
@@ -213,26 +232,34 @@ def extend_memory(
             y, after = neural_memory(
                 *part, state.weights, state.momentum, chunk_size=chunk_size, activation=activation,
                 surprise_bound=surprise_bound, backend=backend, rule=rule, residual=residual,
+                base=base, write_budget=write_budget,
             )  # fmt: skip
             state = DecodeState.of(after)
         else:
             y, state = decode_step(
                 *part, state, chunk_size=chunk_size, activation=activation,
-                surprise_bound=surprise_bound, rule=rule, residual=residual,
+                surprise_bound=surprise_bound, rule=rule, residual=residual, base=base,
+                write_budget=write_budget,
             )  # fmt: skip
         outputs.append(y)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), state
 
 
-def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, groups: int | None = None) -> int:
+def state_numel(
+    shapes: Sequence[Sequence[int]],
+    position: int,
+    rule: Rule,
+    groups: int | None = None,
+    write_budget: float | None = None,
+) -> int:
     """Numbers that a head's state holds ``position`` tokens into a chunk.
 
     ``shapes`` are [D, F] of the layers; ``groups`` is the A of an alpha by column.
     """
-    weights = sum(D * F for D, F in shapes)
+    weights, steps = sum(D * F for D, F in shapes), position if write_budget else 0
     if position and not _has_factors(rule, by_column=groups is not None):
-        return 3 * weights + position * (groups or 1)
-    return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3
+        return 3 * weights + position * (groups or 1) + steps * (1 + shapes[0][0])
+    return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3 + steps
 
 
 def _has_factors(rule: Rule, by_column: bool) -> bool:
@@ -244,12 +271,37 @@ def _rule(rule: Rule | str) -> Rule:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: DecodeState | OpenChunk
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: DecodeState | OpenChunk,
+    write_budget: float | None,
+) -> None:  # fmt: skip
     check_shapes(q, k, v, gates, state.weights, state.momentum)
     held = state.weights[0].shape[:2]
     if held != (q.shape[0], q.shape[2]):
         raise ValueError(f"state: of [B, H] = {tuple(held)}, q of {(q.shape[0], q.shape[2])}")
+    if state.steps.shape[-1] != (state.position if write_budget else 0):
+        raise ValueError(
+            f"write_budget: {write_budget}, but the {state.position} tokens of the state's open chunk were "
+            f"written {'without' if write_budget else 'with'} one; give the same value from a chunk's first "
+            "token on"
+        )
+
+
+def _budgeted(
+    tokens: Inputs, state: DecodeState | OpenChunk, chunk_size: int, budget: float | None
+) -> tuple[Inputs, Tensor]:
+    """Tokens with theta', and the effective steps [B, H, p + T] from the open chunk's first token on."""
+    if budget is None:
+        return tokens, state.steps[..., :0]
+    held = state.keys, state.steps
+    theta, steps = effective_steps(tokens.k, tokens.eta, tokens.theta, chunk_size, held=held, budget=budget)
+    return tokens._replace(theta=theta), torch.cat([state.steps, steps.transpose(1, 2)], 2)
+
+
+def _with_steps(state: DecodeState | OpenChunk, k: Tensor, steps: Tensor) -> DecodeState | OpenChunk:
+    """The open chunk with what the budget of its next tokens depends on."""
+    if isinstance(state, DecodeState):  # which has the keys
+        return state._replace(steps=steps)
+    return state._replace(keys=torch.cat([state.keys, k.transpose(1, 2)], 2), steps=steps)
 
 
 def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
@@ -270,10 +322,11 @@ def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[T
     """y [B, T, H, D] of the next tokens of the open chunk, and the state after them."""
     now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
     rows = Rows.of(now.alpha, now.eta, now.theta, state)
-    bound, residual = options.surprise_bound, options.residual
-    new = surprise(state.weights, now.k, now.v, f, bound, squared_error, residual)
+    bound, residual, weights = options.surprise_bound, options.residual, whole(state.weights, options.base)
+    new = surprise(weights, now.k, now.v, f, bound, squared_error, residual)
     state = _written(state, rows, new)
-    return predict(residual, now.q, _read(now.q, rows, state, f)).transpose(1, 2), state
+    y = _read(now.q, rows, state, f, options.base)
+    return predict(residual, now.q, y).transpose(1, 2), state
 
 
 def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Options) -> bool:
@@ -288,7 +341,7 @@ def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Op
         return False
     if torch.compiler.is_compiling() or tokens.q.is_meta:
         return False
-    leaves = (*tokens, *state.weights, *state.momentum, *state.opened)
+    leaves = (*tokens, *state.weights, *state.momentum, *state.opened, state.steps, *options.base)
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         return False
     return native.refusal(tokens, state.weights, options) is None
@@ -302,7 +355,7 @@ def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Ten
     if not left:
         return y, DecodeState.of(MemoryState(weights, momentum))
     layers = tuple(left[:depth]), tuple(left[depth : 2 * depth])
-    return y, DecodeState(weights, momentum, *layers, *left[2 * depth :])
+    return y, DecodeState(weights, momentum, *layers, *left[2 * depth :], steps=state.steps)
 
 
 def _products(r: Tensor) -> Tensor:
@@ -319,14 +372,15 @@ def _written(state: DecodeState, rows: Rows, new: tuple[list[Tensor], list[Tenso
     c, beta, m, h = rows.C[..., -1, :], *(x[..., -1] for x in (rows.beta, rows.m, rows.h))
     if rows.C.shape[-2] > 1:
         c, beta, m, h = (x.clone() for x in (c, beta, m, h))
-    return DecodeState(state.weights, state.momentum, inputs, errors, c, rows.n, beta, m, h)
+    return DecodeState(state.weights, state.momentum, inputs, errors, c, rows.n, beta, m, h, state.steps)
 
 
-def _read(x: Tensor, rows: Rows, state: DecodeState, f: Activation) -> Tensor:
+def _read(x: Tensor, rows: Rows, state: DecodeState, f: Activation, base: Layers) -> Tensor:
     """Queries x [B, H, T, D] through the weights after each of their tokens."""
     beta, m = rows.beta[..., None], rows.m[..., None]
     layers = zip(state.weights, state.momentum, state.inputs, state.errors, strict=True)
     for l, (W, S, X, d) in enumerate(layers):
         x = x if l == 0 else f.value(x)
-        x = (beta * x) @ W + (m * x) @ S - ((x @ X.mT) * rows.C) @ d
+        z = (beta * x) @ W + (m * x) @ S - ((x @ X.mT) * rows.C) @ d
+        x = z + x @ base[l] if base else z
     return x

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, not_in_the_paper
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, not_in_the_paper, whole
 from titans_kernels.memory.rules import Rule
 from titans_kernels.native import in_parts, library, numbers, pointer, pointers
 
@@ -46,13 +46,12 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
 
 def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.forget_and_learn` does."""
-    call = Call.of(inputs, weights, options)
-    arguments = (*inputs.to_state_dtype(), *weights, *momentum)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
-        y, *state = _Memory.apply(call, *arguments)
+    call, depth = Call.of(inputs, weights, options), len(weights)
+    tokens, before, base = inputs.to_state_dtype(), (*weights, *momentum), options.base
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *before, *base)):
+        y, *state = _Memory.apply(call, *tokens, *before, *base)
     else:
-        y, *state = call.forward(arguments[:6], arguments[6:])
-    depth = len(weights)
+        y, *state = call.forward(tokens, before, base)
     return y, tuple(state[:depth]), tuple(state[depth:])
 
 
@@ -62,16 +61,18 @@ def extend(
     """Write and read tokens from inside a chunk on, or up to inside one, without a gradient.
 
     ``held`` is `decode.DecodeState.opened`; what is returned last is the same of the chunk that the call
-    leaves open, nothing on a border.
+    leaves open, nothing on a border. With a base the weights are the distances from it, as there.
     """
     depth, before, held = len(weights), held[0].shape[2], [x.contiguous() for x in held]
     tokens = before + inputs.q.shape[1]
     n = tokens % options.chunk_size
     left = [x.new_empty(*x.shape[:2], *([n] if x.ndim > 2 else []), *x.shape[3:]) for x in held] if n else []
     edges, call = _Edges.of(before, held, left), Call.of(inputs, weights, options)
-    state, closes = (*weights, *momentum), tokens >= options.chunk_size
-    y, *after = call.forward(inputs.to_state_dtype(), state, edges=edges, closes=closes)
-    return y, tuple(after[:depth]), tuple(after[depth:]), left
+    state, closes = (*whole(weights, options.base), *momentum), tokens >= options.chunk_size
+    y, *after = call.forward(inputs.to_state_dtype(), state, options.base, edges=edges, closes=closes)
+    if not closes:
+        return y, weights, momentum, left
+    return y, distances(tuple(after[:depth]), options.base), tuple(after[depth:]), left
 
 
 class _Edges(ctypes.Structure):
@@ -94,6 +95,7 @@ class _Spec(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation")),
         ("bound", ctypes.c_double),
+        ("parts", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("widths", "borders", "chunks")),
     )
 
@@ -101,7 +103,8 @@ class _Spec(ctypes.Structure):
 class Call(NamedTuple):
     """The rule of one call and where its documents stand.
 
-    Tokens are q, k, v [B, T, H, D] and the gates [B, T, H]; a state is L weights and L momenta [N, H, D, F].
+    Tokens are q, k, v [B, T, H, D] and the gates [B, T, H]; a state is L weights and L momenta [N, H, D, F];
+    a base is [H, D, F] of each layer, or nothing.
     """
 
     spec: _Spec
@@ -121,7 +124,7 @@ class Call(NamedTuple):
         arrays = numbers(widths), *_tables(lengths, b)
         spec = _Spec(
             inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(options.activation),
-            options.surprise_bound or 0.0, *map(ctypes.addressof, arrays),
+            options.surprise_bound or 0.0, 3 if options.base else 2, *map(ctypes.addressof, arrays),
         )  # fmt: skip
         rounded = [-(-n // 16) * 16 for n in widths]
         size = 2 * sum(D * F for D, F in itertools.pairwise(rounded))
@@ -131,6 +134,7 @@ class Call(NamedTuple):
         self,
         tokens: Sequence[Tensor],
         state: Sequence[Tensor],
+        base: Sequence[Tensor] = (),
         kept: Tensor | None = None,
         edges: _Edges | None = None,
         closes: bool = True,
@@ -140,31 +144,39 @@ class Call(NamedTuple):
         A call that ``closes`` no chunk returns the state it was given. Chunk-start states go into ``kept``.
         """
         tokens, before = [x.contiguous() for x in tokens], [_rows(x) for x in state]
+        base = [x.contiguous() for x in base]
         y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state if closes]
         strides = numbers(tuple(x.stride(0) for x in before))
         self._run(
             self.library.memory_forward, pointers([*tokens, y]), pointers(before), strides,
-            pointers(after) if closes else None, pointer(kept), ctypes.byref(edges or _Edges()),
+            pointers(base) if base else None, pointers(after) if closes else None, pointer(kept),
+            ctypes.byref(edges or _Edges()),
         )  # fmt: skip
         return [y, *(after or state)]
 
     def backward(
-        self, tokens: Sequence[Tensor], kept: Tensor, dy: Tensor, dafter: Sequence[Tensor | None]
+        self,
+        tokens: Sequence[Tensor],
+        base: Sequence[Tensor],
+        kept: Tensor,
+        dy: Tensor,
+        dafter: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Gradients of the tokens and of the state before them; None in ``dafter`` is zeros."""
-        tokens = [x.contiguous() for x in tokens]
+        """Gradients of the tokens, of the state before them and of the base; None in ``dafter`` is zeros."""
+        tokens, base = [x.contiguous() for x in tokens], [x.contiguous() for x in base]
         dafter, dy = [None if x is None else x.contiguous() for x in dafter], dy.contiguous()
         grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy)
         self._run(
-            self.library.memory_backward, pointers([*tokens, None]), pointer(kept), pointers(dafter),
-            pointers([*grads, dy]), pointers(before),
+            self.library.memory_backward, pointers([*tokens, None]), pointers(base) if base else None,
+            pointer(kept), pointers(dafter), pointers([*grads, dy]), pointers(before),
         )  # fmt: skip
-        return [*grads, *before]
+        last = 2 * self.spec.depth
+        return [*grads, *before[:last], *(dB.sum(0) for dB in before[last:])]
 
     def _like_state(self, x: Tensor) -> list[Tensor]:
         widths = list(self.arrays[0])
         shapes = [(self.documents, self.spec.heads, *pair) for pair in itertools.pairwise(widths)]
-        return [x.new_empty(shape) for shape in 2 * shapes]
+        return [x.new_empty(shape) for shape in self.spec.parts * shapes]
 
     def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
         """Documents and heads are independent."""
@@ -179,17 +191,19 @@ class _Memory(torch.autograd.Function):
     def forward(ctx, call, *arguments):
         ctx.set_materialize_grads(False)
         kept = arguments[0].new_empty(call.kept_numel)
-        outputs = call.forward(arguments[:6], arguments[6:], kept)
-        ctx.save_for_backward(*arguments[:6], kept)
+        last = 6 + 2 * call.spec.depth
+        base = arguments[last:]
+        outputs = call.forward(arguments[:6], arguments[6:last], base, kept)
+        ctx.save_for_backward(*arguments[:6], kept, *base)
         ctx.call = call
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        *tokens, kept = ctx.saved_tensors
+        tokens, (kept, *base) = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
-        return None, *ctx.call.backward(tokens, kept, dy, doutputs[1:])
+        return None, *ctx.call.backward(tokens, base, kept, dy, doutputs[1:])
 
 
 def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels import forms
-from titans_kernels.memory import autograd, channels, chunked, chunked_op, native, online, reference
+from titans_kernels.memory import autograd, budget, channels, chunked, chunked_op, native, online, reference
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import (
     Inputs,
@@ -17,14 +17,16 @@ from titans_kernels.memory.options import (
     MemoryState,
     Options,
     Result,
+    distances,
     not_in_the_paper,
     operand_dtype,
     state_dtype,
+    whole,
     without_autocast,
 )
 from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
-from titans_kernels.memory.validate import check_options, check_residual, check_shapes
+from titans_kernels.memory.validate import check_base, check_options, check_residual, check_shapes
 
 BACKENDS = ("auto", "reference", "autograd", "chunked", "native", "online", "triton")
 
@@ -53,6 +55,8 @@ def neural_memory(
     backend: str = "auto",
     rule: Rule | str = PAPER,
     residual: Residual | None = None,
+    base: tuple[Tensor, ...] | None = None,
+    write_budget: float | None = None,
     keep_bytes: int | None = None,
     output_final_state: bool = True,
 ) -> tuple[Tensor, MemoryState]:
@@ -83,6 +87,12 @@ def neural_memory(
             the paper's. "reference" and "autograd" take any rule.
         residual: None for the paper's memory, or a residual around it, with or without LN. LN and an alpha by
             column are not for "native", "online" and "triton", and "auto" passes these over.
+        base: of each layer B [H, D_in, D_out], shared by all rows, to which forgetting leads in place of
+            zero: ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. The weights given and returned are then
+            W - B, the distance from it: zero where a memory begins at its base. A deep memory with a base is
+            not for "triton".
+        write_budget: full steps that a direction of key space is written at most within a chunk (see
+            `budget`), so that like tokens cannot make the memory diverge; None is the paper's rule.
         keep_bytes: what the kernels may keep of this call for its backward; a call that needs more computes
             it again there, with the same result. None for 1/64 of the card's memory. The other forms do not
             look at it.
@@ -100,7 +110,7 @@ def neural_memory(
             "native", "online" or "triton" for a call that it does not serve.
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
-    check_options(chunk_size, activation, surprise_bound)
+    check_options(chunk_size, activation, surprise_bound, write_budget)
     dtype = state_dtype(q)
     inputs = Inputs(q, k, v, alpha, eta, theta)
     weights = tuple(x.to(dtype) for x in weights)
@@ -110,16 +120,23 @@ def neural_memory(
         shared = tuple(x[None] for x in weights), tuple(x[None] for x in momentum)
     weights, momentum = _per_document(weights, documents), _per_document(momentum, documents)
     rule = find_rule(rule) if isinstance(rule, str) else rule
-    residual = check_residual(residual, q, v)
+    residual, own = check_residual(residual, q, v), check_base(base, weights)
     options = Options(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared,
-        residual,
+        residual, own,
     )  # fmt: skip
     form = choose(backend, inputs, weights, options)
+    if write_budget:
+        limit = reference.write_budget if form is reference.forget_and_learn else budget.write_budget
+        inputs = inputs._replace(theta=limit(k, eta, theta, chunk_size, cu_seqlens, budget=write_budget))
     if not torch.compiler.is_compiling():
         forms.note("neural_memory", _name(form), q)
-    if residual is not None and not residual.norm and form not in OF_ANY_LOSS:
+    linear = form not in OF_ANY_LOSS and len(options.norm) == 0
+    beside = linear and len(own) == 1 and form is not native.forget_and_learn
+    if residual is not None and linear:
         form = partial(_around, form)
+    if own:  # what is compiled takes it in less time than the products beside it
+        form = partial(_beside_base if beside else _from_base, form)
     # the state is float32 whatever autocast would make of the products
     with without_autocast(q):
         y, weights, momentum = form(inputs, weights, momentum, options)
@@ -183,6 +200,22 @@ def _around(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, optio
     return q + y, weights, momentum
 
 
+def _beside_base(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """A linear memory with a base by a form that knows of none: what k B predicts is taken off the value."""
+    q, k, v = (x.to(inputs.state_dtype) for x in inputs[:3])
+    of_base = lambda x: torch.einsum("bthd,hdf->bthf", x, options.base[0])  # noqa: E731
+    # a kernel takes its operands in one type
+    value = (v - of_base(k)).to(inputs.v.dtype) if inputs.v.is_cuda else v - of_base(k)
+    y, weights, momentum = form(inputs._replace(v=value), weights, momentum, options._replace(base=()))
+    return of_base(q) + y, weights, momentum
+
+
+def _from_base(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Weights as distances from the base by a form that takes whole ones."""
+    y, weights, momentum = form(inputs, whole(weights, options.base), momentum, options)
+    return y, distances(weights, options.base), momentum
+
+
 def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
     """The Triton form, or why no kernel serves the call."""
     # imported when asked for: a CPU has no use for Triton
@@ -194,16 +227,23 @@ def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
         return f"no kernel for the rule {options.rule}"
     if beyond := not_in_the_paper(inputs, options):
         return f"no kernel for {beyond}"
+    if options.base and len(weights) > 1:
+        return "no kernel for a deep memory with a base"
     reason = refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
     return reason or partial(triton.forget_and_learn, dtype=dtype)
 
 
 def read_memory(
-    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Residual | None = None
-) -> Tensor:
-    """M(q) without a write: q [B, T, H, D], weights [B, H, D_in, D_out] or [H, D_in, D_out]."""
+    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Residual | None = None,
+    base: tuple[Tensor, ...] | None = None,
+) -> Tensor:  # fmt: skip
+    """M(q) without a write: q [B, T, H, D], weights [B, H, D_in, D_out] or [H, D_in, D_out].
+
+    With a base [H, D_in, D_out] of each layer the weights are the distance from it, as in `neural_memory`.
+    """
     dtype = state_dtype(q)
     layers, f = tuple(W.to(dtype) for W in weights), ACTIVATIONS[activation]
+    layers = whole(layers, check_base(base, layers))
     residual = residual and residual.to(dtype)
     with without_autocast(q):
         y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), f, residual)

@@ -68,6 +68,9 @@ class Options(NamedTuple):
     shared_start: tuple[Layers, Layers] | None = None
     """weights and momentum [1, H, D_in, D_out] where all documents begin alike"""
     residual: Residual | None = None
+    base: Layers = ()
+    """what forgetting leads to, [H, D_in, D_out] of each layer; empty for zero. The weights that a form takes
+    and returns are the whole ones: `op.neural_memory` adds the base before and takes it off after"""
 
     @property
     def norm(self) -> tuple[Tensor, ...]:
@@ -80,6 +83,16 @@ def not_in_the_paper(inputs: Inputs, options: Options) -> str | None:
     if options.norm:
         return "LN inside the memory"
     return "an alpha by column" if inputs.forgets_by_column else None
+
+
+def whole(distances: Layers, base: Layers) -> Layers:
+    """Weights from their distances from a base; without one they are the same."""
+    return tuple(B + V for V, B in zip(distances, base, strict=True)) if base else distances
+
+
+def distances(weights: Layers, base: Layers) -> Layers:
+    """The inverse of `whole`."""
+    return tuple(W - B for W, B in zip(weights, base, strict=True)) if base else weights
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

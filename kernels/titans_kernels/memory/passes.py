@@ -1,7 +1,10 @@
 """What happens inside a chunk, as matmuls: the keys' gradients, the step to the next state, the reads.
 
 Shapes: R rows (chunks x heads), b tokens of a chunk, D/F widths of a layer's input and output. A layer's
-weights and momentum are stacked over the input: WS [R, 2 D, F].
+weights and momentum are stacked over the input: WS [R, 2 D, F]. Where forgetting leads to a base B and not to
+zero, reads take that as a third part, WS [R, 3 D, F]:
+
+    W_t = beta_t W + m_t S + (1 - beta_t) B - sum_i C[t, i] g_i.
 """
 
 from __future__ import annotations
@@ -18,21 +21,31 @@ from titans_kernels.memory.residual import Norm
 
 
 class State(NamedTuple):
-    """Layers' weights and momenta, stacked and as views of the stacks."""
+    """Layers' weights, momenta and bases, stacked and as views of the stacks."""
 
-    WS: list[Tensor]  # [R, 2 D, F]
+    WS: list[Tensor]  # [R, 2 D, F], for reads with a base [R, 3 D, F]
     W: list[Tensor]  # [R, D, F]
     S: list[Tensor]  # [R, D, F]
+    B: list[Tensor]  # [R, D, F], or none
 
     @staticmethod
-    def of(stacks: list[Tensor]) -> State:
-        """Views of ``stacks``."""
-        pairs = [halves(x) for x in stacks]
-        return State(stacks, [p[0] for p in pairs], [p[1] for p in pairs])
+    def of(stacks: list[Tensor], base: Sequence[Tensor] = ()) -> State:
+        """Views of ``stacks`` of two parts, with a base of its own or none."""
+        pairs = [x.chunk(2, 1) for x in stacks]
+        return State(stacks, [p[0] for p in pairs], [p[1] for p in pairs], list(base))
+
+    @staticmethod
+    def for_reads(stacks: list[Tensor], parts: int) -> State:
+        """Views of ``stacks`` of two parts, or of three with a base."""
+        views = [x.chunk(parts, 1) for x in stacks]
+        W, S, B = ([v[i] for v in views] if i < parts else [] for i in range(3))
+        return State(stacks, W, S, B)
 
     def first(self, rows: int) -> State:
-        """Views of the first rows."""
-        return self if rows == self.WS[0].shape[0] else State.of([x[:rows] for x in self.WS])
+        """Views of the first rows of a state with a base of its own."""
+        if rows == self.WS[0].shape[0]:
+            return self
+        return State.of([x[:rows] for x in self.WS], [x[:rows] for x in self.B])
 
 
 class Keys(NamedTuple):
@@ -60,7 +73,7 @@ class Reads(NamedTuple):
     """What the queries meet on their way through the per-token weights, per layer l."""
 
     x: list[Tensor]  # input of layer l [R, b, D]
-    scaled: list[Tensor]  # beta x and m x, side by side [R, b, 2 D]
+    scaled: list[Tensor]  # beta x and m x, with a base (1 - beta) x too, side by side [R, b, 2 D or 3 D]
     scores: list[Tensor]  # x X^T [R, b, b]
     u: list[Tensor]  # output before the non-linearity [R, b, F], the last layer's where LN follows
 
@@ -103,9 +116,11 @@ def keys_pass(
 
 
 def advance(state: State, keys: Keys, last: Last) -> None:
-    """W' = a W + m S - (c X)^T d and S' = h S - (n X)^T d, in place."""
-    for WS, W, S, X, d in zip(*state, keys.X, keys.d, strict=True):
+    """W' = a W + m S + (1 - a) B - (c X)^T d and S' = h S - (n X)^T d, in place."""
+    for l, (WS, W, S, X, d) in enumerate(zip(*state[:3], keys.X, keys.d, strict=True)):
         W.mul_(last.a).addcmul_(S, last.m)
+        if state.B:
+            W.addcmul_(state.B[l], 1 - last.a)
         S.mul_(last.h)
         WS.baddbmm_(side_by_side(X, last.c, last.n).mT, d, alpha=-1)
 
@@ -124,9 +139,10 @@ def read_pass(
     ``known`` are the layers' outputs u, where they are there already; y is then empty.
     """
     reads, y = Reads([q], [], [], known or []), q.new_empty(0)
+    factors = read_factors(gates, WS[0].shape[1] // q.shape[-1])
     for l, state in enumerate(WS):
         x = reads.x[l]
-        reads.scaled.append(side_by_side(x, gates.beta[..., None], gates.m[..., None]))
+        reads.scaled.append(side_by_side(x, *factors))
         reads.scores.append(torch.bmm(x, keys.X[l].mT))
         if known is None:
             y = torch.bmm(reads.scaled[l], state)
@@ -139,18 +155,18 @@ def read_pass(
     return (norm.output(q, y) if known is None else y), reads
 
 
-def halves(WS: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Views of the weights and the momentum stacked in ``WS``."""
-    half = WS.shape[dim] // 2
-    return WS.narrow(dim, 0, half), WS.narrow(dim, half, half)
+def read_factors(gates: Gates, parts: int) -> tuple[Tensor, ...]:
+    """By which a read takes each part of a stack, [R, b, 1]: beta, m and for a base 1 - beta."""
+    beta, m = gates.beta[..., None], gates.m[..., None]
+    return (beta, m, 1 - beta) if parts == 3 else (beta, m)
 
 
-def side_by_side(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """x left and x right [R, b, 2 D]."""
+def side_by_side(x: Tensor, *factors: Tensor) -> Tensor:
+    """x times each factor [R, b, factors * D]."""
     D = x.shape[-1]
-    both = x.new_empty(*x.shape[:-1], 2 * D)
-    torch.mul(x, left, out=both[..., :D])
-    torch.mul(x, right, out=both[..., D:])
+    both = x.new_empty(*x.shape[:-1], len(factors) * D)
+    for i, factor in enumerate(factors):
+        torch.mul(x, factor, out=both[..., i * D : (i + 1) * D])
     return both
 
 

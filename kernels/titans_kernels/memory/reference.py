@@ -15,7 +15,16 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, over_weights
+from titans_kernels.memory.options import (
+    Inputs,
+    Layers,
+    Options,
+    Result,
+    distances,
+    over_weights,
+    state_dtype,
+    whole,
+)
 from titans_kernels.memory.residual import Residual, predict, pull
 from titans_kernels.memory.rules import Rule
 
@@ -46,6 +55,7 @@ def each_document(
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     rule, f, by_column = options.rule, ACTIVATIONS[options.activation], inputs.forgets_by_column
     chunk_start, decay, y = weights, torch.ones_like(inputs.alpha[:, 0]), []
+    base = options.base  # the rule is that of the weights' distance from it
     for t in range(inputs.q.shape[1]):
         if t % options.chunk_size == 0:
             # M_{t'}: every gradient of the chunk is taken here (16), or where the rule says
@@ -54,16 +64,45 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         eta, theta = (gate[:, :, None, None] for gate in (now.eta, now.theta))
         decay = (1 - now.alpha) * decay
         point = tuple(
-            rule.gradient_point(W, over_weights(decay, W.shape[-1], by_column)) for W in chunk_start
+            rule.gradient_point(V, over_weights(decay, V.shape[-1], by_column))
+            for V in distances(chunk_start, base)
         )
+        point = whole(point, base)
         gradient = inner_gradient(point, now.k, now.v, f, options.surprise_bound, rule, options.residual)
         after = [
-            rule.update(W, S, g, over_weights(now.alpha, W.shape[-1], by_column), eta, theta)  # (13, 14)
-            for W, S, g in zip(weights, momentum, gradient, strict=True)
+            rule.update(V, S, g, over_weights(now.alpha, V.shape[-1], by_column), eta, theta)  # (13, 14)
+            for V, S, g in zip(distances(weights, base), momentum, gradient, strict=True)
         ]
-        weights, momentum = (tuple(part) for part in zip(*after, strict=True))
+        moved, momentum = (tuple(part) for part in zip(*after, strict=True))
+        weights = whole(moved, base)
         y.append(apply_memory(weights, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
+
+
+def write_budget(
+    k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None = None,
+    budget: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """theta' of `budget.write_budget` token by token, as its definition reads."""
+    k, eta, theta = (x.to(state_dtype(k)) for x in (k, eta, theta))
+    if cu_seqlens is not None:
+        borders = pairwise(document_borders(cu_seqlens, k.shape[1]))
+        parts = [[x[:, a:b] for x in (k, eta, theta)] for a, b in borders if a < b]
+        return torch.cat([write_budget(*part, chunk_size=chunk_size, budget=budget) for part in parts], 1)
+    steps, limited = [], []
+    for t in range(k.shape[1]):
+        first = t - t % chunk_size
+        G = [(k[:, t] * k[:, u]).sum(-1).abs() for u in range(first, t + 1)]
+        room = budget - sum((steps[u] * G[u - first] for u in range(first, t)), torch.zeros_like(theta[:, t]))
+        # products, not quotients, are compared: 1 - eta and G_tt may be 0
+        counts = G[-1] >= torch.finfo(theta.dtype).tiny
+        over = counts & (2 * theta[:, t] * G[-1] > room.clamp(min=0) * (1 - eta[:, t]))
+        most = room.clamp(min=0) / torch.where(counts, G[-1], 1)
+        finite = counts & (eta[:, t] < 1)
+        full = 2 * theta[:, t] / torch.where(finite, 1 - eta[:, t], 1)
+        steps.append(torch.where(over, most, torch.where(finite, full, 0)))
+        limited.append(torch.where(over, most * (1 - eta[:, t]) / 2, theta[:, t]))
+    return torch.stack(limited, 1)
 
 
 def _joined(documents: Sequence[Layers]) -> Layers:

@@ -75,7 +75,21 @@ def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual 
     return residual.to(state_dtype(q))
 
 
-def check_options(chunk_size: int, activation: str, bound: float | None) -> None:
+def check_base(base: Layers | None, weights: Layers) -> Layers:
+    """The base in the weights' precision, or nothing; raises ValueError where it does not fit them."""
+    if base is None:
+        return ()
+    if len(base) != len(weights):
+        raise ValueError(f"base: {len(base)} layers, but weights has {len(weights)}")
+    for l, (B, W) in enumerate(zip(base, weights, strict=True)):
+        if B.shape != W.shape[-3:]:
+            raise ValueError(
+                f"base[{l}]: shape {tuple(B.shape)} is not [H, D_in, D_out] = {tuple(W.shape[-3:])}"
+            )
+    return tuple(B.to(W.dtype) for B, W in zip(base, weights, strict=True))
+
+
+def check_options(chunk_size: int, activation: str, bound: float | None, budget: float | None = None) -> None:
     """Raises TypeError or ValueError on an option that means nothing."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size: {chunk_size!r} is not a whole number")
@@ -83,9 +97,10 @@ def check_options(chunk_size: int, activation: str, bound: float | None) -> None
         raise ValueError(f"chunk_size: {chunk_size} must be at least 1")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if bound is None:
-        return
-    if not isinstance(bound, (int, float)) or isinstance(bound, bool):
-        raise TypeError(f"surprise_bound: {bound!r} is not a number")
-    if not bound > 0:  # nan is not above 0 either
-        raise ValueError(f"surprise_bound: {bound} must be above 0, or None for no bound")
+    for name, value, none in (("surprise_bound", bound, "no bound"), ("write_budget", budget, "no budget")):
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r} is not a number")
+        if not value > 0:  # nan is not above 0 either
+            raise ValueError(f"{name}: {value} must be above 0, or None for {none}")

@@ -3,7 +3,8 @@
 // Formulas as in ../memory/passes.py, ../memory/backward.py and ../memory/gates.py. A chunk's tokens lie side by
 // side in a vector's lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too;
 // what is added is zero and stays so, for f(0) = 0. A name that ends in _t is such a matrix transposed,
-// [P][features]. A layer's weights and momentum are stacked over its input: [2 D][F].
+// [P][features]. A layer's weights and momentum are stacked over its input: [2 D][F], with a base to forget to
+// [3 D][F].
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -148,6 +149,7 @@ template <class R> APART R inner(int n, const R* x, const R* y) {
 extern "C" struct Spec {
   int64_t heads, depth, chunk, activation;
   double bound;  // 0: none
+  int64_t parts;  // of a layer's stack: 3 with a base, else 2
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
   const int64_t* chunks;   // chunks of all documents before each
@@ -185,7 +187,7 @@ template <class R> struct Arena {
 template <class R> struct Layer {
   int D, F;  // padded
   int64_t inputs, outputs;
-  R *WS, *grad;                           // the state and its gradient, [2 D][F]
+  R *WS, *grad;                           // the state and its gradient, [parts D][F]
   R *X, *z, *d, *d_t, *E, *scale;         // keys, as `passes.Keys`
   R *x, *u, *scores, *P;                  // reads; scores and P = C scores are [s][t]
   R *dX, *dd, *dz_t, *slope, *second;     // gradients; dz_t of the reads
@@ -193,19 +195,20 @@ template <class R> struct Layer {
 
 template <class R> struct Chunk {
   const Spec& spec;
-  int L, H;
+  int L, H, parts;
   int64_t most;  // tokens of the longest chunk, padded
   int64_t state_size = 0;
   std::vector<Layer<R>> layers;
   Arena<R> arena;
   // gates; C and N are [t][s], C_s is [s][t]
-  R *alpha, *eta, *theta, *C, *C_s, *N, *beta, *m, *h;
+  R *alpha, *eta, *theta, *C, *C_s, *N, *beta, *m, *h, *rest;  // rest: 1 - beta, what a base has of a read
   R *dC, *dC_s, *dbeta, *dm, *dh, *dc, *dn, *dalpha, *deta, *dtheta, *carry_C, *carry_N;
   R *pair, *pair2, *square, *square_t, *dz, *dx, *v, *spare_t;
   int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
   int old = 0;       // how many of them came before the call
 
-  Chunk(const Spec& spec, bool backward) : spec(spec), L(spec.depth), H(spec.heads), most(padded(spec.chunk)) {
+  Chunk(const Spec& spec, bool backward)
+      : spec(spec), L(spec.depth), H(spec.heads), parts(spec.parts), most(padded(spec.chunk)) {
     layers.resize(L);
     int64_t widest = 0;
     for (int l = 0; l <= L; l++) widest = std::max(widest, padded(spec.widths[l]));
@@ -215,21 +218,21 @@ template <class R> struct Chunk {
       y.D = padded(y.inputs), y.F = padded(y.outputs);
       int64_t in = y.D * most, out = y.F * most;
       state_size += 2 * y.D * y.F;
-      arena.ask(y.WS, 2 * y.D * y.F);
+      arena.ask(y.WS, parts * y.D * y.F);
       for (R** p : {&y.X, &y.x}) arena.ask(*p, in);
       for (R** p : {&y.z, &y.d, &y.d_t, &y.E, &y.u}) arena.ask(*p, out);
       for (R** p : {&y.scores, &y.P}) arena.ask(*p, most * most);
       arena.ask(y.scale, most);
       if (!backward) continue;
-      arena.ask(y.grad, 2 * y.D * y.F);
+      arena.ask(y.grad, parts * y.D * y.F);
       arena.ask(y.dX, in);
       for (R** p : {&y.dd, &y.dz_t, &y.slope, &y.second}) arena.ask(*p, out);
     }
-    for (R** p : {&alpha, &eta, &theta, &beta, &m, &h, &dbeta, &dm, &dh, &dc, &dn, &dalpha, &deta, &dtheta,
+    for (R** p : {&alpha, &eta, &theta, &beta, &m, &h, &rest, &dbeta, &dm, &dh, &dc, &dn, &dalpha, &deta, &dtheta,
                   &carry_C, &carry_N})
       arena.ask(*p, most);
     for (R** p : {&C, &C_s, &N, &dC, &dC_s, &square, &square_t}) arena.ask(*p, most * most);
-    for (R** p : {&pair, &pair2}) arena.ask(*p, 2 * widest * most);
+    for (R** p : {&pair, &pair2}) arena.ask(*p, parts * widest * most);
     for (R** p : {&dz, &dx, &v, &spare_t}) arena.ask(*p, widest * most);
     arena.give();
   }
@@ -272,6 +275,17 @@ template <class R> struct Chunk {
       std::copy(from + i * y.F, from + i * y.F + y.outputs, W + i * y.outputs);
       std::copy(from + (y.D + i) * y.F, from + (y.D + i) * y.F + y.outputs, S + i * y.outputs);
     }
+  }
+  // A base [D, F] to the third part of its layer's stack, or where there is none zeros; and its gradient from it.
+  void load_base(const R* B, const Layer<R>& y, R* stack) const {
+    if (parts == 2) return;
+    R* to = stack + 2 * y.D * y.F;
+    std::fill(to, to + y.D * y.F, R(0));
+    for (int i = 0; B && i < y.inputs; i++) std::copy(B + i * y.outputs, B + (i + 1) * y.outputs, to + i * y.F);
+  }
+  void store_base(const R* stack, const Layer<R>& y, R* B) const {
+    const R* from = stack + 2 * y.D * y.F;
+    for (int i = 0; i < y.inputs; i++) std::copy(from + i * y.F, from + i * y.F + y.outputs, B + i * y.outputs);
   }
   void save(R* to) const {
     for (const Layer<R>& y : layers) std::copy(y.WS, y.WS + 2 * y.D * y.F, to), to += 2 * y.D * y.F;
@@ -338,6 +352,7 @@ template <class R> struct Chunk {
         beta[0] = keep, h[0] = m[0] = eta[0];
       }
     }
+    for (int t = 0; t < P; t++) rest[t] = 1 - beta[t];
     transpose(P, P, C, C_s);
   }
 
@@ -399,6 +414,12 @@ template <class R> struct Chunk {
     }
   }
 
+  // What a read takes of each part of the stack.
+  void factored(const Layer<R>& y, R* to) {
+    scaled(y.D, P, y.x, beta, to), scaled(y.D, P, y.x, m, to + y.D * P);
+    if (parts == 3) scaled(y.D, P, y.x, rest, to + 2 * y.D * P);
+  }
+
   // Queries through the weights after each of their tokens; the last u is y.
   APART void reads() {
     for (int l = 0; l < L; l++) {
@@ -406,8 +427,8 @@ template <class R> struct Chunk {
       if (l) activate(spec.activation, y.D * P, layers[l - 1].u, y.x);
       multiply<R>(P, P, y.D, 1, y.X, 1, P, y.x, y.scores, false);
       for (int i = 0; i < P * P; i++) y.P[i] = C_s[i] * y.scores[i];
-      scaled(y.D, P, y.x, beta, pair), scaled(y.D, P, y.x, m, pair + y.D * P);
-      multiply<R>(y.F, P, 2 * y.D, 1, y.WS, 1, y.F, pair, y.u, false);
+      factored(y, pair);
+      multiply<R>(y.F, P, parts * y.D, 1, y.WS, 1, y.F, pair, y.u, false);
       multiply<R>(y.F, P, P, -1, y.d, P, 1, y.P, y.u, true);
     }
   }
@@ -420,8 +441,9 @@ template <class R> struct Chunk {
   APART void advance() {
     R a = beta[n - 1], from = m[n - 1], kept = h[n - 1];
     for (Layer<R>& y : layers) {
-      R *W = y.WS, *S = y.WS + y.D * y.F;
+      R *W = y.WS, *S = y.WS + y.D * y.F, *B = S + y.D * y.F;
       for (int i = 0; i < y.D * y.F; i++) W[i] = a * W[i] + from * S[i], S[i] *= kept;
+      for (int i = 0; parts == 3 && i < y.D * y.F; i++) W[i] += (1 - a) * B[i];
       leaving(y, pair);
       multiply<R>(2 * y.D, y.F, P, -1, pair, P, 1, y.d_t, y.WS, true);
     }
@@ -439,9 +461,13 @@ template <class R> struct Chunk {
       for (int i = 0; i < P * P; i++) dC_s[i] += square[i] * y.scores[i], square[i] *= C_s[i];
       transpose(P, P, square, square_t);
       multiply<R>(y.D, P, P, 1, y.x, P, 1, square_t, y.dX, false);
-      multiply<R>(2 * y.D, P, y.F, 1, y.WS, y.F, 1, dz, pair, false);
+      multiply<R>(parts * y.D, P, y.F, 1, y.WS, y.F, 1, dz, pair, false);
       add_inner(y.D, P, pair, y.x, R(1), dbeta), add_inner(y.D, P, pair + y.D * P, y.x, R(1), dm);
       scaled(y.D, P, pair, beta, dx), add_scaled(y.D, P, pair + y.D * P, m, R(1), dx);
+      if (parts == 3) {
+        add_inner(y.D, P, pair + 2 * y.D * P, y.x, R(-1), dbeta);
+        add_scaled(y.D, P, pair + 2 * y.D * P, rest, R(1), dx);
+      }
       multiply<R>(y.D, P, P, 1, y.X, P, 1, square, dx, true);
       if (!l) continue;
       slopes<R>(spec.activation, y.D * P, layers[l - 1].u, dz, nullptr);
@@ -465,9 +491,14 @@ template <class R> struct Chunk {
       R *dW = y.grad, *dS = y.grad + size;
       dbeta[last] += inner(size, dW, y.WS), dm[last] += inner(size, dW, y.WS + size);
       dh[last] += inner(size, dS, y.WS + size);
+      if (parts == 3) {
+        R* dB = dS + size;
+        dbeta[last] -= inner(size, dW, y.WS + 2 * size);
+        for (int i = 0; i < size; i++) dB[i] += (1 - a) * dW[i];
+      }
       for (int i = 0; i < size; i++) dS[i] = kept * dS[i] + from * dW[i], dW[i] *= a;
-      scaled(y.D, P, y.x, beta, pair), scaled(y.D, P, y.x, m, pair + y.D * P);
-      multiply<R>(2 * y.D, y.F, P, 1, pair, P, 1, y.dz_t, y.grad, true);
+      factored(y, pair);
+      multiply<R>(parts * y.D, y.F, P, 1, pair, P, 1, y.dz_t, y.grad, true);
     }
     transpose(P, P, dC_s, dC);
     for (int s = 0; s < P; s++) dC[last * P + s] += dc[s];
@@ -524,9 +555,9 @@ struct Place {
   }
 };
 
-// ``after`` null: the call closes no chunk.
+// ``base`` [L] of [heads, D, F], null where there is none. ``after`` null: the call closes no chunk.
 template <class R>
-void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strides, R** after, R* kept,
+void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strides, R** base, R** after, R* kept,
              const Open<R>& open, int64_t first, int64_t stop) {
   Chunk<R> chunk(spec, false);
   int L = chunk.L;
@@ -537,6 +568,7 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
       int64_t size = y.inputs * y.outputs;
       auto here = [&](int i) { return state[i] + at.document * strides[i] + at.head * size; };
       chunk.load_state(here(l), here(L + l), y, y.WS);
+      if (base) chunk.load_base(base[l] + at.head * size, y, y.WS);
     }
     int64_t length = open.before + at.length;
     for (int64_t done = 0; done < length; done += spec.chunk) {
@@ -560,19 +592,22 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
   }
 }
 
-// ``dafter`` may hold null pointers, for zeros; ``grads.y`` is the gradient of y.
+// ``dafter`` may hold null pointers, for zeros; ``grads.y`` is the gradient of y. ``dbefore`` has the base's too,
+// of each document.
 template <class R>
-void backward(const Spec& spec, Tokens<R> tokens, const R* kept, R** dafter, Tokens<R> grads, R** dbefore,
-              int64_t first, int64_t stop) {
+void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** dafter, Tokens<R> grads,
+              R** dbefore, int64_t first, int64_t stop) {
   Chunk<R> chunk(spec, true);
   int L = chunk.L;
   for (int64_t job = first; job < stop; job++) {
     Place at(spec, job);
     for (int l = 0; l < L; l++) {
       Layer<R>& y = chunk.layers[l];
-      int64_t place = job * y.inputs * y.outputs;
+      int64_t size = y.inputs * y.outputs, place = job * size;
       R *dW = dafter[l], *dS = dafter[L + l];
       chunk.load_state(dW ? dW + place : nullptr, dS ? dS + place : nullptr, y, y.grad);
+      chunk.load_base(nullptr, y, y.grad);
+      if (base) chunk.load_base(base[l] + at.head * size, y, y.WS);
     }
     for (int64_t i = at.chunks - 1; i >= 0; i--) {
       int64_t token = at.first + i * spec.chunk;
@@ -593,6 +628,7 @@ void backward(const Spec& spec, Tokens<R> tokens, const R* kept, R** dafter, Tok
       Layer<R>& y = chunk.layers[l];
       int64_t place = job * y.inputs * y.outputs;
       chunk.store_state(y.grad, y, dbefore[l] + place, dbefore[L + l] + place);
+      if (base) chunk.store_base(y.grad, y, dbefore[2 * L + l] + place);
     }
   }
 }
@@ -600,11 +636,13 @@ void backward(const Spec& spec, Tokens<R> tokens, const R* kept, R** dafter, Tok
 }  // namespace
 
 extern "C" void memory_forward(const Spec* spec, const Tokens<Real>* tokens, Real** state, const int64_t* strides,
-                               Real** after, Real* kept, const Open<Real>* open, int64_t first, int64_t stop) {
-  forward<Real>(*spec, *tokens, state, strides, after, kept, *open, first, stop);
+                               Real** base, Real** after, Real* kept, const Open<Real>* open, int64_t first,
+                               int64_t stop) {
+  forward<Real>(*spec, *tokens, state, strides, base, after, kept, *open, first, stop);
 }
 
-extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, const Real* kept, Real** dafter,
-                                const Tokens<Real>* grads, Real** dbefore, int64_t first, int64_t stop) {
-  backward<Real>(*spec, *tokens, kept, dafter, *grads, dbefore, first, stop);
+extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, Real** base, const Real* kept,
+                                Real** dafter, const Tokens<Real>* grads, Real** dbefore, int64_t first,
+                                int64_t stop) {
+  backward<Real>(*spec, *tokens, base, kept, dafter, *grads, dbefore, first, stop);
 }

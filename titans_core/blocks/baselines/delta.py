@@ -9,9 +9,9 @@ from titans_core.config import ModelConfig
 
 COMMON: dict[str, Any] = {
     "momentum": False, "value_norm": False, "surprise_bound": None, "theta_bias": 0.0,
-    "gates_per": "token", "qk_norm": True, "rule": "paper", "rule_options": {},
+    "gates_per": "token", "qk_norm": True, "rule": "paper", "rule_options": {}, "write_budget": None,
 }  # fmt: skip
-"""What they have in common: a memory without momentum, a bound or normalised values."""
+"""What they have in common: a memory without momentum, a bound, a budget or normalised values."""
 LINEAR = COMMON | {"depth": 1}
 TTT: dict[str, Any] = COMMON | {"chunk_size": 16, "decay": False, "residual": "norm"}
 

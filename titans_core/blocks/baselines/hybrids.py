@@ -49,6 +49,10 @@ class Hybrid(Block):
             after.append(left)
         return x_BTD, None if positions.documents else tuple(after)
 
+    def reset(self, state: tuple[Any, ...], reset_B: Tensor) -> tuple[Any, ...]:
+        """As it is: each layer resets its own part."""
+        return state
+
     def state_bytes(self, length: int) -> int:
         return sum(cast(Block, layer).state_bytes(length) for layer in self.stack)
 

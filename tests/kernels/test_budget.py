@@ -1,0 +1,300 @@
+"""The write budget: its fast forms are its definition, it is exact under cuts, and no token breaks a memory.
+
+Shapes: B rows, T tokens, H heads, D key width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.kernels import cases, test_decode
+from titans_kernels import (
+    DecodeState,
+    decode_step,
+    extend_memory,
+    find_rule,
+    neural_memory,
+    read_memory,
+    state_numel,
+    write_budget,
+)
+from titans_kernels.memory import budget, native, reference
+from titans_kernels.memory.triton import budget as kernels
+from titans_kernels.memory.triton import pieces
+
+compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+
+BORDERS = [0, 5, 5, 36, 40]
+CASES = [
+    ((2, 23, 2, 3), 1, None), ((2, 23, 2, 3), 5, None), ((2, 40, 3, 18), 16, None), ((1, 9, 1, 4), 64, None),
+    ((1, 40, 2, 18), 16, BORDERS), ((1, 40, 1, 3), 7, BORDERS),
+]  # fmt: skip
+
+
+def inputs(B: int, T: int, H: int, D: int, *, grad: bool = True) -> list[Tensor]:
+    """k, eta, theta in float64: like keys of any norm; zero keys, and gates at their ends."""
+    generator = torch.Generator().manual_seed(T + D)
+    rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+    direction = F.normalize(rand(B, 1, H, D) + 1.5 * (rand(B, T, H, D) - 0.5), dim=-1)
+    k, eta, theta = direction * (0.5 + rand(B, T, H, 1)), 0.95 * rand(B, T, H), 0.4 * rand(B, T, H)
+    k[:, 3::11], eta[:, 5::7], eta[:, 4::9], theta[:, 2::6] = 0, 1, 0, 0
+    return [x.requires_grad_(grad) for x in (k, eta, theta)]
+
+
+def with_gradients(form, leaves: list[Tensor], *options) -> list[Tensor]:
+    limited = form(*leaves, *options)
+    weight = torch.linspace(-1, 1, limited.numel(), dtype=limited.dtype).view(limited.shape).cos()
+    return [limited, *torch.autograd.grad((limited * weight).sum(), leaves)]
+
+
+@pytest.mark.parametrize("form", [pytest.param("native", marks=compiled), "pytorch"])
+@pytest.mark.parametrize(("shape", "chunk_size", "borders"), CASES)
+@pytest.mark.parametrize("limit", [1.0, 0.6, 2.0])
+def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, limit, monkeypatch):
+    if form == "pytorch":
+        monkeypatch.setattr(budget, "serves", lambda *tensors: False)
+    leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
+    definition, fast = (partial(form, budget=limit) for form in (reference.write_budget, write_budget))
+    expected = with_gradients(definition, leaves, chunk_size, borders)
+    assert (expected[0] < leaves[2]).double().mean() > 0.1  # many are limited
+    assert all(torch.isfinite(x).all() for x in expected)
+    same(with_gradients(fast, leaves, chunk_size, borders), expected)
+
+
+@pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
+@pytest.mark.parametrize("held", [0, 3])
+@pytest.mark.parametrize(("shape", "chunk_size", "borders"), [CASES[1], CASES[4]])
+def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held):
+    if borders is not None and held:
+        pytest.skip("packed documents begin on a border")
+    tokens = [x.float() for x in inputs(*shape, grad=False)]
+    options = chunk_size, None if borders is None else torch.tensor(borders)
+    found = kernels.forward(*tokens, *options, held)
+    double = [x.double() for x in tokens]
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=2e-6, check_dtype=False)
+    close(found, budget._forward(*double, *options, held))
+    given = [torch.randn_like(x) for x in found]
+    grads = kernels.backward([*given, *tokens, *found], *options)
+    close(grads, budget._backward([x.double() for x in (*given, *tokens, *found)], *options))
+
+
+def test_gradients_are_those_of_finite_differences():
+    leaves = [x[:, :6].detach() for x in inputs(1, 9, 1, 3)]
+    leaves[0][:, 3] = 1  # an absolute value has no slope at 0
+    leaves[1].clamp_(max=0.8)
+    leaves = [x.requires_grad_() for x in leaves]
+    assert torch.autograd.gradcheck(partial(write_budget, chunk_size=4), leaves)
+
+
+def test_a_token_looks_at_earlier_tokens_of_its_chunk_alone():
+    leaves = inputs(1, 20, 1, 4)
+    limited = write_budget(*leaves, 8)
+    in_part = (limited > 0) & (limited < leaves[2])
+    t = next(t for t in range(10, 16) if in_part[0, t, 0])
+    for grad in torch.autograd.grad(limited[0, t, 0], leaves):
+        assert grad[0, 8:t].any()  # of theta too: an earlier step that is not limited
+        assert not grad[0, :8].any()
+        assert not grad[0, t + 1 :].any()
+
+
+def test_a_step_that_fits_is_left_bit_for_bit():
+    k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
+    eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
+    assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
+    mixed = inputs(2, 40, 2, 5, grad=False)
+    for limited in (write_budget(*mixed, 16), reference.write_budget(*mixed, 16)):
+        assert 0.1 < (limited == mixed[2]).double().mean() < 0.9
+        assert (limited <= mixed[2]).all()
+
+
+def test_one_key_repeated_is_written_one_full_step():
+    k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
+    steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
+    torch.testing.assert_close(
+        steps[0, :, 0], torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2), rtol=1e-5, atol=1e-6
+    )
+
+
+class Case(test_decode.Case):
+    """Random calls whose tokens are limited, some of them to nothing."""
+
+    def __init__(self, T: int, depth: int, *, by_column: bool = False):
+        super().__init__(T, depth)
+        with torch.no_grad():
+            self.tokens[5] *= 4
+            # no overlap is near 0, where a rounding may turn its sign
+            self.tokens[1] += 0.3
+        if by_column:
+            alpha = self.tokens[3].detach()
+            self.tokens[3] = (alpha.clamp(max=0.05)[..., None] * torch.rand(4)[:1]).requires_grad_()
+
+
+RULE = {"chunk_size": 5, "surprise_bound": 0.5, "write_budget": 0.7}
+
+
+@pytest.mark.parametrize("kind", ["paper", "huber", "by_column"])
+def test_cuts_at_every_position_are_the_whole(kind):
+    case = Case(13, 2, by_column=kind == "by_column")
+    rule = RULE | {"rule": find_rule("huber", delta=0.5) if kind == "huber" else "paper"}
+    expected = case.whole(**rule)
+    for cut in range(1, 13):
+        cases.assert_same(expected, case.pieces([cut, 13 - cut], **rule), case.leaves)
+    cases.assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
+    cases.assert_same(expected, case.pieces([3, 1, 4, 2, 3], **rule), case.leaves)
+
+
+@compiled
+def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
+    case, calls, extend = Case(23, 2), [], native.extend
+    monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
+    with torch.no_grad():
+        expected = case.whole(**RULE)
+        for sizes in ([23], [4, 19], [3, 1, 1, 8, 10], [1] * 23):
+            same(case.pieces(sizes, **RULE), expected)
+    assert calls
+
+
+@pytest.mark.parametrize("backend", ["autograd", "chunked", pytest.param("native", marks=compiled), "auto"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_every_form_is_the_recurrence(depth, backend):
+    case = Case(23, depth)
+    whole = lambda form: cases.Call.whole(case, backend=form, **RULE)  # noqa: E731
+    cases.assert_same(whole("reference"), whole(backend), case.leaves)
+
+
+def test_the_online_form_is_the_recurrence():
+    case, rule = Case(23, 1), {"chunk_size": 1, "write_budget": 1.0}
+    cases.assert_same(case.whole(**rule), cases.Call.whole(case, backend="online", **rule), case.leaves)
+
+
+def test_packed_documents_are_each_alone():
+    case, borders = Case(23, 2), [0, 7, 7, 8, 23]
+    tokens = [x[:1] for x in case.tokens]
+    state = [tuple(x[0] for x in part) for part in case.state]
+    y, _ = neural_memory(*tokens, *state, cu_seqlens=torch.tensor(borders), **RULE)
+    for start, end in ((0, 7), (7, 8), (8, 23)):
+        alone, _ = neural_memory(*(x[:, start:end] for x in tokens), *state, **RULE)
+        same(y[:, start:end], alone)
+
+
+def test_the_operator_receives_the_limited_theta_and_nothing_else():
+    case = Case(23, 2)
+    gates, limit = (case.tokens[i] for i in (1, 4, 5)), RULE["write_budget"]
+    limited = write_budget(*gates, RULE["chunk_size"], budget=limit)
+    found = cases.Call.whole(case, **RULE)
+    case.tokens[5] = limited
+    expected = cases.Call.whole(case, **(RULE | {"write_budget": None}))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["paper", "huber"])
+@pytest.mark.parametrize("limit", [None, 1.0, 3.0])
+def test_a_state_holds_what_is_counted(limit, kind):
+    case, rule = Case(8, 2), find_rule("huber", delta=0.5) if kind == "huber" else find_rule("paper")
+    _, state = extend_memory(
+        *case.tokens, DecodeState.of(case.state), chunk_size=5, rule=rule, write_budget=limit
+    )
+    held = sum(x[0, 0].numel() for x in torch.utils._pytree.tree_leaves(state))
+    assert held == state_numel([(3, 4), (4, 3)], 3, rule, write_budget=limit is not None)
+
+
+@pytest.mark.parametrize(("limit", "other"), [(None, 1.0), (1.0, None)])
+def test_a_chunk_goes_on_as_it_began(limit, other):
+    case, options = Case(8, 2), RULE | {"write_budget": limit}
+    _, state = extend_memory(*(x[:, :3] for x in case.tokens), DecodeState.of(case.state), **options)
+    said = f"write_budget: {other}, but the 3 tokens of the state's open chunk"
+    with pytest.raises(ValueError, match=said):
+        decode_step(*(x[:, 3:4] for x in case.tokens), state, **(options | {"write_budget": other}))
+
+
+@pytest.mark.slow
+def test_the_operators_keep_the_rules_of_the_library():
+    for shape, chunk_size, borders in (CASES[1], CASES[4]):
+        leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
+        options = chunk_size, borders
+        torch.library.opcheck(budget.budget_steps, (*leaves, *options, 0))
+        tokens = [x.detach() for x in leaves]
+        found = budget.budget_steps(*tokens, *options, 0)
+        arguments = (*map(torch.ones_like, found), *tokens, *found, *options)
+        torch.library.opcheck(budget.budget_steps_backward, arguments)
+
+
+@pytest.mark.slow
+def test_compiled_is_eager():
+    leaves = inputs(2, 23, 2, 3)
+    run = torch.compile(partial(write_budget, chunk_size=5), fullgraph=True, backend="aot_eager")
+    same(with_gradients(run, leaves), with_gradients(write_budget, leaves, 5))
+
+
+LARGEST = {1.0: 6.0, 2.0: 12.0}
+"""By budget the squared error that no token below reaches, at depth 1 to 4. Values have norm 1: 1 is a memory
+that knows nothing, 4 one that holds the opposite of the value."""
+ETAS, THETAS = (0.0, 0.5, 0.9, 0.95), (0.15, 0.5, 1.0)
+ATTACKS = ("repeated", "nearly", "alternating", "flipping", "mixed", "crowded", "opposed", "opposed_random")
+
+
+def attack(T: int, D: int, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [attacks, T, H, D] of norm 1: 64 random tokens, then what `ATTACKS` says."""
+    generator = torch.Generator().manual_seed(D)
+    rows, H, t = len(ATTACKS), len(ETAS) * len(THETAS), torch.arange(T)[:, None, None]
+    unit = lambda *s: F.normalize(torch.randn(*s, H, D, generator=generator), dim=-1)  # noqa: E731
+    k, v = unit(1, 1).repeat(rows, T, 1, 1), unit(1, 1).repeat(rows, T, 1, 1)
+    of = {name: i for i, name in enumerate(ATTACKS)}
+    k[of["nearly"]] += 0.05 * unit(T)
+    v[of["nearly"]] += 0.05 * unit(T)
+    k[of["alternating"]] *= 1 - 2 * (t % 2)
+    v[of["flipping"]] *= 1 - 2 * (t // chunk_size % 2)
+    random = (t // 160 % 2 == 0).expand(T, H, D)
+    k[of["mixed"]], v[of["mixed"]] = (torch.where(random, unit(T), x[of["mixed"]]) for x in (k, v))
+    k[of["crowded"]], k[of["opposed_random"]] = unit(T).abs(), unit(T)  # all within one orthant; anywhere
+    k[:, :64], v[:, :64] = unit(64), unit(64)
+    return F.normalize(k, dim=-1), F.normalize(v, dim=-1)
+
+
+@torch.no_grad()
+def largest_errors(depth: int, chunk_size: int, *, limit: float | None, T: int = 640, D: int = 16) -> Tensor:
+    """Of each attack, eta and theta the largest ``||M_{t-1}(k_t) - v_t||^2``, [attacks, etas, thetas]."""
+    k, v = attack(T, D, chunk_size)
+    rows, _, H, _ = k.shape
+    eta, theta = (
+        x.flatten().expand(rows, T, H)
+        for x in torch.meshgrid(torch.tensor(ETAS), torch.tensor(THETAS), indexing="ij")
+    )
+    generator = torch.Generator().manual_seed(depth)
+    weights = tuple(torch.randn(rows, H, D, D, generator=generator) / D**0.5 for _ in range(depth))
+    state, worst = (weights, None), torch.zeros(rows, H)
+    opposed = [ATTACKS.index(name) for name in ("opposed", "opposed_random")]
+    for start in range(0, T, chunk_size):
+        part = slice(start, min(start + chunk_size, T))
+        keys, values = k[:, part], v[:, part]
+        if start >= 64:
+            values[opposed] = -F.normalize(read_memory(keys, state[0])[opposed], dim=-1)
+        alpha = torch.full_like(theta[:, part], 0.002)
+        first = read_memory(keys[:, :1], state[0])
+        # read with the next token's key: the prediction that the next token surprises
+        following, after = neural_memory(
+            torch.roll(keys, -1, 1), keys, values, alpha, eta[:, part], theta[:, part], *state,
+            chunk_size=chunk_size, surprise_bound=1.0, write_budget=limit,
+        )  # fmt: skip
+        errors = (torch.cat([first, following[:, :-1]], 1) - values).square().sum(-1)
+        worst, state = torch.maximum(worst, errors.nan_to_num(torch.inf).amax(1)), after
+    return worst.view(rows, len(ETAS), len(THETAS))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+@pytest.mark.parametrize(("limit", "depth"), list(product(LARGEST, (1, 2, 3, 4))))
+def test_no_token_breaks_the_memory(limit, depth, chunk_size):
+    found = largest_errors(depth, chunk_size, limit=limit)
+    worst = dict(zip(ATTACKS, found.amax((1, 2)).tolist(), strict=True))
+    assert found.max() < LARGEST[limit], worst
+
+
+def test_without_the_budget_repeated_tokens_do():
+    assert largest_errors(2, 16, limit=None)[ATTACKS.index("repeated")].max() > 1e4
