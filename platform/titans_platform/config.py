@@ -18,9 +18,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-DEFAULTS_VERSION = 2
+DEFAULTS_VERSION = 3
 """Raise it when the default of a field changes: names leave out what is at its default, and a run that left
-the field out gives other numbers from then on. `tests/runs/test_names.py` pins the defaults."""
+the field out gives other numbers from then on. Raise it too when a variant computes something else.
+`tests/runs/test_names.py` pins the defaults."""
 
 
 NOT_IN_NAMES: dict[str, Any] = {
@@ -72,7 +73,10 @@ class SourceConfig(Frozen):
     tasks: tuple[TaskConfig, ...] = ()
     """task: what to generate; each row is one item of exactly one training length."""
     rows: PositiveInt | None = None
-    """task: rows to generate; training goes round them again when they run out."""
+    """task: items to generate; training goes round them again when they run out."""
+    item_length: PositiveInt | None = None
+    """task: tokens of an item; None: data.sequence_length. Longer items need ``data.rows: streams``: they are
+    read row by row on a carried state."""
 
     @model_validator(mode="after")
     def _complete(self) -> SourceConfig:
@@ -85,9 +89,8 @@ class SourceConfig(Frozen):
 
     def identity(self) -> dict[str, Any]:
         """What decides the documents it gives. A field added since is left out at its default."""
-        return self.model_dump(
-            mode="json", exclude={"weight"} | ({"revision"} if not self.revision else set())
-        )
+        added = {key for key in ("revision", "item_length") if not getattr(self, key)}
+        return self.model_dump(mode="json", exclude={"weight"} | added)
 
 
 class DataConfig(Frozen):
@@ -100,7 +103,11 @@ class DataConfig(Frozen):
     sequence_length: PositiveInt = 4096
     """T, tokens of a training row."""
     packing: Literal["borders", "plain"] = "borders"
-    """Documents of one row: each begins afresh, or one follows the other as if they were one text."""
+    """Documents: each begins afresh, or one follows the other as if they were one text."""
+    rows: Literal["shuffled", "streams"] = "shuffled"
+    """shuffled: rows in random order, each read from the initial state. streams: each row of a batch goes on
+    where it ended at the step before, and the state is carried from step to step; with ``packing: borders`` a
+    document begins on a row of its own and resets the state, with ``plain`` the state is carried across."""
     seed: int = 0
     """Seed of what is generated and of how documents are split; the order of rows takes the run's seed."""
     store: str | None = None
@@ -111,6 +118,20 @@ class DataConfig(Frozen):
     on_corrupt: Literal["refuse", "skip"] = "refuse"
     """Damaged shards: an error, or left out; the data's fingerprint says which were."""
 
+    @model_validator(mode="after")
+    def _long_items_need_streams(self) -> DataConfig:
+        for i, source in enumerate(self.sources):
+            if source.item_length not in (None, self.sequence_length) and self.rows != "streams":
+                raise ValueError(
+                    f"sources.{i}.item_length: items of {source.item_length} tokens do not fit in rows of "
+                    f"{self.sequence_length}; set data.rows to streams, or data.sequence_length"
+                )
+        return self
+
+    def item_tokens(self, source: SourceConfig) -> int:
+        """Tokens of an item of a task source."""
+        return source.item_length or self.sequence_length
+
 
 class OptimConfig(Frozen):
     """AdamW with linear warm-up and a decay; the paper's values by default."""
@@ -120,6 +141,14 @@ class OptimConfig(Frozen):
     """Rows of one optimiser step, over all workers and micro-batches."""
     micro_batch_size: PositiveInt | None = None
     """Rows of one forward pass; global_batch_size where None."""
+    bptt_rows: PositiveInt = 1
+    """data.rows: streams. Rows of each stream that one step reads and backpropagates through; the state is
+    detached between steps (truncated backpropagation through time)."""
+    reset_probability: Fraction = 0.0
+    """data.rows: streams. The probability with which a stream begins anew from the initial state at a step,
+    so that M_0 and short contexts stay trained."""
+    carry_after: Annotated[int, Field(ge=0)] = 0
+    """data.rows: streams. Steps before which no state is carried."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     schedule: Literal["cosine", "linear", "constant", "wsd", "halving"] = "cosine"
     """The rate after the warm-up: falling to min_lr_ratio, constant, constant with a decay at the end, or
@@ -217,6 +246,17 @@ class RunConfig(Frozen):
     objective: ObjectiveConfig = ObjectiveConfig()
 
     @model_validator(mode="after")
+    def _streams_are_read(self) -> RunConfig:
+        for key in ("bptt_rows", "reset_probability", "carry_after"):
+            default = OptimConfig.model_fields[key].default
+            if getattr(self.optim, key) != default and self.data.rows != "streams":
+                raise ValueError(
+                    f"optim.{key}: {getattr(self.optim, key)} has no effect on shuffled rows, which all "
+                    "start from the initial state; set data.rows to streams"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _best_is_kept(self) -> RunConfig:
         needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
         if needs and not (self.eval.every and self.checkpoint.best):
@@ -226,9 +266,24 @@ class RunConfig(Frozen):
         return self
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens of a row of one optimiser step: those that gradients flow through."""
+        return self.data.sequence_length * self.optim.bptt_rows
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimiser step, over all workers."""
-        return self.optim.global_batch_size * self.data.sequence_length
+        return self.optim.global_batch_size * self.row_tokens
+
+    @property
+    def trained_context(self) -> int:
+        """Tokens that training carries a state over: a row, or of streams those between two resets by chance,
+        on average. Borders of documents may make it less."""
+        if self.data.rows == "shuffled":
+            return self.row_tokens
+        steps = self.optim.steps - self.optim.carry_after
+        between = 1 / self.optim.reset_probability if self.optim.reset_probability else steps
+        return max(1, round(min(steps, between))) * self.row_tokens
 
     @property
     def tokens(self) -> int:

@@ -62,7 +62,7 @@ def _bare(cfg: RunConfig, root: Path) -> float:
     objective = build_objective(cfg)
     data = objective.open(root)
     with deterministic(cfg.seed, cfg.threads):
-        stream = data.train_stream(cfg.optim.global_batch_size, cfg.seed)
+        stream = objective.train_stream(data)
         length = cfg.data.sequence_length
         trainer = Trainer(
             objective.build_model(), cfg.optim, stream, objective=objective, sequence_length=length

@@ -44,8 +44,8 @@ def patch() -> None:
         return found
 
     def poison(self: Trainer, batch: Any, telemetry: bool) -> Any:
-        loss, seen = backward(self, batch, telemetry)
-        return (float("nan") if self.progress.position in poisoned else loss), seen
+        loss, *others = backward(self, batch, telemetry)
+        return float("nan") if self.progress.position in poisoned else loss, *others
 
     def full(*arguments: Any, **keywords: Any) -> Any:
         if (root / FULL).exists():

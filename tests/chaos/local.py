@@ -54,7 +54,10 @@ HEAD = """| fault | runs | faults that struck | bit-equal runs | samples lost | 
 
 def config(policy: str = "stop", steps: int = STEPS) -> str:
     optim = RUN["optim"] | {"steps": steps, "on_divergence": policy, "global_batch_size": BATCH}
-    return json.dumps(RUN | {"optim": optim, "checkpoint": {"every": EVERY}})
+    # streams of items of four rows each, whose state is one thing more to lose
+    (source,) = RUN["data"]["sources"]
+    data = RUN["data"] | {"rows": "streams", "sources": [source | {"item_length": 128}]}
+    return json.dumps(RUN | {"data": data, "optim": optim, "checkpoint": {"every": EVERY}})
 
 
 def weights(root: Path) -> str:

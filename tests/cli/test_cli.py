@@ -41,7 +41,7 @@ FROZEN = {
     "data info": "CONFIG --set --root --verify --ngram --kmer --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "data tokenizer": "SOURCES --size --out",
-    "eval": "RUN --set --root --json",
+    "eval": "RUN --by-position --rows --read --set --root --json",
     "export": "RUN FOLDER --root",
     "generate": "RUN --prompt --read --max-new-tokens --temperature --top-k --top-p --seed --stream "
     "--memory-in --memory-out --root",

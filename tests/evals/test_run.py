@@ -274,7 +274,7 @@ def test_perplexity_by_hand():
 @pytest.mark.parametrize(
     ("options", "label", "sure", "tokens"),
     [
-        ({"seen_from": 3}, "3+", 1, 3),
+        ({"seen_from": 3}, "from-3", 1, 3),
         ({"seen_from": 2, "seen_to": 3}, "2-3", 2, 4),
         ({"seen_to": 1}, "1-1", 0, 2),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
 from titans_platform.report import export, plot
+from titans_platform.report.by_position import against_position
 from titans_platform.report.content import Links
 from titans_platform.report.depth_map import depth_maps
 from titans_platform.report.figure import pictures
@@ -249,6 +251,33 @@ def test_depths_of_a_needle_are_tiles_over_length(tmp_path):
     assert [shown.alt for shown in picture.panels] == ["LMM: from 75 to 100 %", "Window: from 0 to 75 %"]
     drawn = svg(picture.panels[1], picture.size, "a")
     assert all(text in drawn for text in ("Window", "64", "128", "90-100%", "75"))
+
+
+def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
+    found = study([Row(name="LMM"), Row(name="Window")], gain=Column(title="Gain", unit="nats"))
+    cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
+    length = RunConfig().data.sequence_length
+    places = [f"1-{length}", f"{length + 1}-{2 * length}", f"{2 * length + 1}-{4 * length}"]
+    for cell in cells:
+        # the carried state gains 0.1 nats in the second row and 0.2 beyond it
+        fresh = {f"fresh {place}": 10.0 + cell.seed for place in places}
+        carried = {
+            f"carried {place}": (10.0 + cell.seed) * math.exp(-i / 10) for i, place in enumerate(places)
+        }
+        # written in alphabetical order, not in that of positions
+        buckets = dict(sorted({**fresh, **carried, f"window-{cell.seed + 1} {places[0]}": 9.0}.items()))
+        key = f"gain/by_position-gain@{4 * length}"
+        done = result(cell, 0, (key,)) | {"buckets": {key: buckets}, "columns": {"gain": 0.1}}
+        done |= {"config": RunConfig().model_dump(mode="json")}
+        write_json(cell.folder(tmp_path).path / "result.json", done)
+    by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
+    assert (by_row.key, gain.key) == ("position-gain", "gain-gain")
+    assert len(by_row.panels) == 2
+    assert "state carried from the start 10.500 to 8.597" in by_row.panels[0].alt
+    assert "new state every row 10.500 to 10.500" in by_row.panels[0].alt
+    assert "LMM 0.100 to 0.200; Window 0.100 to 0.200" in gain.panels[0].alt
+    drawn = svg(gain.panels[0], gain.size, "a")
+    assert all(text in drawn for text in ("What memory brings", "nats a token", "position"))
 
 
 def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):

@@ -154,3 +154,42 @@ def test_compiled_and_recomputed_blocks_train_to_the_same_losses(workers, one, m
         assert workers.losses(workers.trainer("ddp", compile=True), 4) == pytest.approx(one[:4], rel=2e-6)
         assert "blocks: compiled" in forms_used()
         assert workers.losses(workers.trainer("ddp", recompute=True), 4) == one[:4]
+
+
+@pytest.fixture(scope="module")
+def carried(workers) -> list[float]:
+    """Twenty steps of streams on one worker."""
+    with deterministic(0, threads=1):
+        return workers.losses(workers.trainer("ddp", stream=workers.CarriedStream))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(found, carried, workers, kind):
+    folder, (first, second) = found
+    assert first["carried"] == second["carried"]
+    assert first["carried"][kind] == pytest.approx(carried, rel=2e-6)
+    with deterministic(0, threads=1):
+        alone = workers.trainer(kind, stream=workers.CarriedStream)
+        checkpoint.restore(folder / f"carried-{kind}", alone)
+        assert workers.losses(alone) == pytest.approx(carried[10:], rel=5e-6)
+
+
+def test_three_workers_go_on_from_the_streams_of_one(tmp_path, carried, workers):
+    with deterministic(0, threads=1):
+        alone = workers.trainer("ddp", stream=workers.CarriedStream)
+        first = workers.losses(alone, 10)
+    with checkpoint.Saver(tmp_path / "carried-ddp", alone) as saver:
+        saver.save()
+    assert first == carried[:10]
+    for each in together(tmp_path, 3):
+        assert each["ddp"] == pytest.approx(carried[10:], rel=5e-6)
+
+
+def test_compiled_and_recomputed_blocks_carry_the_same_state(workers, carried, monkeypatch):
+    monkeypatch.setattr(
+        "titans_core.blocks.Block.compile", partialmethod(nn.Module.compile, backend="aot_eager")
+    )
+    with deterministic(0, threads=1):
+        for options in ({"recompute": True}, {"micro_batch_size": None}):
+            of = workers.trainer("ddp", stream=workers.CarriedStream, **options)
+            assert workers.losses(of, 4) == pytest.approx(carried[:4], rel=2e-6)

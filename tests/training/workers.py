@@ -21,6 +21,7 @@ import torch.distributed as dist
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from titans_platform.config import EvalConfig, OptimConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer
+from titans_platform.data.streams import StreamBatch
 from titans_platform.evals import Request, Scorer, evaluate
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
@@ -58,12 +59,23 @@ class Stream:
         return Batch(*(part[self.share] for part in rows(f"step {step}", ROWS)))
 
 
-def trainer(parallel: str, rank: int = 0, world_size: int = 1, **optim: Any) -> Trainer:
+class CarriedStream(Stream):
+    """A worker's part of streams, of which some are reset at each step."""
+
+    def batch(self, step: int) -> StreamBatch:
+        tokens, _, loss = rows(f"step {step}", ROWS)
+        reset = torch.rand(ROWS, generator=torch.Generator().manual_seed(step)) < (0.2 if step else 2)
+        return StreamBatch(*(part[self.share] for part in (tokens, loss, reset)))
+
+
+def trainer(
+    parallel: str, rank: int = 0, world_size: int = 1, stream: type[Stream] = Stream, **optim: Any
+) -> Trainer:
     cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
     cfg = cfg.model_copy(update={"parallel": parallel} | optim)
     # a copy that starts elsewhere must be brought to the first worker's weights
     torch.manual_seed(rank)
-    return Trainer(LanguageModel(MODEL), cfg, Stream(rank, world_size), sequence_length=LENGTH)
+    return Trainer(LanguageModel(MODEL), cfg, stream(rank, world_size), sequence_length=LENGTH)
 
 
 def losses(of: Trainer, until: int = STEPS) -> list[float]:
@@ -102,6 +114,22 @@ def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
         saver.save()
     weight: Any = next(of.model.blocks.parameters())
     return {"hsdp": found, "placements": [type(p).__name__ for p in weight.placements]}
+
+
+def carry(
+    folder: Path, rank: int, world_size: int, kinds: tuple[str, ...] = ("ddp", "fsdp")
+) -> dict[str, Any]:
+    """Streams, from the checkpoint in the folder; else one is left there for other numbers of workers."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        of = trainer(kind, rank, world_size, CarriedStream)
+        checkpoint.restore(folder / f"carried-{kind}", of)
+        first = losses(of, max(of.progress.step, STEPS // 2))
+        if first:
+            with checkpoint.Saver(folder / f"carried-{kind}", of) as saver:
+                saver.save()
+        found[kind] = first + losses(of)
+    return found
 
 
 def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
@@ -146,8 +174,11 @@ def main() -> None:
     with deterministic(0, threads=1):
         if world_size == 4:
             found = train_in_groups(folder, rank, world_size)
+        elif world_size == 3:
+            found = carry(folder, rank, world_size, ("ddp",))
         else:
             found = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
+            found["carried"] = carry(folder, rank, world_size)
     (folder / f"worker-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
     # threads of gloo and of a saved checkpoint now and then abort a process while it unloads them

@@ -13,7 +13,10 @@ from titans_platform.cli import root_option
 from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from titans_core import LanguageModel, Reading, Sampling
+    from titans_platform.config import RunConfig
     from titans_platform.data import Tokenizer
 
 
@@ -81,8 +84,8 @@ def generate(
 
     sampling = _sampling(temperature, top_k, top_p, seed)
     text = _text(file) + prompt
-    model, tokenizer, threads = _model(run, root)
-    with deterministic(seed, threads):
+    model, tokenizer, cfg = _model(run, root)
+    with deterministic(seed, cfg.threads):
         start = _start(memory_in, model)
         tokens = tokenizer.encode(text) if memory_in else [tokenizer.bos, *tokenizer.encode(text)]
         if not (tokens or start.ahead):
@@ -95,6 +98,8 @@ def generate(
             reading, written = _write(model, tokenizer, reading, tokens, max_new_tokens, sampling, stream)
             report.append(_rate("written", written, began))
     click.echo("; ".join(report), err=True)
+    for line in _doubts(model, reading, cfg.trained_context):
+        click.echo(line, err=True)
     if memory_out:
         _keep(memory_out, reading, model)
 
@@ -123,8 +128,26 @@ def _text(file: str | None) -> str:
         raise UsageError(f"--read {file}: not UTF-8 at byte {error.start}") from None
 
 
-def _model(run: str, root: Path) -> tuple[LanguageModel, Tokenizer, int]:
-    """The run's model where it computes fastest, its tokenizer, its threads."""
+def _doubts(model: LanguageModel, reading: Reading, context: int) -> Iterator[str]:
+    """Why what is written may not be what the model can do."""
+    from titans_core.telemetry import healthy_limits, out_of_range, weight_norm
+
+    if reading.tokens > context:
+        yield beyond_training(reading.tokens, context)
+    if reading.state and (message := out_of_range(weight_norm(model, reading.state), healthy_limits(model))):
+        yield message
+
+
+def beyond_training(tokens: int, context: int) -> str:
+    """One line on a text that is longer than what training carried a state over."""
+    return (
+        f"{tokens:,} tokens are more than training carried a state over, about {context:,}: it may read them "
+        "worse than with a new state (docs/training.md, Streams; titans eval RUN --by-position measures it)"
+    )
+
+
+def _model(run: str, root: Path) -> tuple[LanguageModel, Tokenizer, RunConfig]:
+    """The run's model where it computes fastest, its tokenizer, its config."""
     import torch
 
     from titans_core import LanguageModel
@@ -133,7 +156,7 @@ def _model(run: str, root: Path) -> tuple[LanguageModel, Tokenizer, int]:
     model, tokenizer, cfg = load_run(run, root)
     if tokenizer is None or not isinstance(model, LanguageModel):
         raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token writes text")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, cfg.threads
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, cfg
 
 
 def _start(memory: Path | None, model: LanguageModel) -> Reading:

@@ -52,15 +52,23 @@ def init(path: Path, data: str | None, preset: str, force: bool, reference: bool
 
 def run_file(data: str | None, preset: str) -> str:
     """The YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such preset."""
+    from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
     from titans_platform.data.sources import open_source
     from titans_platform.loading import complete, validate
 
     source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "stdlib"}
     given = {
-        "model": {"preset": preset, "variant": "mac"},
-        "data": {"sources": [source | {"validation_fraction": 0.1}], "sequence_length": 256},
-        "optim": {"steps": 200, "global_batch_size": 8, "lr": 0.004},
+        # trained on streams, so that the memory carries through a text of any length
+        "model": {"preset": preset, "variant": "mac", "memory": {"forget_to": "initial"}},
+        "data": {
+            "sources": [source | {"validation_fraction": 0.1}],
+            # whole segments, whose state can be carried
+            "sequence_length": 4 * SIZES[preset].window if preset in SIZES else 128,
+            "rows": "streams",
+            "packing": "plain",
+        },
+        "optim": {"steps": 300, "global_batch_size": 16, "lr": 0.006, "reset_probability": 0.05},
         "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
     }
     config = validate(RunConfig, complete(given))

@@ -44,6 +44,8 @@ def inspect(
       titans inspect 3f2a91c0 --text needle.txt --out needle.html --arrow needle.arrow
     """
     from titans_core import LanguageModel
+    from titans_core.telemetry import healthy_limits, out_of_range
+    from titans_platform.cli.generate import beyond_training
     from titans_platform.files import write_text
     from titans_platform.report.inspect_page import page
     from titans_platform.report.inspected import inspect_text, write_arrow
@@ -56,6 +58,10 @@ def inspect(
         raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token reads text")
     with deterministic(cfg.seed, cfg.threads):
         found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
+    if len(found.tokens) > cfg.trained_context:
+        click.echo(beyond_training(len(found.tokens), cfg.trained_context), err=True)
+    if message := out_of_range(found.largest(), healthy_limits(model)):
+        click.echo(message, err=True)
     if position is not None and position >= len(found.tokens):
         raise UsageError(f"--position: {position} is beyond the {len(found.tokens)} tokens read, from 0 on")
     write_text(out, page(found, file.name, position))

@@ -169,7 +169,7 @@ def _changes(sets: Mapping[str, Any]) -> str:
 
 
 def _run_text(config: RunConfig) -> str:
-    rows = f"{config.optim.global_batch_size} rows of {config.data.sequence_length} tokens"
+    rows = f"{config.optim.global_batch_size} rows of {config.row_tokens} tokens"
     return f"{config.optim.steps} steps of {rows}"
 
 

@@ -247,7 +247,7 @@ def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
     flops = training_flops(cfg)
     cost = asdict(sizes(cfg)) | {"worker_bytes": least_memory(cfg, resources).total}
     if flops is not None:
-        cost["flops_per_token"] = flops / cfg.data.sequence_length
+        cost["flops_per_token"] = flops / cfg.row_tokens
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
         cost["seconds"] = each * cfg.tokens
     return cost
@@ -255,18 +255,41 @@ def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
 
 @click.command("eval")
 @click.argument("run")
+@click.option(
+    "--by-position", is_flag=True, help="Loss by position in long texts, with the state carried and without."
+)
+@click.option("--rows", type=int, help="Of --by-position: training rows of a text  [64, or what there is]")
+@click.option(
+    "--read",
+    "file",
+    metavar="FILE",
+    help="Of --by-position: a text of your own: a file, folder or glob of .txt, .jsonl, ..., also .gz, .xz.",
+)
 @set_option
 @root_option
 @json_option
-def evaluate(run: str, overrides: tuple[str, ...], root: Path, as_json: bool) -> None:
+def evaluate(
+    run: str,
+    by_position: bool,
+    rows: int | None,
+    file: str | None,
+    overrides: tuple[str, ...],
+    root: Path,
+    as_json: bool,
+) -> None:
     """Measure RUN and print the table, chance beside each value.
 
     RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one checkpoint.
     --set changes what is measured: only eval.* may be set.
 
+    --by-position shows what memory brings beyond the training length. Texts of many training rows are read
+    on the state carried from their start, on a new state every row, and on a new state that reads the rows
+    before again. A table, and a figure in the run's folder.
+
     \b
     Example:
       titans eval 3f2a91c0 --set eval.items=500
+      titans eval 3f2a91c0 --by-position --rows 64 --read book.txt
     """
     import torch
 
@@ -278,6 +301,12 @@ def evaluate(run: str, overrides: tuple[str, ...], root: Path, as_json: bool) ->
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
         raise UsageError(f"--set {other}: the run is trained; only eval.* may be set")
     cfg = read_config(point, overrides)
+    if by_position:
+        from titans_platform.cli.by_position import Asked, show
+
+        return show(point, cfg, Asked(rows, file), root, as_json, console)
+    if rows is not None or file is not None:
+        raise UsageError(f"{'--rows' if rows is not None else '--read'}: give it with --by-position")
     with console.status(f"measuring {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"

@@ -179,7 +179,7 @@ def task_identity(config: SourceConfig) -> list[Any]:
 def generate_items(
     config: SourceConfig, tokenizer: Tokenizer, data: DataConfig, field: str
 ) -> Iterator[Encoded]:
-    """``config.rows`` items of exactly ``data.sequence_length`` tokens, the tasks in turn by weight."""
+    """``config.rows`` items of exactly `item_tokens` each, the tasks in turn by weight."""
     from titans_platform.evals import build_generated, encode_item
 
     if not any(task.weight for task in config.tasks):
@@ -190,7 +190,7 @@ def generate_items(
             tasks.append(build_generated(task))
     names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
     cycle = interleave([task.weight for task in config.tasks])
-    length, rows = data.sequence_length, config.rows or 0
+    length, rows = data.item_tokens(config), config.rows or 0
     for i in range(rows):
         which = cycle[i % len(cycle)]
         # from strings: the same on every machine, and independent of the other tasks of the source

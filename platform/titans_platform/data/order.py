@@ -108,9 +108,18 @@ def shuffled(n: int, key: str) -> Integers:
 
     Not numpy's generators, whose streams may change between versions: a resumed run must see the same rows.
     """
+    return np.argsort(_hashes(n, key), kind="stable")
+
+
+def uniform(n: int, key: str) -> NDArray[np.float64]:
+    """n numbers in [0, 1) that are functions of ``key`` alone."""
+    return (_hashes(n, key) >> np.uint64(11)) / float(2**53)
+
+
+def _hashes(n: int, key: str) -> NDArray[np.uint64]:
     salt = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     x = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
     # splitmix64's finaliser
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+    return x ^ (x >> np.uint64(31))

@@ -86,7 +86,7 @@ def make_part(job: Job, progress: Progress | None = None) -> Manifest:
     if config.kind == "task":
         label = "task:" + "+".join(task.task for task in config.tasks)
         encoded = generate_items(config, tokenizer, data, field)
-        origin["item_tokens"] = data.sequence_length
+        origin["item_tokens"] = data.item_tokens(config)
     else:
         text = open_source(config, field, job.store.staging / "huggingface")
         label, origin["python"] = text.label, text.python

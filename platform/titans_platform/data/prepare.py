@@ -79,8 +79,10 @@ class PreparedData:
         """
         parts = [[s.manifest.content, s.manifest.python, s.weight] for s in self.sources]
         python = next((s.manifest.python for s in self.sources if s.manifest.python), None)
-        packing = [self.config.packing] if self.config.packing != "borders" else []
-        name = digest([parts, self.tokenizer.fingerprint, self.config.sequence_length, *packing])
+        defaults = {"packing": "borders", "rows": "shuffled"}
+        chosen = {key: getattr(self.config, key) for key in defaults}
+        changed = [value for key, value in chosen.items() if value != defaults[key]]
+        name = digest([parts, self.tokenizer.fingerprint, self.config.sequence_length, *changed])
         return f"py{python}-{name}" if python else name
 
     @cached_property
@@ -184,7 +186,7 @@ def _prepare_source(
         "source": config.identity(),
         "found": task_identity(config) if text is None else text.identity(),
         "tokenizer": tokenizer.fingerprint,
-        "length": data.sequence_length if text is None else None,
+        "length": data.item_tokens(config) if text is None else None,
         "seed": data.seed,
     }
     name = digest(identity)
@@ -284,7 +286,7 @@ def _open_folders(
 def _index_file(data: DataConfig) -> str:
     """The name of the file that says which folders ``data`` means."""
     sources = [source.identity() for source in data.sources]
-    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt", "packing"})
+    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt", "packing", "rows"})
     identity: dict[str, Any] = fields | {"sources": sources, "schema": SCHEMA}
     if any(source.kind == "stdlib" for source in data.sources):
         identity["python"] = platform.python_version()

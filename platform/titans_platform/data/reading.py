@@ -25,7 +25,8 @@ LONG_ROW = 1 / 64
 """Rows that take more of a shard than this are read across the borders of shards, however many there are:
 what is cut off at the end of each would be too much."""
 OPEN_SHARDS = 16
-"""Shards of a split that stay mapped; those not used for longest are let go, and their pages with them."""
+"""Shards of a split that stay mapped unless it is read in more places at once. Those not used for longest are
+let go, and their pages with them."""
 
 
 class Span(NamedTuple):
@@ -96,6 +97,7 @@ class Split:
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
         """Where each shard begins in the sequence."""
+        self.keep_open = OPEN_SHARDS
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def read(self, start: int, stop: int) -> Span:
@@ -129,7 +131,7 @@ class Split:
         """A shard, mapped."""
         if number not in self._open:
             self._open[number] = Shard(read_table(self.place, self.info.shards[number]))
-            if len(self._open) > OPEN_SHARDS:
+            if len(self._open) > self.keep_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from titans_platform.evals import (  # noqa: F401 - which register their tasks
     babilong,
+    by_position,
     functions,
     lm_harness,
     needle,

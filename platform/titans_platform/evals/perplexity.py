@@ -50,10 +50,10 @@ class Perplexity(Task):
 
     @property
     def label(self) -> str:
-        """Name, and which predictions count where not all do: `perplexity-1024-2047`, `perplexity-4096+`."""
+        """Name, and which predictions count where not all do: `perplexity-1024-2047`, `perplexity-from-9`."""
         first, last = self.options.seen_from, self.options.seen_to
         if last is None:
-            return self.name if first == 1 else f"{self.name}-{first}+"
+            return self.name if first == 1 else f"{self.name}-from-{first}"
         return f"{self.name}-{first}-{last}"
 
     @property

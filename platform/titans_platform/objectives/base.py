@@ -65,6 +65,8 @@ class Objective(ABC, Generic[D]):
     positions: ClassVar[str] = "tokens"
     """What the positions of a row are called in displays."""
     loss_unit: ClassVar[str] = "nats"
+    carries: ClassVar[bool] = False
+    """Whether it can train on streams (``data.rows: streams``): it has ``carried_losses``."""
     validation_task: ClassVar[str | None] = None
     """The task whose value is the loss on held-out rows; None: ``eval.every`` cannot be set."""
 
@@ -94,11 +96,15 @@ class Objective(ABC, Generic[D]):
 
     def least_activations(self, rows: int) -> int:
         """Numbers that the backward pass of so many rows needs at least: the input of each block."""
-        return rows * self.cfg.data.sequence_length * self.cfg.model.d_model * self.cfg.model.n_layers
+        return rows * self.cfg.row_tokens * self.cfg.model.d_model * self.cfg.model.n_layers
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row; 0 for a row that does not count."""
+
+    def train_stream(self, data: D, rank: int = 0, world_size: int = 1) -> Stream:
+        """The batches of the run, this worker's rows of each. Raises UsageError."""
+        return data.train_stream(self.cfg.optim.global_batch_size, self.cfg.seed, rank, world_size)
 
     def tokenizer(self) -> Tokenizer | None:
         """What turns text into the model's tokens; None where it takes no tokens. Raises UsageError."""
@@ -125,6 +131,9 @@ class Objective(ABC, Generic[D]):
         Raises UsageError, which names the field.
         """
         self.build_small()
+        if self.cfg.data.rows == "streams" and not self.carries:
+            kind = self.cfg.objective.kind
+            raise UsageError(f"data.rows: objective {kind} reads no streams; set it to shuffled")
         if self.cfg.eval.every and self.validation_task is None:
             kind = self.cfg.objective.kind
             raise UsageError(f"eval.every: objective {kind} has no validation_task; leave it out")

@@ -12,11 +12,13 @@ from titans_core import LanguageModel
 from titans_core.model import LOGITS_AT_ONCE
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
+from titans_platform.data.streams import Streams
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
+from titans_platform.evals.by_position import ByPositionTask
 from titans_platform.evals.perplexity import Perplexity
 from titans_platform.objectives.base import Input, Objective, Report, register
-from titans_platform.training.loop import CrossEntropy
+from titans_platform.training.loop import CrossEntropy, Stream
 
 
 @register("next_token")
@@ -24,6 +26,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     """Cross-entropy of each row's next tokens, in nats."""
 
     validation_task = "loss"
+    carries = True
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
         """Tokenise the sources of ``data`` that are not tokenised yet."""
@@ -43,8 +46,18 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def least_activations(self, rows: int) -> int:
         """Also the logits that are held at once."""
-        logits = rows * self.cfg.data.sequence_length * self.cfg.model.vocab_size
+        logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
         return super().least_activations(rows) + min(logits, LOGITS_AT_ONCE)
+
+    def train_stream(self, data: PreparedData, rank: int = 0, world_size: int = 1) -> Stream:
+        """Shuffled rows, or continuous streams."""
+        if self.cfg.data.rows == "shuffled":
+            return super().train_stream(data, rank, world_size)
+        optim = self.cfg.optim
+        return Streams(
+            data.sources, optim.global_batch_size, self.cfg.row_tokens, self.cfg.seed, rank, world_size,
+            reset_probability=optim.reset_probability, carry_after=optim.carry_after,
+        )  # fmt: skip
 
     def tokenizer(self) -> Tokenizer:
         """The one of ``data``."""
@@ -66,7 +79,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens, each row one document."""
-        length = self.cfg.data.sequence_length
+        length = self.cfg.row_tokens
         starts = torch.zeros(rows, length + 1, dtype=torch.bool)
         starts[:, 0] = True
         tokens = torch.randint(self.cfg.model.vocab_size, (rows, length + 1))
@@ -84,6 +97,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         if data is not None:
             self.check_vocabulary(data.tokenizer)
         super().check(data)
+        if self.cfg.data.rows == "streams":
+            self._check_carried()
         for i, source in enumerate(self.cfg.data.sources):
             for j, task in enumerate(source.tasks):
                 with within(f"data.sources.{i}.tasks.{j}"):
@@ -93,6 +108,24 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         if data is not None and held_out:
             # an iterator nobody reads, or a UsageError where there are no validation rows
             data.validation(1)
+
+    def _check_carried(self) -> None:
+        """Refuse a model whose state cannot be carried from row to row. Raises UsageError."""
+        model, length = self.build_small(), self.cfg.row_tokens
+        far = 2**30
+        if model.state_bytes(far) != model.state_bytes(far + length):
+            raise UsageError(
+                f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "
+                "stream, since its attention keeps all keys; set model.attention.window"
+            )
+        tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+        state = model(tokens).state
+        try:
+            model(tokens, state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
+        except ValueError as error:
+            raise UsageError(
+                f"data.sequence_length: streams are reset between rows of {length} tokens, and {error}"
+            ) from None
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
         """Refuse a tokenizer with more ids than the model has. Raises UsageError."""
@@ -104,9 +137,12 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             )
 
     def check_task(self, task: Task, lengths: Sequence[float], data: PreparedData | None) -> None:
-        """Also, with data, that an item of each length fits in it."""
+        """Also, with data, that an item of each length fits in it, and that there is a text of each."""
         super().check_task(task, lengths, data)
-        if data is not None and isinstance(task, GeneratedTask):
-            for multiple in lengths:
-                length = row_length(multiple, self.cfg.data.sequence_length)
+        if data is None:
+            return
+        for length in (row_length(multiple, self.cfg.data.sequence_length) for multiple in lengths):
+            if isinstance(task, GeneratedTask):
                 task.item(random.Random(0), length, data.tokenizer)
+            elif isinstance(task, ByPositionTask):
+                task.check(data, length)

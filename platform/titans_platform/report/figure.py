@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from titans_platform.report import plot
+from titans_platform.report.by_position import against_position
 from titans_platform.report.depth_map import depth_maps
 from titans_platform.report.figure_data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, placed
 from titans_platform.report.picture import KINDS, MARKERS, NARROW, STEPS, Line, Panel, Picture, ordered, panel
@@ -293,6 +294,7 @@ RULES = (
     against_a_field,
     against_measured_length,
     depth_maps,
+    against_position,
     against_every_field,
     trials_of_a_search,
     learning_curves,

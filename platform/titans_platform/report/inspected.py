@@ -59,6 +59,15 @@ class Inspected:
     left_out: int = 0
     """Tokens of the text beyond what was asked to be read."""
 
+    def largest(self) -> dict[str, float]:
+        """The largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
+        norms = [trace.weight_norm.nan_to_num(0).square().sum(-1).sqrt() for trace in self.traces]
+        surprises = [trace.surprise for trace in self.traces]
+        return {
+            name: max(float(values.max()) for values in found)
+            for name, found in (("weight_norm", norms), ("surprise", surprises))
+        }
+
 
 def inspect_text(
     model: LanguageModel, tokenizer: Tokenizer, text: str, title: str, most: int, nearest: int = NEAREST

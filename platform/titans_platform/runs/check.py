@@ -93,7 +93,7 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     if needed.model + needed.process > have:
         field, tokens = "model" if needed.model > have else "workers", ""
     else:
-        field, tokens = "data.sequence_length", f" and {rows * cfg.data.sequence_length:,} tokens at once"
+        field, tokens = "data.sequence_length", f" and {rows * cfg.row_tokens:,} tokens at once"
     least = needed.total if tokens else needed.model + needed.process
     raise UsageError(
         f"{field}: {sizes(cfg).parameters:,} parameters{tokens} take at least {least / 2**30:,.1f} GiB to "

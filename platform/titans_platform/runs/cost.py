@@ -132,7 +132,7 @@ def seconds_per_token(config: RunConfig) -> float | None:
         for _ in range(2):
             trainer.step()
         seconds = time.perf_counter() - started
-    return seconds / (2 * rows * length)
+    return seconds / (2 * rows * config.row_tokens)
 
 
 class _Repeated(NamedTuple):

@@ -226,9 +226,7 @@ class _Worker:
     def _trained(self, until: Rung | None) -> Trainer:
         with self.phases.phase("build"):
             self.objective.check(self.data)
-            stream = self.data.train_stream(
-                self.cfg.optim.global_batch_size, self.cfg.seed, rank(), world_size()
-            )
+            stream = self.objective.train_stream(self.data, rank(), world_size())
             trainer = Trainer(
                 self.objective.build_model(),
                 self.cfg.optim,
@@ -252,7 +250,7 @@ class _Worker:
             checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
         )
         if trainer.device.type == "cuda" and (flops := training_flops(self.cfg)):
-            trainer.flops_per_token = flops / self.cfg.data.sequence_length
+            trainer.flops_per_token = flops / self.cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
         watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
         with self.phases.phase("train"), saver, watched as stepped:

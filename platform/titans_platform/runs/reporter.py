@@ -133,11 +133,13 @@ class Reporter:
 
 
 def log_result(run: RunLog, result: dict[str, Any], ended: float | None = None) -> None:
-    """End an MLflow run with a result: columns and, below each, its tasks; size, time; where all is from.
+    """End an MLflow run with a result: columns and, below each, its tasks with their standard errors; size,
+    time; where all is from.
 
     ``ended`` is when it did, in seconds since 1970; None: now.
     """
     tasks = {name: task["value"] for name, task in result["tasks"].items()}
+    tasks |= {f"{name}/stderr": task["stderr"] for name, task in result["tasks"].items()}
     others = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
     values = result["columns"] | tasks | {name: result[name] for name in others}
     run.summary(values, result["config"]["optim"]["steps"])

@@ -7,6 +7,7 @@ passed over for the one before.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from titans_core.backbone import ModelState
+from titans_core.memory_file import flatten_state, restore_state
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, may_pass, not_written, patiently
 from titans_platform.training.loop import Phases, Progress, Trainer
@@ -271,9 +274,14 @@ def _bring(path: Path, trainer: Trainer) -> None:
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
+    trainer.state = _load_streams(path, trainer)
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         set_rng_state(own)
     trainer.progress = patiently(lambda: read_manifest(path)).progress
+
+
+def _on(device: torch.device, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.to(device) for name, x in tensors.items()}
 
 
 def _chosen(choose: Callable[[], Path | None]) -> Path | None:
@@ -327,7 +335,44 @@ def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    return {"model": model, "optimizer": optimizer, "rng": {f"rank{rank()}": rng_state()}}
+    state = {"model": model, "optimizer": optimizer, "rng": {f"rank{rank()}": rng_state()}}
+    if trainer.state is None:
+        return state
+    structure, tensors = flatten_state(trainer.state)
+    # each worker writes its own streams
+    return state | {"streams": {f"rank{rank()}": {"structure": json.dumps(structure), "tensors": tensors}}}
+
+
+def _load_streams(path: Path, trainer: Trainer) -> ModelState | None:
+    """The state of this worker's streams, whichever worker wrote each; None where rows are shuffled."""
+    reader = FileSystemReader(path)
+    there = _saved(reader, path)
+    names = {key for key in there if key.startswith("streams.")}
+    if not names:
+        return None
+    writers = len({key.split(".")[1] for key in names})
+    # as many workers as wrote it: each reads its own part
+    wanted = [rank()] if writers == trainer.world_size else range(writers)
+    saved: dict[str, Any] = {}
+    for writer in wanted:
+        prefix = f"streams.rank{writer}.tensors."
+        tensors = {
+            key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in there.items()
+            if key.startswith(prefix)
+        }
+        saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
+    _read({"streams": saved}, path, reader)
+    parts = [
+        restore_state(json.loads(part["structure"]), _on(trainer.device, part["tensors"]))
+        for part in saved.values()
+    ]
+    if writers == trainer.world_size:
+        return parts[0]
+    streams = trainer.cfg.global_batch_size
+    order = [stream for writer in wanted for stream in range(writer, streams, writers)]
+    mine = [order.index(stream) for stream in range(rank(), streams, trainer.world_size)]
+    return ModelState.cat(parts).take(mine)
 
 
 def _load(path: Path, state: dict[str, Any]) -> None:
@@ -336,6 +381,12 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     _check_shapes(path, there, state["model"])
     # a run that resumes with more workers has ranks whose RNG nobody saved: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
+    # read apart: other workers may have written it
+    _read({key: value for key, value in state.items() if key != "streams"}, path, reader)
+
+
+def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:
+    """Fill ``state`` from the checkpoint. Raises UsageError, StorageError."""
 
     def load() -> None:
         try:

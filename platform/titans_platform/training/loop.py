@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from titans_core import Model
-from titans_core.telemetry import record
+from titans_core.backbone import ModelState
+from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
+from titans_platform.data.streams import StreamBatch
 from titans_platform.training.divergence import REWINDS, SKIPS, WINDOW, Diverged, judge
-from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, world_size
+from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, rank, world_size
 from titans_platform.training.rates import learning_rate
 from titans_platform.training.speed import device_metrics
 
@@ -86,11 +88,23 @@ class CrossEntropy:
         """[B] in nats, 0 for a row in which no position counts."""
         tokens, starts = batch.tokens, batch.starts[:, :-1]
         losses_BT = model(tokens[:, :-1], document_starts=starts, targets_BT=tokens[:, 1:]).losses
-        return (losses_BT * batch.loss).sum(1) / batch.loss.sum(1).clamp(min=1)
+        return _row_means(losses_BT, batch.loss)
+
+    def carried_losses(
+        self, model: Callable[..., Any], batch: Any, state: ModelState | None
+    ) -> tuple[Tensor, ModelState]:
+        """[B] in nats of a batch of streams, and the state after it; None: all streams begin."""
+        tokens, reset_B = batch.tokens, None if state is None else batch.reset
+        out = model(tokens[:, :-1], state, targets_BT=tokens[:, 1:], reset_B=reset_B)
+        return _row_means(out.losses, batch.loss), out.state
 
     def counts(self, batch: Any) -> Tensor:
         """[B] bool: a position of the row counts."""
         return batch.loss.any(1)
+
+
+def _row_means(losses_BT: Tensor, counts_BT: Tensor) -> Tensor:
+    return (losses_BT * counts_BT).sum(1) / counts_BT.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -174,12 +188,15 @@ class Trainer:
     ):
         self.device = torch.device(device)
         self.world_size = world_size()
+        self._limits = healthy_limits(model)
         self._forward = parallelize(model, cfg, self.device)
         # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
         self.model = model
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
         self.optimizer, self.progress = adamw(model, cfg), Progress()
-        self.tokens_per_step = cfg.global_batch_size * sequence_length
+        self.state: ModelState | None = None
+        """Of this rank's streams after the last step, detached; None where rows are shuffled."""
+        self.tokens_per_step = cfg.global_batch_size * sequence_length * cfg.bptt_rows
         self.flops_per_token: float | None = None
         """Of a forward and backward pass, where it was counted."""
 
@@ -272,12 +289,16 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         batch = self.stream.batch(progress.position) if batch is None else batch
-        loss, seen = self._backward(batch, telemetry)
+        loss, state, seen = self._backward(batch, telemetry)
         norm = clip_gradients(self.model, self.cfg.grad_clip)
         if wrong := judge(loss, norm, progress.recent, self.cfg.spike):
             raise self._diverged(wrong, loss, norm)
         progress.telemetry = seen or progress.telemetry
+        if (message := out_of_range(seen, self._limits)) and rank() == 0:
+            log.warning("step %d: %s", progress.step + 1, message)
+            self._limits = {}  # once is enough
         self.optimizer.step()
+        self.state = state
         progress.step += 1
         progress.skipped_in_a_row = 0
         if self.cfg.spike:
@@ -287,26 +308,37 @@ class Trainer:
             progress.tail_steps += 1
         return {"loss": loss, "lr": rate, "grad_norm": norm} | seen
 
-    def _backward(self, batch: Any, telemetry: bool) -> tuple[float, dict[str, float]]:
-        """Leave the whole batch's gradient in ``.grad``; its loss, and this rank's telemetry if asked for."""
+    def _backward(self, batch: Any, telemetry: bool) -> tuple[float, ModelState | None, dict[str, float]]:
+        """Leave the whole batch's gradient in ``.grad``.
+
+        Returns its loss, the state of this rank's streams after it, and telemetry if asked for.
+        """
         batch = _to(batch, self.device)
         rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
         parts = list(_split(batch, self.cfg.micro_batch_size or len(batch[0])))
+        streams = isinstance(batch, StreamBatch)
+        states = [None] * len(parts) if self.state is None else self.state.split([len(p[0]) for p in parts])
+        after: list[ModelState] = []
         seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for i, part in enumerate(parts):
+        for i, (part, state) in enumerate(zip(parts, states, strict=True)):
             last = i == len(parts) - 1
             watched = record(self.model) if telemetry and last else nullcontext()
             with gradient_sync(self._forward, last), watched as recorded:
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-                    losses_B = self.objective.losses(self._forward, part)
+                    if streams:
+                        carrying = cast(CrossEntropy, self.objective)
+                        losses_B, state = carrying.carried_losses(self._forward, part, state)
+                        after.append(state.detach())
+                    else:
+                        losses_B = self.objective.losses(self._forward, part)
                 loss = losses_B.sum() / rows
                 # gradients are averaged over workers where the sum is wanted
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
                 seen = recorded.summary()
-        return self._over_workers(total).item(), seen
+        return self._over_workers(total).item(), ModelState.cat(after) if after else None, seen
 
     def _speed(self, tokens_per_second: float) -> dict[str, float]:
         flops = self.flops_per_token

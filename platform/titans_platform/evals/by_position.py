@@ -1,0 +1,306 @@
+"""Loss by position in long held-out texts, and what a state carried from their start brings.
+
+A text is R training rows of T tokens. It is read in several ways:
+
+- carried: once from its start, in pieces, each on the state that the last one left;
+- fresh: every row on a new state;
+- window-w: every row on a new state that has read the w rows before it, or all where there are fewer.
+
+Documents inside a text follow one another without a reset, in each of these ways.
+
+Shapes: N texts, B of them read side by side, L = R T tokens of a text (with its last target L + 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import model_validator
+from torch import Tensor
+
+from titans_core.config import Frozen, PositiveInt
+from titans_platform.errors import UsageError
+from titans_platform.evals.long_texts import LongText, long_texts
+from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.scoring import Scorer, measure_shared
+
+Floats = NDArray[np.floating]
+CARRIED, FRESH, WINDOW = "carried", "fresh", "window"
+WINDOWS = (1, 2, 4, 8)
+BLOCKS = 16
+"""Parts that a single text is cut into for its standard error."""
+
+
+class ByPositionOptions(Frozen):
+    """What is measured, and at which positions."""
+
+    measure: Literal["gain", "carried", "fresh", "window"] = "gain"
+    """gain: fresh less carried loss, nats a token. The others: perplexity with the state carried, with a new
+    one every row, with the best window."""
+    from_row: PositiveInt = 2
+    """The first row of a text whose tokens count, from 1 on; in row 1 carried and fresh are the same."""
+    to_row: PositiveInt | None = None
+    """The last row that counts; None: the last of the text."""
+    windows: tuple[PositiveInt, ...] = WINDOWS
+    """Rows that are read again before each row, one window each; the best has the lowest loss beyond the
+    first row. A window of w takes w + 1 times what fresh does. `carried` and `fresh` read none."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> ByPositionOptions:
+        if self.to_row is not None and self.to_row < self.from_row:
+            raise ValueError(f"to_row: {self.to_row} is below from_row {self.from_row}")
+        if self.measure == WINDOW and not self.windows:
+            raise ValueError("windows: measure window needs at least one; give e.g. [1, 2, 4, 8]")
+        return self
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """Losses of the same texts, read in several ways. Positions are the tokens read so far, from 1 on."""
+
+    row: int
+    """T, tokens of a training row."""
+    counts_NL: NDArray[np.bool_]
+    losses: Mapping[str, Floats]
+    """By way (carried, fresh, window-1, ...), nats, [N, L]."""
+
+    @property
+    def texts(self) -> int:
+        """N."""
+        return self.counts_NL.shape[0]
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.counts_NL.shape[1]
+
+    @cached_property
+    def best_window(self) -> str | None:
+        """The window with the lowest loss beyond the first row; None where none was read."""
+        windows = [way for way in self.losses if way.startswith(WINDOW)]
+        return min(windows, key=lambda way: self.loss(way)[0], default=None)
+
+    @property
+    def shown(self) -> list[str]:
+        """Carried, fresh and the best window, as far as they were read."""
+        return [way for way in (CARRIED, FRESH, self.best_window) if way is not None and way in self.losses]
+
+    def loss(self, way: str, first: int = 0, last: int | None = None) -> tuple[float, float]:
+        """Mean nats a token at positions ``first`` (0: beyond the first row) to ``last``, and its s.e."""
+        return self._mean(self.losses[way], first, last)
+
+    def gain(self, first: int = 0, last: int | None = None) -> tuple[float, float]:
+        """Fresh less carried loss and its standard error: that of the difference, token by token."""
+        return self._mean(self.losses[FRESH] - self.losses[CARRIED], first, last)
+
+    def buckets(self) -> list[tuple[int, int]]:
+        """First and last position of each bucket: powers of two times T, down to an eighth of it."""
+        sizes = [self.row >> 3, self.row >> 2, self.row >> 1, self.row]
+        while sizes[-1] < self.length:
+            sizes.append(2 * sizes[-1])
+        ends = sorted({min(size, self.length) for size in sizes} - {0})
+        return [
+            (first, last)
+            for first, last in zip([1, *(end + 1 for end in ends)], ends, strict=False)
+            if self.counts_NL[:, first - 1 : last].any()
+        ]
+
+    def tokens(self, first: int = 0, last: int | None = None) -> int:
+        """Predictions at these positions that count."""
+        return int(self.counts_NL[:, self._places(first, last)].sum())
+
+    def _places(self, first: int, last: int | None) -> slice:
+        return slice(first - 1 if first else self.row, last)
+
+    def _mean(self, values_NL: Floats, first: int, last: int | None) -> tuple[float, float]:
+        """The mean over tokens and its standard error, which takes texts as independent, not tokens."""
+        places = self._places(first, last)
+        counts_NL = self.counts_NL[:, places]
+        values_NL = np.where(counts_NL, values_NL[:, places], 0.0).astype(np.float64)
+        if self.texts == 1:
+            # of one text its parts, which are less independent than texts would be
+            parts = min(BLOCKS, counts_NL.shape[1])
+            split = [np.array_split(array[0], parts) for array in (values_NL, counts_NL)]
+        else:
+            split = [list(values_NL), list(counts_NL)]
+        return ratio(*(np.array([part.sum() for part in parts], np.float64) for parts in split))
+
+
+def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
+    """Sum over count of K clusters, and the standard error of a ratio estimator; 0 of one cluster."""
+    clusters, count = len(sums_K), float(counts_K.sum())
+    mean = float(sums_K.sum()) / count
+    if clusters == 1:
+        return mean, 0.0
+    squares = float(((sums_K - mean * counts_K) ** 2).sum())
+    return mean, math.sqrt(clusters / (clusters - 1) * squares) / count
+
+
+@register
+class ByPositionTask(Task):
+    """What a state carried through long held-out texts brings, or the perplexity with and without it.
+
+    The texts are of `lengths` training rows each, as many as `eval.perplexity_tokens` allows, and two where
+    there are two.
+    """
+
+    name = "by_position"
+    Options = ByPositionOptions
+
+    @property
+    def label(self) -> str:
+        """Name, measure, and which rows count where they are not all beyond the first: `by_position-gain`."""
+        first, last = self.options.from_row, self.options.to_row
+        name = f"{self.name}-{self.options.measure}"
+        if last is None:
+            # MLflow takes no plus sign
+            return name if first == 2 else f"{name}-from-{first}"
+        return f"{name}-{first}-{last}"
+
+    @property
+    def chance(self) -> float:
+        """0 of a gain: without a memory the two are the same. Of a perplexity `measure` gives it."""
+        return 0.0 if self.options.measure == "gain" else math.inf
+
+    def measure(self, context: Context) -> Measurement:
+        """The measure over its rows of texts of `context.length` tokens; buckets hold perplexities.
+
+        A standard error takes texts as independent; of a single text, its 16 parts.
+
+        Raises:
+            UsageError: the held-out text is shorter than one text, or a text than `from_row` or `to_row`.
+        """
+        texts = self.check(context.prepared, context.length, context.config.perplexity_tokens)
+        row, wanted = context.prepared.config.sequence_length, self.options.measure
+        ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(wanted, (wanted,))
+        windows = self.options.windows if wanted in ("gain", WINDOW) else ()
+        found = read_by_position(context.scorer, texts, row, ways, windows)
+        first = row * (self.options.from_row - 1) + 1
+        last = self.options.to_row and row * self.options.to_row
+        items, buckets = found.tokens(first, last), _perplexities(found)
+        if wanted == "gain":
+            return Measurement(*found.gain(first, last), 0.0, items, buckets)
+        way = found.best_window if wanted == WINDOW else wanted
+        assert way is not None
+        loss, stderr = found.loss(way, first, last)
+        chance = float(context.scorer.tokenizer.vocab_size)
+        return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
+
+    def check(self, prepared: Any, length: int, budget: int = 1) -> list[LongText]:
+        """The texts of ``length`` tokens; whether there are any is known before a model is trained.
+
+        Raises:
+            UsageError: as `measure`.
+        """
+        row = prepared.config.sequence_length
+        rows = length // row
+        if rows < 2:
+            raise UsageError(f"lengths: {length} tokens are less than two training rows of {row}; raise it")
+        for field in ("from_row", "to_row"):
+            if (getattr(self.options, field) or 0) > rows:
+                given = getattr(self.options, field)
+                raise UsageError(f"{field}: {given} is beyond the {rows} rows of a text; raise lengths")
+        if self.options.measure == WINDOW and min(self.options.windows) > rows - 2:
+            raise UsageError(
+                f"windows: {min(self.options.windows)} rows before another are all that {rows} rows have; "
+                "raise lengths"
+            )
+        return long_texts(prepared, rows, budget)
+
+
+def _perplexities(found: ByPosition) -> dict[str, float]:
+    """By way and position: `carried 65-128`."""
+    return {
+        f"{way} {first}-{last}": math.exp(found.loss(way, first, last)[0])
+        for way in found.shown
+        for first, last in found.buckets()
+    }
+
+
+def read_by_position(
+    scorer: Scorer,
+    texts: Sequence[LongText],
+    row: int,
+    ways: Sequence[str] = (CARRIED, FRESH),
+    windows: Sequence[int] = WINDOWS,
+    report: Callable[[int], None] = lambda tokens: None,
+) -> ByPosition:
+    """The losses of texts of one length, read in these ways and with these windows.
+
+    Memory does not grow with the length, but for the tokens, their losses and the state itself. Windows that
+    hold all rows before every row are left out: they are `carried`. ``report`` is called with the tokens of
+    each pass. Every worker of a process group calls this, and all get the same.
+    """
+    length = len(texts[0].counts)
+    before = _rows_before(length // row, ways, windows)
+    at_once = scorer.side_by_side(length)
+    reader = _Reader(scorer, row, at_once, before, report)
+    found = measure_shared([texts[i : i + at_once] for i in range(0, len(texts), at_once)], reader)
+    losses = {way: np.concatenate([batch[way] for batch in found]) for way in before}
+    return ByPosition(row, np.stack([text.counts for text in texts]), losses)
+
+
+def tokens_to_read(texts: int, rows: int, row: int, windows: Sequence[int] = WINDOWS) -> int:
+    """Tokens that `read_by_position` reads in all."""
+    before = _rows_before(rows, (CARRIED, FRESH), windows).values()
+    return sum(texts * row * (rows if w is None else (w + 1) * (rows - w)) for w in before)
+
+
+def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
+    """Of each way, the rows that are read before each row; None: all of them."""
+    found = {way: None if way == CARRIED else 0 for way in ways}
+    return found | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a batch of texts in every way."""
+
+    scorer: Scorer
+    row: int
+    at_once: int
+    """Texts of a full batch. How many passes a batch takes must not depend on how full it is: workers that
+    share a model out make them together."""
+    before: Mapping[str, int | None]
+    report: Callable[[int], None]
+
+    def __call__(self, texts: Sequence[LongText]) -> dict[str, Floats]:
+        tokens_BL = torch.from_numpy(np.stack([text.tokens for text in texts])).to(self.scorer.device)
+        return {way: self._read(tokens_BL, rows).numpy() for way, rows in self.before.items()}
+
+    def _read(self, tokens_BL: Tensor, before: int | None) -> Tensor:
+        """[B, L] losses, each row on a state that has read ``before`` rows before it."""
+        if before is None:
+            return self._losses(tokens_BL, 0, self.at_once)
+        width = (before + 1) * self.row
+        # the first rows have fewer before them, and those are in one reading
+        found = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
+        later = tokens_BL[:, self.row :].unfold(1, width + 1, self.row)
+        rows = max(1, self.scorer.batch_tokens // (self.at_once * width))
+        for part in later.split(rows, 1):
+            losses = self._losses(part.flatten(0, 1), before * self.row, self.at_once * rows)
+            found.append(losses.view(len(tokens_BL), -1))
+        return torch.cat(found, 1)
+
+    def _losses(self, tokens_BL: Tensor, context: int, at_once: int) -> Tensor:
+        """[B, L - context] losses on one state from the first token on; the first ``context`` have none."""
+        model, state, found = self.scorer.model, None, []
+        piece = max(1, self.scorer.batch_tokens // at_once)
+        piece -= piece % self.row if piece > self.row else 0
+        for part in tokens_BL[:, :context].split(piece, 1) if context else ():
+            state = model(part, state, last=True).state
+            self.report(part.numel())
+        inputs, targets = tokens_BL[:, context:-1], tokens_BL[:, context + 1 :]
+        for part, after in zip(inputs.split(piece, 1), targets.split(piece, 1), strict=True):
+            out = model(part, state, targets_BT=after)
+            state = out.state
+            found.append(out.losses.cpu())
+            self.report(part.numel())
+        return torch.cat(found, 1)

@@ -1,0 +1,175 @@
+"""Loss or perplexity by position in a long text: the state carried, a new one every row, the best window."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
+from titans_platform.report import plot
+from titans_platform.report.figure_data import FigureData
+from titans_platform.report.picture import KINDS, LIGHT, MARKERS, NARROW, SMALL, Line, Panel, Picture, panel
+from titans_platform.report.table import TableRow, task_of
+from titans_platform.text import plural, short, tokens
+
+PER_ROW = 12
+"""Rows from which a panel each says nothing any more."""
+LOOKS = {
+    CARRIED: ("state carried from the start", "a", "o"),
+    FRESH: ("new state every row", "b", "s"),
+    WINDOW: ("best window", "c", "^"),
+}
+ALONE = (4.2, 3.0)
+"""Inches of a panel that is not one of many."""
+X = "position (tokens read)"
+CAPTION = (
+    "Held-out texts read in three ways: on the state carried from their start; on a new state every row; and "
+    "on a new state every row that has read a window of the rows before it. Dotted: where the first row ends."
+)
+GAIN = "What memory brings"
+GAIN_CAPTION = (
+    "Loss on a new state every row less loss on the carried state, from the second row on: above 0 what the "
+    "state holds of earlier rows helps, below 0 it harms."
+)
+Places = Mapping[str, Mapping[float, tuple[float, ...]]]
+"""By way (carried, fresh, window), and by position: a number for each seed."""
+
+
+class Gain(NamedTuple):
+    """What one memory brings by position: the mean and its error."""
+
+    look: Line
+    points: Mapping[float, tuple[float, float]]
+
+
+def middle(first: int, last: int) -> float:
+    """Where a bucket of positions stands on a logarithmic scale."""
+    return math.sqrt(first * last)
+
+
+def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
+    """The losses of one run, and beside them what its memory brings."""
+    buckets = {middle(*bucket): bucket for bucket in found.buckets()}
+    places = {
+        way.partition("-")[0]: {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
+        for way in found.shown
+    }
+    lines = _lines(places, found.best_window)
+    gains = {x: found.gain(*bucket) for x, bucket in buckets.items() if x > found.row}
+    panels = [
+        _panel(title, lines, found.row, "nats a token"),
+        _gain_panel([Gain(Line("gain", {}), gains)], "bars: standard error"),
+    ]
+    return Picture(key, title, f"{CAPTION} {GAIN_CAPTION}", panels, ALONE, lines)
+
+
+def against_position(data: FigureData) -> Iterator[Picture]:
+    """Of each column with the task `by_position`: a panel a row of the study, and what memory brings."""
+    for key, column in data.table.columns.items():
+        shown = [(row, places) for row in data.table.rows if (places := _measured(row, key))]
+        # a column of one way alone has nothing to be held against
+        if len(shown) > PER_ROW or not any(len(places) > 1 for _, places in shown):
+            continue
+        lines = [_lines(places) for _, places in shown]
+        limits = plot.span(line for drawn in lines for line in drawn)
+        panels = [
+            _panel(row.row.name, drawn, _trained(row), "perplexity", limits)
+            for (row, _), drawn in zip(shown, lines, strict=True)
+        ]
+        caption, legend = f"{CAPTION} Mean over seeds.", max(lines, key=len)
+        yield Picture(f"position-{key}", f"{column.title}: by position", caption, panels, NARROW, legend)
+        gains = [_gain(row, places, i) for i, (row, places) in enumerate(shown) if FRESH in places]
+        drawn = _gain_panel(gains, "bars: sd over seeds")
+        title, legend = f"{GAIN}, by position", [gain.look for gain in gains]
+        yield Picture(f"gain-{key}", title, GAIN_CAPTION, [drawn], ALONE, legend)
+
+
+def _gain(row: TableRow, places: Places, number: int) -> Gain:
+    """The gain of each seed from its own perplexities."""
+    points = {}
+    for x in sorted(places[CARRIED]):
+        pairs = zip(places[FRESH][x], places[CARRIED][x], strict=True)
+        gains = [math.log(fresh / carried) for fresh, carried in pairs]
+        if x > _trained(row):
+            points[x] = statistics.fmean(gains), statistics.stdev(gains) if len(gains) > 1 else 0.0
+    look = Line(row.row.name, {}, KINDS[number % len(KINDS)], MARKERS[number % len(MARKERS)])
+    return Gain(look, points)
+
+
+def _measured(row: TableRow, column: str) -> Places:
+    """The perplexities of a row of the study, from the longest texts that the column has."""
+    found: dict[int, dict[str, dict[float, tuple[float, ...]]]] = {}
+    for result in row.results:
+        for key, buckets in result.get("buckets", {}).items():
+            owner, task, length = task_of(key)
+            if owner != column or not task.startswith("by_position"):
+                continue
+            for name, value in buckets.items():
+                way, _, place = name.partition(" ")
+                at = found.setdefault(length or 0, {}).setdefault(way.partition("-")[0], {})
+                x = middle(*map(int, place.split("-")))
+                at[x] = (*at.get(x, ()), float(value))
+    return found[max(found)] if found else {}
+
+
+def _trained(row: TableRow) -> int:
+    return int(row.results[0]["config"]["data"]["sequence_length"])
+
+
+def _lines(places: Places, window: str | None = None) -> list[Line]:
+    lines = []
+    for way, (label, colour, marker) in LOOKS.items():
+        if way in places:
+            of = f" ({plural(int(window.partition('-')[2]), 'row')})" if window and way == WINDOW else ""
+            # seeds differ by the text more than the ways do
+            lines.append(Line(label + of, places[way], colour, marker, spread=False))
+    return lines
+
+
+def _panel(
+    title: str, lines: Sequence[Line], row: int, y: str, limits: tuple[float, float] | None = None
+) -> Panel:
+    ends = [(line.label, list(line.means.values())) for line in lines]
+    draw = partial(_draw_lines, row=row, limits=limits)
+    return panel(title, f"{title}: {_in_words(ends, y)}", draw, X, y, shown=lines)
+
+
+def _gain_panel(gains: Sequence[Gain], bars: str) -> Panel:
+    ends = [(gain.look.label, [mean for mean, _ in gain.points.values()]) for gain in gains]
+    title = f"{GAIN} ({bars})"
+    return panel(title, f"{GAIN}: {_in_words(ends, 'nats')}", _draw_gains, X, "nats a token", gains=gains)
+
+
+def _in_words(ends: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
+    told = [f"{label} {short(of[0], 3)} to {short(of[-1], 3)}" for label, of in ends if of]
+    return f"{unit} from the first to the last position: {'; '.join(told) or 'nothing measured yet'}"
+
+
+def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: tuple[float, float] | None) -> None:
+    plot.lines(axis, shown, limits=limits)
+    axis.axvline(row, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
+    above = axis.get_xaxis_transform()
+    axis.text(row, 0.98, " end of row 1", transform=above, fontsize=SMALL, color=LIGHT["muted"], va="top")
+    _logarithmic(axis)
+
+
+def _draw_gains(axis: Axes, gains: Sequence[Gain]) -> None:
+    axis.axhline(0, color=LIGHT["reference"], linewidth=1)
+    for look, points in gains:
+        means, errors = zip(*points.values(), strict=True) if points else ((), ())
+        axis.errorbar([*points], means, yerr=errors, color=LIGHT[look.colour], marker=look.marker,
+                      linewidth=1.3, markersize=3.4, elinewidth=0.8, capsize=1.8)  # fmt: skip
+    _logarithmic(axis)
+
+
+def _logarithmic(axis: Axes) -> None:
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))

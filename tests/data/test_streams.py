@@ -1,0 +1,146 @@
+"""Continuous streams: which tokens each step holds, where streams are reset, for any number of workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titans_platform.config import DataConfig
+from titans_platform.data import PreparedData, prepare
+from titans_platform.data.streams import RowTable, Streams, document_starts
+from titans_platform.errors import UsageError
+
+BOS = 256
+
+
+def prepared(folder: Path, *sources: dict, **fields) -> PreparedData:
+    value = {"sources": sources, "sequence_length": 8, "rows": "streams"} | fields
+    return prepare(DataConfig.model_validate_json(json.dumps(value)), folder / "root")
+
+
+def text(folder: Path, name: str, *documents: str, **fields) -> dict:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return {"kind": "files", "path": str(path), "validation_fraction": 0.0} | fields
+
+
+def needles(**fields) -> dict:
+    task = {"task": "needle", "options": {"style": "compact", "kind": "passkey"}}
+    return {"kind": "task", "rows": 6, "item_length": 64, "tasks": [task]} | fields
+
+
+DOCUMENTS = [chr(97 + i) * n for i, n in enumerate((30, 7, 8, 41, 1, 90, 16, 23))]
+
+
+@pytest.mark.parametrize("packing", ["borders", "plain"])
+def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing):
+    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing=packing)
+    streams = Streams(data.sources, 3, 8, seed=1)
+    table, steps = streams.tables[0], len(streams.tables[0]) // 3
+    predicted: Counter[int] = Counter()
+    before = last = None
+    for step in range(steps):
+        batch, rows = streams.batch(step), streams.rows(step)
+        for b, row in enumerate(rows.tolist()):
+            first, length = int(table.first[row]), int(table.length[row])
+            span = data.sources[0].train.read(first, first + length + 1)
+            assert batch.tokens[b, : length + 1].tolist() == span.tokens.tolist()
+            assert (batch.tokens[b, length + 1 :] == data.tokenizer.pad).all()
+            assert batch.loss[b].tolist() == [*span.loss[1:].tolist(), *[False] * (8 - length)]
+            predicted.update(range(first + 1, first + 1 + length))
+            if before is not None and last is not None and not batch.reset[b]:
+                assert row == before[b] + 1
+                assert batch.tokens[b, 0] == last[b, 8], "a row begins with the token the last one ended on"
+        before, last = rows, batch.tokens
+    assert max(predicted.values()) == 1
+    # what is left out is less than a row for each stream
+    held = data.sources[0].train.info.tokens
+    assert len(table) - 3 * steps < 3
+    assert sum(predicted.values()) > held - len(DOCUMENTS) - 3 * 8
+
+
+def test_documents_begin_on_rows_of_their_own_and_reset_the_stream(tmp_path):
+    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
+    source = data.sources[0]
+    starts = document_starts(source.train)
+    assert starts.tolist() == np.cumsum([0, *(len(d) + 1 for d in DOCUMENTS)])[:-1].tolist()
+    table = RowTable.of(source, 8)
+    assert table.first[table.begins].tolist() == starts.tolist()
+    streams = Streams(data.sources, 2, 8, seed=0)
+    for step in range(1, 40):
+        batch = streams.batch(step)
+        assert batch.reset.tolist() == (batch.tokens[:, 0] == BOS).tolist()
+        assert not (batch.tokens[:, 1:] == BOS).any()
+    plain = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing="plain")
+    assert RowTable.of(plain.sources[0], 8).begins.sum() == 1
+    assert len({plain.fingerprint, data.fingerprint}) == 2
+
+
+def test_items_longer_than_a_row_are_documents(tmp_path):
+    data = prepared(tmp_path, needles())
+    streams = Streams(data.sources, 2, 8, seed=3)
+    assert streams.tables[0].unit == 8
+    answers = 0
+    for step in range(24):
+        batch = streams.batch(step)
+        assert batch.reset.tolist() == [step % 8 == 0] * 2
+        answers += int(batch.loss.sum())
+    whole = data.sources[0].train
+    assert answers == int(whole.read(0, 6 * 64).loss.sum()) > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_workers_share_the_streams(tmp_path, world_size):
+    sources = text(tmp_path, "t", *DOCUMENTS, weight=0.6), needles(weight=0.4)
+    data = prepared(tmp_path, *sources)
+    options = {"reset_probability": 0.3}
+    whole = Streams(data.sources, 5, 8, 7, **options)
+    assert Counter(whole.source.tolist()) == {0: 3, 1: 2}
+    for step in (0, 1, 9, 100):
+        for rank in range(world_size):
+            mine = Streams(data.sources, 5, 8, 7, rank, world_size, **options).batch(step)
+            for part, all_rows in zip(mine, whole.batch(step), strict=True):
+                assert torch.equal(part, all_rows[rank::world_size])
+
+
+def test_a_batch_is_a_function_of_seed_and_step(tmp_path):
+    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
+    one, other = Streams(data.sources, 3, 8, 0), Streams(data.sources, 3, 8, 4)
+    late = one.batch(31)
+    one.batch(2)
+    assert all(torch.equal(a, b) for a, b in zip(late, one.batch(31), strict=True))
+    assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
+
+
+def test_streams_are_reset_by_chance_and_before_carry_after(tmp_path):
+    data = prepared(tmp_path, text(tmp_path, "t", "x" * 4000), packing="plain")
+    streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25, carry_after=5)
+    found = np.stack([streams.resets(step) for step in range(400)])
+    assert found[:5].all()
+    assert abs(found[5:].mean() - 0.25) < 0.02
+    never = Streams(data.sources, 20, 8, 0)
+    for step in range(1, 60):  # where the text ends it begins again
+        assert (never.resets(step) == (never.rows(step) == 0)).all()
+    assert never.resets(0).all()
+
+
+def test_refusals(tmp_path):
+    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
+    with pytest.raises(UsageError, match=r"data\.sources\.0: 30 rows of 8 tokens cannot be divided among 40"):
+        Streams(data.sources, 40, 8, 0)
+    with pytest.raises(
+        UsageError, match=r"optim\.global_batch_size: 2 streams cannot be shared by 3 workers"
+    ):
+        Streams(data.sources, 2, 8, 0, 0, 3)
+    mixed = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS, weight=0.95), needles(weight=0.05))
+    with pytest.raises(UsageError, match=r"data\.sources\.1\.weight: 0\.05 gives the source none of the 4"):
+        Streams(mixed.sources, 4, 8, 0)
+    with pytest.raises(
+        ValueError, match=r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"
+    ):
+        prepared(tmp_path, needles(), rows="shuffled")

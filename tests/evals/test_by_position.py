@@ -1,0 +1,271 @@
+"""Loss by position: each way of reading is that of a token at a time, and the gain has the right sign."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.small import RUN
+from titans_core import LanguageModel
+from titans_platform.cli import run as titans
+from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
+from titans_platform.data import load_tokenizer, prepare
+from titans_platform.errors import UsageError
+from titans_platform.evals import Scorer, build_task, evaluate
+from titans_platform.evals.by_position import BLOCKS, ByPosition, ratio, read_by_position, tokens_to_read
+from titans_platform.evals.long_texts import LongText, long_texts, longest_text
+from titans_platform.objectives import build_objective
+
+BYTE = load_tokenizer("byte")
+CPU = torch.device("cpu")
+T, ROWS = 16, 5
+
+
+def texts(count=2, rows=ROWS, row=T):
+    rng = np.random.default_rng(0)
+    counts = np.ones(rows * row, bool)
+    counts[T + 5] = False
+    return [LongText(rng.integers(97, 123, rows * row + 1), counts) for _ in range(count)]
+
+
+def scorer(model, batch_tokens=4096):
+    return Scorer(model, BYTE, CPU, batch_tokens)
+
+
+@torch.no_grad()
+def token_by_token(model, tokens, first_row):
+    """Losses of each row, on the state of all tokens since row ``first_row(row)``, a call for each token."""
+    losses = []
+    for row in range(ROWS):
+        state = None
+        for p in range(first_row(row) * T, (row + 1) * T):
+            out = model(torch.tensor([[tokens[p]]]), state)
+            state = out.state
+            if p >= row * T:
+                losses.append(float(F.cross_entropy(out.logits[0], torch.tensor([tokens[p + 1]]))))
+    return np.array(losses)
+
+
+WAYS = {
+    "carried": lambda row: 0,
+    "fresh": lambda row: row,
+    "window-1": lambda row: max(0, row - 1),
+    "window-2": lambda row: max(0, row - 2),
+}
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "transformer", "gla", "samba"])
+@pytest.mark.parametrize("batch_tokens", [40, 60, 4096])
+def test_every_way_of_reading_is_that_of_a_token_at_a_time(variant, batch_tokens):
+    torch.manual_seed(0)
+    fields = RUN["model"] | {"variant": variant, "attention": {"heads": 2, "segment_size": 8}}
+    model = LanguageModel(RunConfig.model_validate({"model": fields}).model).double().eval()
+    for parameter in model.parameters():  # so that what was read long ago is seen
+        parameter.data.mul_(1.5)
+    read = []
+    with torch.no_grad():
+        found = read_by_position(
+            scorer(model, batch_tokens), texts(), T, windows=(1, 2, 4, 9), report=read.append
+        )
+    # windows of 4 rows and more are all that 5 rows have
+    assert set(found.losses) == set(WAYS)
+    assert sum(read) == tokens_to_read(2, ROWS, T, (1, 2, 4, 9))
+    wanted = {way: token_by_token(model, texts()[0].tokens, first) for way, first in WAYS.items()}
+    for way, losses in wanted.items():
+        np.testing.assert_allclose(found.losses[way][0], losses, atol=1e-6, err_msg=way)
+    # else any way would pass for another
+    for way in ("fresh", "window-1", "window-2"):
+        assert np.abs(wanted["carried"] - wanted[way])[-T:].max() > 1e-3
+
+
+class Counting(nn.Module):
+    """The loss is one over the tokens read: what reads further on one state has the lower loss."""
+
+    def forward(self, tokens, state=None, *, last=False, targets_BT=None):
+        seen = (state or 0) + torch.arange(1, tokens.shape[1] + 1)
+        losses = None if targets_BT is None else (1 / seen.double()).expand(tokens.shape)
+        return SimpleNamespace(losses=losses, state=int(seen[-1]))
+
+
+def test_what_carries_more_gains_more():
+    found = read_by_position(scorer(Counting(), 20), texts(3), T, windows=(1, 2))
+    counts = texts()[0].counts
+    p = np.arange(1, ROWS * T + 1)
+    fresh, carried = 1 / ((p - 1) % T + 1), 1 / p
+    beyond = (p > T) & counts
+    gain, stderr = found.gain()
+    assert gain == pytest.approx((fresh - carried)[beyond].mean())
+    assert gain > 0
+    assert stderr == pytest.approx(0)
+    assert found.best_window == "window-2"
+    assert found.gain(1, T) == (0, 0)
+    assert found.loss("carried", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[2 * T : 3 * T].mean())
+    assert found.loss("window-1", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[T : 2 * T].mean())
+
+
+def test_buckets_end_with_the_first_row_and_double():
+    found = ByPosition(48, np.ones((1, 48 * 5), bool), {})
+    assert found.buckets() == [(1, 6), (7, 12), (13, 24), (25, 48), (49, 96), (97, 192), (193, 240)]
+    assert ByPosition(2, np.ones((1, 6), bool), {}).buckets() == [(1, 1), (2, 2), (3, 4), (5, 6)]
+
+
+def test_the_standard_error_is_that_of_texts_or_of_parts_of_one():
+    rng = np.random.default_rng(0)
+    fresh, carried = rng.normal(size=(2, 4, 64))
+    found = ByPosition(32, np.ones((4, 64), bool), {"fresh": fresh, "carried": carried})
+    means = (fresh - carried)[:, 32:].mean(1)
+    assert found.gain() == pytest.approx((means.mean(), statistics.stdev(means) / 2))
+    one = ByPosition(32, np.ones((1, 64), bool), {"fresh": fresh[:1], "carried": carried[:1]})
+    parts = (fresh - carried)[0, 32:].reshape(BLOCKS, -1).mean(1)
+    assert one.gain() == pytest.approx((parts.mean(), statistics.stdev(parts) / math.sqrt(BLOCKS)))
+    # texts of other sizes: residuals of the common mean
+    mean, stderr = ratio(np.array([2.0, 9.0]), np.array([1.0, 3.0]))
+    assert (mean, stderr) == pytest.approx((11 / 4, math.sqrt(2 * (0.75**2 + 0.75**2)) / 4))
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Twenty texts of 900 bytes, six of them held out, for rows of 32 tokens."""
+    return prepare(data_config(tmp_path), tmp_path)
+
+
+def data_config(folder):
+    (folder / "texts").mkdir(exist_ok=True)
+    for part in range(20):
+        (folder / "texts" / f"{part}.txt").write_text(f"text number {part:02d}; " * 60)
+    source = {"kind": "files", "path": str(folder / "texts"), "validation_fraction": 0.3}
+    return DataConfig.model_validate_json(json.dumps(RUN["data"] | {"sources": [source]}))
+
+
+def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(prepared):
+    assert longest_text(prepared) == 6 * 961 - 1
+    found = long_texts(prepared, 8, 4 * 8 * 32)
+    assert len(found) == 4
+    for text in found:
+        assert len(text.tokens) == 8 * 32 + 1
+        assert text.tokens[0] == BYTE.bos
+        assert (text.counts == (text.tokens[1:] != BYTE.bos)).all()
+    assert len({text.tokens.tobytes() for text in found}) == 4
+    # two, whatever the budget; one where there is room for one
+    assert len(long_texts(prepared, 60, 1)) == 2
+    (whole,) = long_texts(prepared, 180, 1)
+    held_out = prepared.sources[0].validation
+    assert (whole.tokens == held_out.read(0, 180 * 32 + 1).tokens).all()
+
+
+def columns(lengths=(8.0,), **options):
+    return {"col": (TaskConfig(task="by_position", options=options, lengths=lengths),)}
+
+
+def test_the_task_gives_the_gain_and_perplexities(prepared):
+    def measured(**options):
+        config = EvalConfig(columns=columns(**options), perplexity_tokens=1024)
+        return evaluate(model, prepared, config, 32)
+
+    torch.manual_seed(0)
+    model = LanguageModel(RunConfig.model_validate({"model": RUN["model"]}).model)
+    with torch.no_grad():
+        by_hand = read_by_position(scorer(model.eval()), long_texts(prepared, 8, 1024), 32)
+    gain = measured(windows=[1, 2])
+    task = gain["tasks"]["col/by_position-gain@256"]
+    assert (task["value"], task["stderr"]) == pytest.approx(by_hand.gain())
+    assert task["chance"] == 0
+    assert task["items"] == sum(text.counts[32:].sum() for text in long_texts(prepared, 8, 1024))
+    buckets = gain["buckets"]["col/by_position-gain@256"]
+    assert {key.partition(" ")[0].partition("-")[0] for key in buckets} == {"carried", "fresh", "window"}
+    assert buckets["fresh 129-256"] == pytest.approx(math.exp(by_hand.loss("fresh", 129, 256)[0]))
+    found = measured(measure="carried", from_row=3, to_row=4)
+    task = found["tasks"]["col/by_position-carried-3-4@256"]
+    loss, stderr = by_hand.loss("carried", 65, 128)
+    assert task["value"] == pytest.approx(math.exp(loss))
+    assert task["stderr"] == pytest.approx(math.exp(loss) * stderr)
+    assert task["chance"] == BYTE.vocab_size
+    assert {key.partition(" ")[0] for key in found["buckets"]["col/by_position-carried-3-4@256"]} == {
+        "carried"
+    }
+    assert json.loads(json.dumps(gain)) == gain
+
+
+BAD = [
+    ({"lengths": (1.0,)}, "lengths: 32 tokens are less than two training rows of 32; raise it"),
+    ({"lengths": (200.0,)}, r"lengths: 200 training rows of 32 tokens make 6,400 .* text has 5,765; ask for "
+     r"at most 180 rows or raise a text source's validation_fraction"),
+    ({"to_row": 9}, "to_row: 9 is beyond the 8 rows of a text; raise lengths"),
+    ({"from_row": 4, "to_row": 3}, "to_row: 3 is below from_row 4"),
+    ({"measure": "window", "windows": []}, "windows: measure window needs at least one"),
+    ({"measure": "window", "windows": [7, 8]}, "windows: 7 rows before another are all that 8 rows have"),
+    ({"measure": "carry"}, "measure: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_what_cannot_be_measured_is_refused_before_training(prepared, tiny_run, options, message):
+    fields = {"data": prepared.config, "eval": EvalConfig(columns=columns(**options))}
+    with pytest.raises(UsageError, match=message):
+        build_objective(tiny_run.model_copy(update=fields)).check(prepared)
+
+
+def test_data_without_held_out_text_are_refused(tiny_run, tmp_path):
+    items = prepare(tiny_run.data, tmp_path)
+    with pytest.raises(UsageError, match="longest held-out text has 0; raise a text source's"):
+        build_task(columns()["col"][0]).check(items, 256)
+
+
+def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    config, root = tmp_path / "run.yaml", ["--root", str(tmp_path / "runs")]
+    data = json.loads(data_config(tmp_path).model_dump_json())
+    config.write_text(
+        json.dumps(RUN | {"data": data, "eval": {"columns": {"ppl": [{"task": "perplexity"}]}}})
+    )
+    assert titans(["train", str(config), *root, "--set", "optim.steps=2", "--json"]) == 0
+    name = json.loads(capsys.readouterr().out)["cell"]
+    by_position = ["eval", name, *root, "--by-position"]
+    assert titans([*by_position, "--rows", "16"]) == 0
+    out = capsys.readouterr().out
+    folder = tmp_path / "runs" / "cells" / name
+    *lines, where = out.rstrip().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert where.endswith(str(folder / "by-position.png"))
+    assert (folder / "by-position.png").stat().st_size > 5000
+    assert "what memory brings: " in out
+    assert "11 texts of 512 tokens" in " ".join(out.split())
+    assert "512 tokens are more than training carried a state over, about 32:" in " ".join(out.split())
+    rows = [line.split() for line in lines if (line.strip()[:1].isdigit() and "±" in line) or " - " in line]
+    assert [row[0] for row in rows] == [
+        "1-4",
+        "5-8",
+        "9-16",
+        "17-32",
+        "33-64",
+        "65-128",
+        "129-256",
+        "257-512",
+    ]
+    own = tmp_path / "own.txt"
+    own.write_text("a text of my own " * 9)
+    assert titans([*by_position, "--read", str(own), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["texts"], found["tokens"], found["row"]) == (1, 4 * 32, 32)
+    assert found["gain"] == pytest.approx(found["loss"]["fresh"] - found["loss"]["carried"])
+    assert found["figures"][0] == str(folder / "by-position-own-txt.png")
+    for wrong, message in [
+        ([*by_position, "--rows", "1"], "--rows: 1 is too few"),
+        ([*by_position, "--rows", "999"], "--rows: 999 training rows of 32 tokens make 31,968 tokens"),
+        ([*by_position, "--rows", "9", "--read", str(own)], "ask for at most 4 rows or give a longer text"),
+        ([*by_position, "--read", str(tmp_path / "no.txt")], "--read: no file, folder or match for"),
+        ([*by_position, "--read", str(config)], "run.yaml is none of .txt"),
+        (["eval", name, *root, "--rows", "9"], "--rows: give it with --by-position"),
+    ]:
+        assert titans(wrong) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1

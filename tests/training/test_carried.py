@@ -1,0 +1,148 @@
+"""State carried from step to step: what is read, what is differentiated, what a restart brings back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.small import VARIANTS, config
+from titans_core import LanguageModel
+from titans_core.backbone import ModelState
+from titans_platform.config import OptimConfig
+from titans_platform.data.streams import StreamBatch
+from titans_platform.training import checkpoint
+from titans_platform.training.checkpoint import Saver
+from titans_platform.training.loop import CrossEntropy, Trainer
+
+ROWS, LENGTH = 3, 32
+# attention without a window keeps all keys, and cannot be carried
+CARRIED = [v for v in VARIANTS if v not in ("transformer", "based")] + ["transformer"]
+
+
+class Streams:
+    """Random text of three streams; the second is reset at every fourth step."""
+
+    def batch(self, step: int) -> StreamBatch:
+        generator = torch.Generator().manual_seed(1)
+        text = torch.randint(40, (ROWS, 40 * LENGTH + 1), generator=generator)
+        reset = torch.tensor([step == 0, step % 4 == 0, step == 0])
+        tokens = text[:, step * LENGTH : (step + 1) * LENGTH + 1]
+        return StreamBatch(tokens, torch.ones(ROWS, LENGTH, dtype=torch.bool), reset)
+
+
+def trainer(variant: str = "lmm", seed: int = 0, **optim) -> Trainer:
+    torch.manual_seed(seed)
+    cfg = OptimConfig(**({"steps": 12, "global_batch_size": ROWS, "lr": 1e-2} | optim))
+    return Trainer(LanguageModel(config(variant)), cfg, Streams(), sequence_length=LENGTH)
+
+
+@pytest.mark.parametrize("variant", CARRIED)
+def test_streams_are_read_as_one_sequence_each(variant):
+    """Without a change of the weights the losses are those of whole sequences."""
+    t = trainer(variant, lr=1e-30, weight_decay=0.0, warmup_fraction=0.0)
+    t.model.double()
+    found = [t.step()["loss"] for _ in range(6)]
+    text = torch.cat([Streams().batch(step).tokens[:, :-1] for step in range(7)], 1)[:, : 6 * LENGTH + 1]
+    with torch.no_grad():
+
+        def losses(row: int, start: int, end: int) -> Tensor:
+            part = text[row : row + 1, start * LENGTH : end * LENGTH + 1]
+            return t.model(part[:, :-1], targets_BT=part[:, 1:]).losses[0]
+
+        rows = [losses(0, 0, 6), torch.cat([losses(1, 0, 4), losses(1, 4, 6)]), losses(2, 0, 6)]
+    assert found == pytest.approx(torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "mamba2"])
+def test_micro_batches_carry_the_same_state(variant):
+    whole, parts = trainer(variant), trainer(variant, micro_batch_size=2)
+    for _ in range(6):
+        a, b = whole.step(), parts.step()
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def loss_of(model: LanguageModel, batch: StreamBatch, state: ModelState | None) -> Tensor:
+    return CrossEntropy().carried_losses(model, batch, state)[0].mean()
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
+def test_the_gradient_stops_where_the_step_began(variant):
+    """By finite differences it is that of the step's loss with the state before it held fixed."""
+    torch.manual_seed(0)
+    model = LanguageModel(config(variant)).double()
+    first, second = (Streams().batch(step) for step in (0, 1))
+    with torch.no_grad():
+        _, state = CrossEntropy().carried_losses(model, first, None)
+    grads = torch.autograd.grad(loss_of(model, second, state), list(model.parameters()))
+    generator = torch.Generator().manual_seed(2)
+    directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
+    expected = sum((g * d).sum() for g, d in zip(grads, directions, strict=True)).item()
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    def at(scale: float, carried: bool) -> float:
+        with torch.no_grad():
+            for p, w, d in zip(model.parameters(), weights, directions, strict=True):
+                p.copy_(w + scale * d)
+            before = CrossEntropy().carried_losses(model, first, None)[1] if carried else state
+            return loss_of(model, second, before).item()
+
+    held, whole = ((at(1e-6, c) - at(-1e-6, c)) / 2e-6 for c in (False, True))
+    assert expected == pytest.approx(held, rel=1e-5)
+    assert whole != pytest.approx(held, rel=1e-3)
+
+
+def test_a_row_that_is_reset_trains_the_initial_memory():
+    t = trainer()
+    t.step()
+    grads = []
+    for reset in (False, True):
+        batch = Streams().batch(1)._replace(reset=torch.full((ROWS,), reset))
+        t.optimizer.zero_grad()
+        t._backward(batch, False)
+        grads.append(sum(W.grad.norm().item() for W in t.model.blocks[0].memory.initial_weights))
+    assert grads[0] == 0
+    assert grads[1] > 1e-4
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "samba"])
+def test_a_restart_anywhere_ends_in_the_same_weights(variant, tmp_path):
+    """Bit for bit, from restarts at random steps; a state that is lost, or another's, would show."""
+    straight, draw = trainer(variant), random.Random(variant)
+    while straight.progress.step < 12:
+        straight.step()
+    first, at = trainer(variant), 1
+    first.step()
+    with Saver(tmp_path, first) as saver:
+        saver.save()
+    while at < 12:
+        t = trainer(variant, seed=at + 2)
+        checkpoint.restore(tmp_path, t)
+        assert t.progress.step == at
+        at = min(12, at + draw.randint(1, 4))
+        while t.progress.step < at:
+            t.step()
+        with Saver(tmp_path, t) as saver:
+            saver.save()
+        t.step()  # what is done after the checkpoint is lost
+    restored = trainer(variant, seed=99)
+    checkpoint.restore(tmp_path, restored)
+    for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    leaves = [torch.utils._pytree.tree_leaves(of.state) for of in (straight, restored)]
+    assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, Tensor))
+
+
+def test_a_step_that_diverged_leaves_the_state_as_it_was():
+    t = trainer(on_divergence="skip")
+    t.step()
+    before = t.state
+    bad = Streams().batch(1)
+    with torch.no_grad():
+        t.model.embedding.weight[int(bad.tokens[0, 3])] = torch.nan
+    with pytest.raises(Exception, match="step 2"):
+        t.step(bad)
+    assert t.state is before
