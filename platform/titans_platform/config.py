@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,13 +278,14 @@ class RunConfig(Frozen):
 
     @property
     def trained_context(self) -> int:
-        """Tokens that training carries a state over: a row, or of streams those between two resets by chance,
-        on average. Borders of documents may make it less."""
+        """Tokens that training carries a state over: a row, or of streams about the longest stretch without a
+        reset by chance. Borders of documents may make it less."""
         if self.data.rows == "shuffled":
             return self.row_tokens
-        steps = self.optim.steps - self.optim.carry_after
-        between = 1 / self.optim.reset_probability if self.optim.reset_probability else steps
-        return max(1, round(min(steps, between))) * self.row_tokens
+        steps, p = max(1, self.optim.steps - self.optim.carry_after), self.optim.reset_probability
+        # of n geometric stretches the longest has a mean of about ln(n) / p
+        longest = math.log(max(math.e, steps * self.optim.global_batch_size * p)) / p if p else steps
+        return round(min(steps, longest)) * self.row_tokens
 
     @property
     def tokens(self) -> int:

@@ -7,9 +7,9 @@ shrinks the steps of later tokens by what earlier tokens of the chunk have writt
     e_t = min(2 theta_t / (1 - eta_t), max(0, c - sum_{u < t} e_u |k_t . k_u|) / |k_t . k_t|)
     theta'_t = e_t (1 - eta_t) / 2
 
-c is the budget. With 1 no direction of a linear memory overshoots; but unlike keys that overlap a little use it
-up as well, so that later tokens of a chunk write nothing, and recall is learnt worse. With 2 it is learnt as
-well as without a budget, and repeats overshoot by a bounded factor.
+c is the budget. With 1 no direction of a linear memory overshoots, but unlike keys that overlap a little use
+it up as well: later tokens of a chunk write nothing, and recall is learnt worse. With 2 it is learnt as well
+as without a budget, and repeats overshoot by a bounded factor.
 
 e_t is the effective step: the share of the way from prediction to value that a linear memory goes for a unit
 key, once momentum has run out. It is a function of keys and gates alone, so every form of the operator
