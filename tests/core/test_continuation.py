@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.core.small import CASES, SWITCHES, VARIANTS, config, model, storages, tokens
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
+from titans_kernels.native import library
 
 
 def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
@@ -140,3 +141,17 @@ def test_documents_in_one_kernel_are_documents_alone(variant):
     for logits in (expected, found):
         grads = torch.autograd.grad(logits.square().sum(), list(m.parameters()))
         assert all(torch.isfinite(grad).all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked", "autograd", "reference"])
+def test_blocks_that_are_computed_again_have_the_same_gradients(backend):
+    if backend == "native" and library(torch.float64) is None:
+        pytest.skip("no C++ compiler")
+    x, found = tokens(2, 40), []
+    m = model(backend=backend, write_budget=1.0, forget_to="initial")
+    for recompute in (False, True):
+        for block in m.blocks:
+            block.recompute = recompute
+        out = m(x[:, 24:], m(x[:, :24]).state)
+        found.append(torch.autograd.grad(out.logits.square().sum(), list(m.parameters())))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

@@ -225,9 +225,10 @@ class _Memory(torch.autograd.Function):
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(doutputs[0].device.type, enabled=False):
             norm, leaves = 4 + ctx.sizes[0], 4 + sum(ctx.sizes)
-            tokens, base = ctx.saved_tensors[:4], ctx.saved_tensors[4:norm]
-            kept = Kept(ctx.plan, tree_unflatten(ctx.saved_tensors[leaves:], ctx.kept_as))
-            call = ctx.call._replace(base=base, norm=ctx.saved_tensors[norm:leaves])
+            saved = ctx.saved_tensors  # once: a block that is computed again lets go of what was asked for
+            tokens, base = saved[:4], saved[4:norm]
+            kept = Kept(ctx.plan, tree_unflatten(saved[leaves:], ctx.kept_as))
+            call = ctx.call._replace(base=base, norm=saved[norm:leaves])
             return None, *call.backward(tokens, kept, doutputs)
 
 

@@ -201,7 +201,9 @@ class _Memory(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        tokens, (kept, *base) = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        # once: a block that is computed again lets go of what was asked for
+        saved = ctx.saved_tensors
+        tokens, (kept, *base) = saved[:6], saved[6:]
         dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
         return None, *ctx.call.backward(tokens, base, kept, dy, doutputs[1:])
 

@@ -149,8 +149,9 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, grads):
-    *tensors, cu_seqlens = ctx.saved_tensors[:8]
-    kept = list(ctx.saved_tensors[8:])
+    saved = ctx.saved_tensors  # once: a block that is computed again lets go of what was asked for
+    *tensors, cu_seqlens = saved[:8]
+    kept = list(saved[8:])
     dy = torch.zeros_like(tensors[2]) if grads[0] is None else grads[0]
     dafter = tensors[6].new_empty(0) if grads[1] is None else grads[1]
     found = torch.ops.titans.memory_triton_backward(dy, dafter, *tensors, cu_seqlens, kept, *ctx.options)
