@@ -7,6 +7,7 @@ import torch
 
 from tests.core.small import model
 from titans_core import Documents, MemoryConfig, NeuralMemory, record
+from titans_core.telemetry import healthy_limits, out_of_range, weight_norm
 
 
 @pytest.mark.parametrize("forget_to", ["zero", "initial"])
@@ -74,3 +75,23 @@ def test_a_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
     y, _ = memory(x, cache)
     grads = torch.autograd.grad(y.square().sum(), list(memory.initial_weights))
     assert all(dW.norm() > 1e-4 for dW in grads)
+
+
+@pytest.mark.parametrize("forget_to", ["zero", "initial"])
+def test_a_memory_that_overshoots_is_named(forget_to):
+    repeated = torch.zeros(1, 400, dtype=torch.long)
+    for limits, wrong in (({"surprise_bound": None}, True), ({"write_budget": 1.0}, False)):
+        net = model(max_theta=1.0, theta_bias=2.0, chunk_size=16, forget_to=forget_to, **limits)
+        with record(net) as seen, torch.no_grad():
+            state = net(repeated).state
+        message = out_of_range(seen.summary(), healthy_limits(net))
+        assert (message or "").startswith("memory out of range: ") == wrong
+        if not wrong:
+            assert weight_norm(net, state)["weight_norm"] == pytest.approx(seen.summary()["weight_norm"])
+
+
+def test_models_without_a_memory_have_no_limits():
+    net = model("mamba2")
+    assert healthy_limits(net) == {}
+    assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
+    assert out_of_range({}, {}) is None

@@ -112,12 +112,6 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     def _check_carried(self) -> None:
         """Refuse a model whose state cannot be carried from row to row. Raises UsageError."""
         model, length = self.build_small(), self.cfg.row_tokens
-        far = 2**30
-        if model.state_bytes(far) != model.state_bytes(far + length):
-            raise UsageError(
-                f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "
-                "stream, since its attention keeps all keys; set model.attention.window"
-            )
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
         state = model(tokens).state
         try:
@@ -126,6 +120,11 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             raise UsageError(
                 f"data.sequence_length: streams are reset between rows of {length} tokens, and {error}"
             ) from None
+        if model.state_bytes(length << 20) != model.state_bytes(length << 21):
+            raise UsageError(
+                f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "
+                "stream, since its attention keeps all keys; set model.attention.window"
+            )
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
         """Refuse a tokenizer with more ids than the model has. Raises UsageError."""
