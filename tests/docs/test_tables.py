@@ -15,6 +15,7 @@ from tests.docs.test_ablation import table
 TOP = Path(__file__).parents[2]
 TABLES = {
     "babilong.csv": ("README.md", "Questions to a book"),
+    "carried.csv": ("docs/carried.md", "All rows"),
     "dna.csv": ("docs/comparisons.md", "DNA: two tasks of GUE"),
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
