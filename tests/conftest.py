@@ -39,15 +39,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_modules() -> Iterator[None]:
-    """What a test imports from its own folder is forgotten: the next may have a module of the same name."""
+    """Unload what a test imported from its temporary folder: the next may have a module of the same name.
+
+    The repository and its virtual environment may lie below the temporary directory too; they stay loaded.
+    """
     path, before = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
-    temporary = tempfile.gettempdir()
+    temporary, kept = Path(tempfile.gettempdir()), (Path(__file__).parents[1], Path(sys.prefix))
     for name in set(sys.modules) - before:
         module = sys.modules[name]
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
-        if any(place and str(place).startswith(temporary) for place in places):
+        places = [Path(p) for p in (getattr(module, "__file__", None), *getattr(module, "__path__", [])) if p]
+        if any(p.is_relative_to(temporary) and not any(map(p.is_relative_to, kept)) for p in places):
             del sys.modules[name]
     # inspect remembers the file of a module, and refuses a package of its name that has none
     inspect._filesbymodname.clear()  # pyright: ignore[reportAttributeAccessIssue]
