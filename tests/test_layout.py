@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tools.counts import lines_of_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,18 +44,6 @@ def test_imports_go_down_and_in_no_circle():
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
-
-
-def lines_of_code(path: Path) -> int:
-    """Lines without docstrings, comments, blank lines and imports."""
-    source = path.read_text()
-    left_out: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        said = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if said or isinstance(node, ast.Import | ast.ImportFrom):
-            left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate(source.splitlines(), 1)
-    return sum(bool(line.strip()) and line.strip()[0] != "#" and n not in left_out for n, line in lines)
 
 
 def test_no_module_has_outgrown_its_frame():
