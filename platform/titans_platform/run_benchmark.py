@@ -43,12 +43,12 @@ def run(cfg: RunConfig, steps: int, every: int) -> dict[str, Any]:
         after = time.time() - checkpoint.saved(spec.folder.path / CHECKPOINTS)[0].stat().st_mtime
         phases = (read_json(spec.folder.path / TIME) or {})["seconds"]
     loop = sum(phases.get(name, 0.0) for name in ("train", "data wait", "checkpoint", "checkpoint wait"))
-    overhead = (loop - result["train_seconds"]) / steps
+    overhead = (loop - result.train_seconds) / steps
     return {
         "steps": steps,
         "checkpoints": len({*range(every, steps + 1, every), steps}),
         "bare": bare / steps,
-        "step": result["train_seconds"] / steps,
+        "step": result.train_seconds / steps,
         "overhead": overhead,
         "share": overhead / SECOND,
         "before": wall - loop - after,

@@ -39,7 +39,7 @@ def spec_of(cfg: RunConfig, root: Path, commit: str = "one", **fields) -> RunSpe
 def train(spec: RunSpec) -> dict:
     with spec.folder.hold():
         spec.folder.begin(spec.commit)
-        return json.loads(json.dumps(work(spec).result))
+        return work(spec).result.record()
 
 
 def fingerprint(cfg: RunConfig, root: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.objectives import Data
     from titans_platform.runs.folder import RunFolder
+    from titans_platform.runs.result import Measures, Result
     from titans_platform.runs.spec import Resources, Tracking
 
 
@@ -106,21 +107,21 @@ def train(
         return
     result = _run(cfg, root, resources, name or config.stem, profile, console)
     if as_json:
-        echo_json(result)
+        echo_json(result.record())
         return
     objective = build_objective(cfg)
     console.print(measures_table(result))
     console.print(
-        f"run {result['cell']}: {result['parameters']:,} parameters, {result['tokens']:,} "
-        f"{objective.positions}, {result['train_seconds']:.0f} s, final loss "
-        f"{result['final_train_loss']:.4f} {objective.loss_unit}"
+        f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} "
+        f"{objective.positions}, {result.train_seconds:.0f} s, final loss "
+        f"{result.final_train_loss:.4f} {objective.loss_unit}"
     )
-    console.print(f"folder {root / 'cells' / result['cell']}", soft_wrap=True, highlight=False)
+    console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
 
 
 def _run(
     cfg: RunConfig, root: Path, resources: Resources, name: str, profile: bool, console: Console
-) -> dict[str, Any]:
+) -> Result:
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
@@ -294,6 +295,7 @@ def evaluate(
     import torch
 
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
+    from titans_platform.runs.result import Measures
     from titans_platform.training.loop import deterministic
 
     console = Console(stderr=as_json)
@@ -314,31 +316,32 @@ def evaluate(
     if as_json:
         echo_json({"cell": point.parents[1].name, "step": step, **measured})
     else:
-        console.print(measures_table(measured))
-        for buckets in bucket_tables(measured):
+        measures = Measures.model_validate(measured)
+        console.print(measures_table(measures))
+        for buckets in bucket_tables(measures):
             console.print(buckets)
         console.print(f"run {point.parents[1].name}, step {step:,}")
 
 
-def measures_table(result: Mapping[str, Any]) -> Table:
+def measures_table(result: Measures) -> Table:
     """The result of ``evaluate`` as a table: each column, and under it its tasks at their lengths."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for heading in ("value", "± s.e.", "chance", "floor", "items"):
         table.add_column(heading, justify="right")
-    for column, value in result["columns"].items():
-        table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result["chance"].get(column)))
-        for name, task in result["tasks"].items():
+    for column, value in result.columns.items():
+        table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result.chance.get(column)))
+        for name, task in result.tasks.items():
             if name.partition("/")[0] == column:
-                measured = (number(task.get(key)) for key in ("value", "stderr", "chance", "floor"))
-                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task['items']:,}")
+                measured = map(number, (task.value, task.stderr, task.chance, task.floor))
+                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}")
     return table
 
 
-def bucket_tables(result: Mapping[str, Any]) -> Iterator[Table]:
+def bucket_tables(result: Measures) -> Iterator[Table]:
     """Of each task that tells items apart, its value by bucket and length: a needle's depth, a position."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for key, buckets in result["buckets"].items():
+    for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")
         for bucket, value in buckets.items():
             found.setdefault(task, {}).setdefault(bucket, {})[length] = value

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from titans_platform.report.table import Table, TableRow, task_of
+from titans_platform.runs.result import Result
 from titans_platform.study.spec import Axis as StudyAxis
 from titans_platform.study.spec import Column, Row
 from titans_platform.text import flatten
@@ -179,9 +180,7 @@ def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis,
     return tuple(axes)
 
 
-def _by_length(
-    column: str, factor: float, results: Iterable[Mapping[str, Any]]
-) -> dict[float, tuple[float, ...]]:
+def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[float, tuple[float, ...]]:
     """A column's value at each length, from the tasks in it that were taken at all of them."""
     found: dict[float, list[float]] = {}
     for result in results:

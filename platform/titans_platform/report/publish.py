@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from titans_platform.report.figure_data import figure_data
 from titans_platform.report.pages import render
 from titans_platform.report.picture import Line, Picture, save, svg
 from titans_platform.report.table import Table, build_table
+from titans_platform.runs.result import Result
 from titans_platform.study.schedule import MANIFEST, SEARCH
 from titans_platform.study.tracker import shown
 from titans_platform.text import NONE, plural
@@ -208,7 +209,7 @@ def _mark(line: Line) -> Markup:
     return Markup(f'<svg viewBox="0 0 24 10" aria-hidden="true">{mark}</svg>')
 
 
-def _runs(table: Table) -> dict[str, dict[str, Any]]:
+def _runs(table: Table) -> dict[str, Result]:
     """The results that have a run in MLflow, by its id."""
     return {str(run): result for result in table.results if (run := result.get("mlflow_run_id"))}
 
@@ -241,7 +242,7 @@ def log_views(store: Store, table: Table, paths: dict[str, Path]) -> str:
     return run_id
 
 
-def _in_units(table: Table, result: Mapping[str, Any]) -> dict[str, float]:
+def _in_units(table: Table, result: Result) -> dict[str, float]:
     """A cell's measures in the units of the table's columns, and the tasks of each column too."""
     tasks = {key: task["value"] for key, task in result.get("tasks", {}).items()}
     found = {}

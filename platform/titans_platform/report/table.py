@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
+from titans_platform.runs.result import Result
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Column, Row, Scale
@@ -49,7 +50,7 @@ class TableRow:
 
     row: Row
     cells: tuple[Cell, ...]
-    results: tuple[dict[str, Any], ...]
+    results: tuple[Result, ...]
     unfinished: tuple[CellStatus, ...] = ()
     """How the cells without a result stand."""
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Table:
         return self.run.columns
 
     @property
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[Result]:
         """The results of all finished cells, row by row."""
         return [result for row in self.rows for result in row.results]
 
@@ -161,9 +162,7 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
-def measured_by_seed(
-    cells: Sequence[Cell], results: Sequence[dict[str, Any]], key: str
-) -> dict[int, list[dict[str, Any]]]:
+def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str) -> dict[int, list[Result]]:
     """For each seed the results whose mean is a line's value in a column, where all of them are there.
 
     They are several where cells of one line at other points of the axes measure the same column.

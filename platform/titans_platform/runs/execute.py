@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -28,6 +28,7 @@ from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
 from titans_platform.runs.notice import Notice, interruptible, listening
 from titans_platform.runs.ray_session import die_with_parent, quiet
 from titans_platform.runs.reporter import Reporter
+from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
 from titans_platform.training.divergence import Diverged, save_batch
@@ -49,11 +50,15 @@ class WorkersFailed(TitansError):
 class Outcome(NamedTuple):
     """The result of a run, or at a rung {column: value}; and its seconds by phase."""
 
-    result: dict[str, Any]
+    result: Result | dict[str, float]
     seconds: dict[str, float]
 
 
-def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> dict[str, Any]:
+@overload
+def execute(spec: RunSpec, until: None = None, wait: float = 90.0) -> Result: ...
+@overload
+def execute(spec: RunSpec, until: Rung, wait: float = 90.0) -> Result | dict[str, float]: ...
+def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Result | dict[str, float]:
     """Train and evaluate a run from where it stopped; its result, also in ``result.json``.
 
     A finished run is not run again. With ``until`` the run stops there, at a checkpoint, and what is returned
@@ -307,7 +312,7 @@ class _Worker:
         measured = self._measure(trainer, rung.column)
         return self.reporter.reached(rung, measured["columns"]) if self.reporter else {}
 
-    def _finished(self, trainer: Trainer) -> dict[str, Any]:
+    def _finished(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()
         if self.reporter:
             self.reporter.phase("evaluate")
@@ -319,42 +324,44 @@ class _Worker:
             measured = self._measure(trainer)
         if not self.reporter:
             return {}
-        result = self._result(trainer, measured) | {"eval_seconds": time.perf_counter() - started}
+        result = self._result(trainer, measured, time.perf_counter() - started)
         with self.phases.phase("record"):
             self.reporter.finish(result)
         return result
 
-    def _result(self, trainer: Trainer, measured: dict[str, Any]) -> dict[str, Any]:
+    def _result(self, trainer: Trainer, measured: dict[str, Any], eval_seconds: float) -> Result:
         """All that is kept of the run: numbers, and what they are a function of."""
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
         assert isinstance(model, Model)
         assert self.reporter
-        return {
-            "cell": self.spec.name,
-            "seed": cfg.seed,
-            "config": cfg.model_dump(mode="json"),
-            "data_fingerprint": self.data.fingerprint,
-            "eval_version": self.objective.eval_version(),
+        return Result(
+            cell=self.spec.name,
+            seed=cfg.seed,
+            config=cfg.model_dump(mode="json"),
+            data_fingerprint=self.data.fingerprint,
+            eval_version=self.objective.eval_version(),
             # of the driver that began it: the tree may have moved on since
-            "commit": self.spec.folder.commit() or commit(),
-            "environment": environment(),
+            commit=self.spec.folder.commit() or commit(),
+            environment=environment(),
             # of the operators, in the process that finished the run
-            "forms": forms_used(),
+            forms=forms_used(),
             **measured,
-            "parameters": model.num_parameters(),
-            "state_bytes": model.state_bytes(cfg.data.sequence_length),
-            "train_seconds": progress.seconds,
-            "tokens": progress.step * trainer.tokens_per_step,
-            "final_train_loss": progress.final_loss,
-            "telemetry": progress.telemetry,
-            "best_validation_loss": progress.best_loss,
-            "best_step": progress.best_step,
-            "batches_left_out": progress.offset,
-            "rewinds": progress.rewinds,
-            "world_sizes": progress.worlds,
-            "mlflow_run_id": self.reporter.run_id,
-            **self.spec.labels,
-        }
+            parameters=model.num_parameters(),
+            state_bytes=model.state_bytes(cfg.data.sequence_length),
+            train_seconds=progress.seconds,
+            eval_seconds=eval_seconds,
+            tokens=progress.step * trainer.tokens_per_step,
+            final_train_loss=progress.final_loss,
+            telemetry=progress.telemetry,
+            best_validation_loss=progress.best_loss,
+            best_step=progress.best_step,
+            batches_left_out=progress.offset,
+            rewinds=progress.rewinds,
+            world_sizes=progress.worlds,
+            mlflow_run_id=self.reporter.run_id,
+            study=self.spec.labels.get("study", ""),
+            row=self.spec.labels.get("row", ""),
+        )
 
 
 def _note_world(trainer: Trainer) -> None:

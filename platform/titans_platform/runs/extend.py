@@ -14,9 +14,8 @@ from pydantic import ValidationError
 
 from titans_platform.config import CheckpointConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.files import read_json
 from titans_platform.objectives import Objective, build_objective
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
 from titans_platform.runs.reporter import mlflow_run
 from titans_platform.runs.spec import RunSpec
 from titans_platform.training.checkpoint import adopt, saved, step_of
@@ -123,8 +122,8 @@ def _take(spec: RunSpec, earlier: Earlier) -> str:
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
         adopt(point, spec.folder.path / CHECKPOINTS, _begun)
-        result = read_json(earlier.folder.path / RESULT) or {}
-        if spec.tracking and (logged := result.get("mlflow_run_id")):
+        result = earlier.folder.result()
+        if spec.tracking and result and (logged := result.mlflow_run_id):
             store, run_id = mlflow_run(spec.folder, spec.tracking)
             store.copy_curves(logged, run_id, step)
     return f"going on from step {step} of run {earlier.folder.name}, which trained the same steps"

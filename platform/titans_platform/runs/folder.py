@@ -19,6 +19,7 @@ from typing import Any
 
 from titans_platform.errors import TitansError
 from titans_platform.files import held, is_locked, read_json, write_json
+from titans_platform.runs.result import Result
 
 CONFIG = "config.json"
 RESULT = "result.json"
@@ -57,14 +58,14 @@ class RunFolder:
         """The folder itself; it need not exist."""
         return self.root / "cells" / self.name
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Result | None:
         """The finished run's numbers, or None; a file that names another run is not this one's."""
-        found = read_json(self.path / RESULT)
-        return found if found and found.get("cell") == self.name else None
+        found = Result.read(self.path / RESULT)
+        return found if found and found.cell == self.name else None
 
-    def shown_result(self) -> dict[str, Any] | None:
+    def shown_result(self) -> Result | None:
         """The result to show: the present one, or the one kept aside while it is made again."""
-        return self.result() or read_json(self.path / STALE_RESULT)
+        return self.result() or Result.read(self.path / STALE_RESULT)
 
     def failure(self) -> dict[str, Any] | None:
         """Why the last attempt failed (keys reason, trace, time, commit), or None."""

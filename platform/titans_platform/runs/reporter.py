@@ -15,6 +15,7 @@ from titans_platform.errors import Interrupted, StorageError
 from titans_platform.files import read_json, write_json
 from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT, RunFolder
 from titans_platform.runs.journal import STATE, Journal, unsent
+from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
@@ -97,14 +98,14 @@ class Reporter:
             self._end(lambda run: None, None)
         return columns
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def finish(self, result: Result) -> None:
         """End the MLflow run, then write the result: whoever sees it finds everything else complete.
 
         The numbers are in result.json whatever became of the store.
         """
         self._end(lambda run: log_result(run, result), "FINISHED")
         self.phase("done")
-        write_json(self.folder.path / RESULT, result)
+        result.write(self.folder.path / RESULT)
 
     def fail(self, error: BaseException) -> None:
         """End the MLflow run: KILLED where it was interrupted, else FAILED."""
@@ -132,23 +133,24 @@ class Reporter:
             self._full = True
 
 
-def log_result(run: RunLog, result: dict[str, Any], ended: float | None = None) -> None:
+def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     """End an MLflow run with a result: columns and, below each, its tasks with their standard errors; size,
     time; where all is from.
 
     ``ended`` is when it did, in seconds since 1970; None: now.
     """
-    tasks = {name: task["value"] for name, task in result["tasks"].items()}
-    tasks |= {f"{name}/stderr": task["stderr"] for name, task in result["tasks"].items()}
+    tasks = {name: task.value for name, task in result.tasks.items()}
+    errors = {f"{name}/stderr": task.stderr for name, task in result.tasks.items()}
     others = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
-    values = result["columns"] | tasks | {name: result[name] for name in others}
-    run.summary(values, result["config"]["optim"]["steps"])
-    made = {f"titans.{name}": value for name, value in result["environment"].items()}
+    numbers: dict[str, Any] = errors | {name: getattr(result, name) for name in others}
+    values = result.columns | tasks | {name: value for name, value in numbers.items() if value is not None}
+    run.summary(values, result.steps)
+    made = {f"titans.{name}": value for name, value in result.environment.items()}
     made |= {
-        "titans.commit": result["commit"],
-        "mlflow.source.git.commit": result["commit"],
-        "titans.data": result["data_fingerprint"],
-        "titans.eval_version": result["eval_version"],
+        "titans.commit": result.commit,
+        "mlflow.source.git.commit": result.commit,
+        "titans.data": result.data_fingerprint,
+        "titans.eval_version": result.eval_version,
     }
     run.tags(made)
     run.close(ended=ended)

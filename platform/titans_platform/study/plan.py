@@ -89,7 +89,7 @@ def make_plan(
     ClusterError, where they cannot be.
     """
     results = [(cell, cell.folder(run.root).result()) for cell in run.cells]
-    stale = tuple(cell for cell, result in results if result and result.get("commit") != run.commit)
+    stale = tuple(cell for cell, result in results if result and result.commit != run.commit)
     todo = tuple(cell for cell, result in results if result is None or (rerun_stale and cell in stale))
     return Plan(todo, stale, concurrency(run.resources, machine or available(run.resources), requested))
 
@@ -125,9 +125,8 @@ def _finished_seconds(run: StudyRun) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for cell in run.cells:
         result = cell.folder(run.root).shown_result()
-        if result and result.get("train_seconds"):
-            seconds = float(result["train_seconds"]) + float(result.get("eval_seconds") or 0)
-            found.setdefault(cell.row, []).append(seconds)
+        if result and result.train_seconds:
+            found.setdefault(cell.row, []).append(result.seconds)
     return found
 
 

@@ -24,6 +24,7 @@ from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import die_with_parent
+from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
@@ -178,7 +179,7 @@ def _read_trial(root: Path, entry: dict[str, Any], metric: str) -> Trial:
     folder = RunFolder(root, entry["cell"])
     rungs, result = folder.rungs(), folder.result()
     if result:
-        rungs[result["config"]["optim"]["steps"]] = result["columns"][metric]
+        rungs[result.steps] = result.columns[metric]
     last = max(rungs, default=0)
     steps = last or int((folder.progress() or {}).get("step", 0))
     state = "done" if result else "stopped" if folder.was_stopped() else folder.state()
@@ -294,13 +295,13 @@ def _measured(spec: RunSpec, rung: Rung) -> float | None:
     """The metric at a rung, from the files or by training up to it; None where the trial has ended."""
     folder, last = spec.folder, rung.step == spec.config.optim.steps
     if last and (result := folder.result()):
-        return float(result["columns"][rung.column])
+        return result.columns[rung.column]
     if (known := folder.rungs().get(rung.step)) is not None:
         return known
     if folder.was_stopped():
         return None
     try:
-        found = execute(spec, None if last else rung)
+        found = execute(spec) if last else execute(spec, rung)
     except TitansError as error:
         if not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
@@ -308,4 +309,4 @@ def _measured(spec: RunSpec, rung: Rung) -> float | None:
         return None
     except Exception:
         return None
-    return float((found["columns"] if last else found)[rung.column])
+    return (found.columns if isinstance(found, Result) else found)[rung.column]

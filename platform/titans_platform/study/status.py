@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import threading
 import time
@@ -149,14 +150,14 @@ class View:
         who = f"{item.cell.row}, seed {item.cell.seed}"
         if item.state == "failed":
             return f"failed  {who}: {item.reason}"
-        result = item.cell.folder(self.run.root).result() or {}
-        values = ", ".join(self._measured(key, value) for key, value in result.get("columns", {}).items())
-        seconds = float(result.get("train_seconds") or 0) + float(result.get("eval_seconds") or 0)
-        return f"done    {who}: {values} ({clock(seconds)})"
+        result = item.cell.folder(self.run.root).result()
+        assert result
+        values = ", ".join(self._measured(key, value) for key, value in result.columns.items())
+        return f"done    {who}: {values} ({clock(result.seconds)})"
 
-    def _measured(self, key: str, value: float | None) -> str:
+    def _measured(self, key: str, value: float) -> str:
         column = self.run.columns.get(key) or Column(title=key, decimals=2)
-        text = number(None if value is None else column.factor * value, column.decimals)
+        text = number(column.factor * value if math.isfinite(value) else None, column.decimals)
         return f"{key} {text} {column.unit}".rstrip()
 
     def plain(self) -> str:

@@ -82,8 +82,8 @@ def _settle(store: Store, parent: str, root: Path) -> None:
     for name, run_id in store.running(parent).items():
         folder = RunFolder(root, name)
         state = folder.state()
-        if state == "done":
-            log_result(store.run(run_id), folder.result() or {}, folder.ended())
+        if result := folder.result():
+            log_result(store.run(run_id), result, folder.ended())
         elif state != "running":
             ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
             store.end(run_id, ends.get(state, "KILLED"), folder.ended())
