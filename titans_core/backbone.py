@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
-from titans_core.documents import Documents
+from titans_core.documents import Documents, check_not_empty
 from titans_core.init import initialize
 from titans_core.layers import RMSNorm
 
@@ -36,7 +36,7 @@ class ModelState(NamedTuple):
             if not isinstance(x, Tensor):
                 return x
             if x.device not in places:
-                places[x.device] = torch.tensor(rows, device=x.device)
+                places[x.device] = torch.tensor(rows, device=x.device, dtype=torch.long)
             if id(x) not in copies:
                 copies[id(x)] = x.index_select(0, places[x.device])
             return copies[id(x)]
@@ -125,8 +125,10 @@ class Backbone(Model):
                 and segments.
 
         Raises:
-            ValueError: ``document_starts`` and ``state`` are both given, or rows cannot be reset here.
+            ValueError: there is no row or no token, ``document_starts`` and ``state`` are both given, or rows
+                cannot be reset here.
         """
+        check_not_empty(x_BTD)
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
         positions, start = _positions(x_BTD, state, document_starts)

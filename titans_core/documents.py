@@ -10,6 +10,18 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 
+def check_not_empty(x: Tensor, name: str = "tokens") -> None:
+    """Refuse a call without anything to read.
+
+    Raises:
+        ValueError: ``x`` [B, T, ...] has no row or no token.
+    """
+    if not x.shape[0] or not x.shape[1]:
+        raise ValueError(
+            f"{name}: {x.shape[0]} rows of {x.shape[1]} tokens; a call needs at least one of each"
+        )
+
+
 def reset_rows(state: Any, reset_B: Tensor, start: Any = None) -> Any:
     """``state`` with the rows ``reset_B`` replaced by those of ``start``.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
-from titans_core.documents import Documents, reset_rows
+from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
 from titans_core.projections import ConvState, Projections, per_row
@@ -92,6 +92,8 @@ class NeuralMemory(Projections):
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
         super().__init__(d_model, config.heads, head_dim, kernel, unit)
         self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
+        self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
+        """Whether a state holds past surprise; where eta is 0, it has a zero a head and layer instead."""
         forgotten = config.heads if config.decay_per == "head" else channels
         self.alpha = nn.Linear(d_model, forgotten) if config.decay else None
         self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
@@ -128,8 +130,9 @@ class NeuralMemory(Projections):
             [B, T, D] and the cache after the last token, None when packed.
 
         Raises:
-            ValueError: packed documents cannot start from ``cache``.
+            ValueError: there is no row or no token, or packed documents cannot start from ``cache``.
         """
+        check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
@@ -187,6 +190,8 @@ class NeuralMemory(Projections):
             prefix = prefix_PD[None]
             q, writes, conv_state = self._tokens(prefix, conv_state)
             _, state = self._operate(q, self._per_chunk(writes), state, record=False)
+        if not self.carries_momentum:
+            state = state._replace(momentum=_no_momentum(state.weights))
         grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(grow, part)) for part in state))
         return MemoryCache(DecodeState.of(state), per_row(conv_state, batch))
@@ -210,6 +215,8 @@ class NeuralMemory(Projections):
         shapes = [W.shape[1:] for W in self.initial_weights]
         groups = self.head_dim if self._forgets_by_channel else None
         per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget is not None)
+        if not self.carries_momentum:
+            per_head -= sum(D * F for D, F in shapes) - len(shapes)
         per_head += 2 + (groups or 1) if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
@@ -273,7 +280,8 @@ class NeuralMemory(Projections):
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
     ) -> tuple[Tensor, DecodeState | OpenChunk]:
         """Write tokens from ``state`` on; what q [B, T, H, E] reads after each, and the state."""
-        c = self.config
+        c, full = self.config, _expanded(state.momentum, state.weights)
+        state = state._replace(momentum=full)
         return extend_memory(
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule, residual=self.residual,
@@ -298,6 +306,8 @@ class NeuralMemory(Projections):
         y, after = self.extend(q, writes, state)
         if self.recorder is not None and record:
             self._record(lambda q: self.extend(q, writes, state), writes, after.memory(), None)
+        if not self.carries_momentum:
+            after = after._replace(momentum=_no_momentum(after.weights))
         return y, after
 
     def _operate(
@@ -309,9 +319,9 @@ class NeuralMemory(Projections):
         *,
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
-        c = self.config
+        c, momentum = self.config, _expanded(state.momentum, state.weights)
         call = lambda q: neural_memory(  # noqa: E731
-            q, *writes, state.weights, state.momentum, chunk_size=c.chunk_size, activation=c.activation,
+            q, *writes, state.weights, momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
             rule=self.rule, residual=self.residual, base=self.base, write_budget=c.write_budget,
             output_final_state=cu_seqlens is None or self.recorder is not None,
@@ -360,6 +370,16 @@ def _rule(config: MemoryConfig) -> Rule:
         return find_rule(config.rule, **config.rule_options)
     except ValueError as error:
         raise ValueError(f"memory.{error}") from None
+
+
+def _no_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a state holds in place of a momentum that no token reads: zeros [B, H, 1, 1] of each layer."""
+    return tuple(W.new_zeros(*W.shape[:2], 1, 1) for W in weights)
+
+
+def _expanded(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The momentum in the weights' shape, as the operators take it."""
+    return tuple(S.expand_as(W) for S, W in zip(momentum, weights, strict=True))
 
 
 def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:

@@ -19,7 +19,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-DEFAULTS_VERSION = 3
+DEFAULTS_VERSION = 4
 """Raise it when the default of a field changes: names leave out what is at its default, and a run that left
 the field out gives other numbers from then on. Raise it too when a variant computes something else.
 `tests/runs/test_names.py` pins the defaults."""

@@ -92,6 +92,8 @@ SWITCHES |= {gating: {"options": {"gating": gating}} for gating in get_args(Gati
 SWITCHES["plain_attention"] = {"attention": {"silu": False, "conv": False, "qk_norm": False}}
 SWITCHES["titans_projections"] = {"options": {"projections": "titans"}}
 CASES += [(v, s) for v in ("mac", "mag") for s in (*get_args(Gating), "plain_attention")]
+SWITCHES["short_conv"] = {"options": {"heads": 2, "conv_kernel": 4}}
+CASES += [(v, "short_conv") for v in ("gla", "hgrn2", "retnet")]
 CASES += [("mal", "plain_attention"), ("transformer", "titans_projections")]
 
 

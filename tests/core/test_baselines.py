@@ -224,6 +224,9 @@ def test_based_attends_by_the_taylor_series_of_exp():
     s = q @ k.mT / q.shape[-1] ** 0.5
     p = (1 + s + s.square() / 2).tril()
     expected = layer.w_o(((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2))
-    features, weights = layer.tokens(z, None), layer.start(2)
+    features, weights = (
+        layer.tokens([w(z) for w in (layer.w_q, layer.w_k, layer.w_v)], z, None),
+        layer.start(2),
+    )
     found = layer.output(linear_attention(*features, weights)[0], z)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -82,9 +82,11 @@ class TaylorAttention(LinearAttention):
         if config.d_model % (heads := cls.read_options(config).heads):
             raise ValueError(f"options.heads: {heads} does not divide {config.d_model} values")
 
-    def tokens(self, z_BTD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tokens(
+        self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype = state_dtype(z_BTD)
-        q, k, v = (self.split(w(z_BTD)).to(dtype) for w in (self.w_q, self.w_k, self.w_v))
+        q, k, v = (self.split(x).to(dtype) for x in projected)
         # a last value of 1 sums up the weights
         v = F.pad(v, (0, 1), value=1.0)
         return taylor_features(q), taylor_features(k), v, v.new_zeros(*v.shape[:3], 1)

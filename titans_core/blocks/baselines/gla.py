@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.blocks.base import Positions
-from titans_core.blocks.baselines.linear import LinearAttention
+from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
 from titans_core.layers import EPS, RMSNorm
 from titans_kernels import rms_norm, state_dtype
@@ -20,6 +20,7 @@ class GLA(LinearAttention):
     Keys are half as wide as values. Each head is normalised, then gated by ``silu(x W_g)``.
     """
 
+    Options = ConvOptions
     key_expansion: ClassVar[float] = 0.5
     RANK, TEMPERATURE = 16, 16.0
 
@@ -32,8 +33,10 @@ class GLA(LinearAttention):
         self.head_norm = RMSNorm(self.values // self.heads)
         self.w_o = nn.Linear(self.values, D, bias=False)
 
-    def tokens(self, z_BTD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v = (self.split(w(z_BTD)) for w in (self.w_q, self.w_k, self.w_v))
+    def tokens(
+        self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v = map(self.split, projected)
         logit = self.split(self.decay(z_BTD)).to(state_dtype(z_BTD))
         return q * q.shape[-1] ** -0.5, k, v, F.logsigmoid(logit) / self.TEMPERATURE
 

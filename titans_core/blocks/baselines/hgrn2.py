@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.blocks.base import Positions
-from titans_core.blocks.baselines.linear import HeadOptions, LinearAttention
+from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
 from titans_core.layers import RMSNorm
 from titans_kernels import state_dtype
 
 
-class HGRN2Options(HeadOptions):
+class HGRN2Options(ConvOptions):
     """What HGRN2 takes beyond `ModelConfig`."""
 
     heads: PositiveInt = 8
@@ -30,6 +30,8 @@ class HGRN2(LinearAttention):
     """
 
     Options = HGRN2Options
+    projections = ("w_q", "w_f", "w_v")
+    conv_silu = False  # as in flash-linear-attention: f has a sigmoid, v stays linear
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -38,11 +40,13 @@ class HGRN2(LinearAttention):
         self.lower_bound_C = nn.Parameter(torch.zeros(D))
         self.value_norm = RMSNorm(D)
 
-    def tokens(self, z_BTD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logit = self.w_f(z_BTD).to(state_dtype(z_BTD))
+    def tokens(
+        self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, f, v = projected
+        logit = f.to(state_dtype(z_BTD))
         k = torch.sigmoid(-self.lower_bound_C) * torch.sigmoid(-logit)  # 1 - a, without a difference
-        q, v = F.silu(self.w_q(z_BTD)), self.w_v(z_BTD)
-        q, k, v, log_decay = (self.split(x) for x in (q, k, v, torch.log1p(-k)))
+        q, k, v, log_decay = (self.split(x) for x in (F.silu(q), k, v, torch.log1p(-k)))
         return q, k, v, log_decay
 
     def output(self, y_BTHF: Tensor, z_BTD: Tensor) -> Tensor:

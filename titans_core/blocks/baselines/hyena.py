@@ -68,13 +68,12 @@ class ImplicitFilter(nn.Module):
         dtype = state_dtype(weight)
         place = torch.arange(taps, device=weight.device, dtype=dtype)[:, None]
         t, bands = place / max(1, length - 1), self.options.bands
-        angle = (
-            2 * math.pi / length * place * torch.linspace(1e-4, bands - 1, bands, device=t.device).to(dtype)
-        )
+        frequencies = torch.linspace(1e-4, bands - 1, bands, device=t.device, dtype=dtype)
+        angle = 2 * math.pi / length * place * frequencies
         h = torch.cat([t, angle.cos(), -angle.sin()], -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             h = torch.sin(self.frequency * (h @ weight + bias))
-        rate = torch.linspace(1 / self.SLOW, 1 / self.FAST, self.channels, device=t.device).to(dtype)
+        rate = torch.linspace(1 / self.SLOW, 1 / self.FAST, self.channels, device=t.device, dtype=dtype)
         return h @ self.last * torch.exp(math.log(self.LEFT) * rate * t)
 
 

@@ -19,6 +19,9 @@ from titans_core.config import Frozen, ModelConfig
 from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import linear_attention, state_dtype
 
+LOG_STEPS = math.log(1e-3), math.log(1e-1)
+"""Between these is the logarithm of the step dt that Mamba and Mamba2 start from."""
+
 
 class Mamba2Options(Frozen):
     """What Mamba2 takes beyond `ModelConfig`."""
@@ -57,8 +60,10 @@ class Mamba2(Block):
         self.widths = [self.channels, mixed, self.heads]
         self.w_in = nn.Linear(config.d_model, sum(self.widths), bias=False)
         self.conv, self.conv_bias = CausalConv(mixed, o.conv_kernel), nn.Parameter(torch.zeros(mixed))
-        self.dt_bias_H = nn.Parameter(spread_steps(self.heads))
-        self.log_a_H = nn.Parameter(torch.linspace(1, 16, self.heads).log())
+        # drawn independently of each other, as published: were both sorted by head, one head would write a
+        # thousandth of a token and another forget most of what it holds at each
+        self.dt_bias_H = nn.Parameter(step_bias(torch.empty(self.heads).uniform_(*LOG_STEPS)))
+        self.log_a_H = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
         self.skip_H = nn.Parameter(torch.ones(self.heads))
         self.output_norm = RMSNorm(self.channels)
         self.w_o = nn.Linear(self.channels, config.d_model, bias=False)
@@ -97,7 +102,7 @@ class Mamba2(Block):
         return sum(part.nbytes for part in self.start(1))
 
 
-def spread_steps(channels: int) -> Tensor:
-    """Biases whose softplus are steps from 0.001 to 0.1, evenly in their logarithm, as Mamba starts."""
-    steps = torch.linspace(math.log(1e-3), math.log(1e-1), channels).exp()
+def step_bias(log_steps: Tensor) -> Tensor:
+    """The bias whose softplus is the step dt, of its logarithm."""
+    steps = log_steps.exp()
     return steps + torch.log(-torch.expm1(-steps))

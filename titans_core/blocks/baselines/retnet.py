@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_core.blocks.base import Positions
-from titans_core.blocks.baselines.linear import LinearAttention
+from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
 from titans_core.layers import EPS, RMSNorm, RotaryEmbedding, rotate
 from titans_kernels import rms_norm, state_dtype
@@ -21,6 +21,7 @@ class RetNet(LinearAttention):
     with a learned weight), then gated by ``silu(x W_g)``.
     """
 
+    Options = ConvOptions
     value_expansion: ClassVar[float] = 2.0
     even: ClassVar[bool] = True
 
@@ -33,8 +34,10 @@ class RetNet(LinearAttention):
         self.head_norm = RMSNorm(self.values // self.heads)
         self.w_o = nn.Linear(self.values, D, bias=False)
 
-    def tokens(self, z_BTD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v = (self.split(w(z_BTD)) for w in (self.w_q, self.w_k, self.w_v))
+    def tokens(
+        self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v = map(self.split, projected)
         width, dtype = q.shape[-1], state_dtype(z_BTD)
         rotary = RotaryEmbedding.at(positions.position_BT, width, self.rope_base, dtype)
         q, k = (rotate(x.transpose(1, 2).to(dtype), rotary).transpose(1, 2) for x in (q, k))
