@@ -8,12 +8,14 @@ ours: the paper prints only the counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import JsonValue
 
-from titans_core.blocks import Block, Transformer, block_parameters, find
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from titans_core.blocks import Block
 
 
 class Size(NamedTuple):
@@ -41,6 +43,29 @@ SIZES = {
 }
 
 
+def size_config(name: str, vocab_size: int | None = None) -> ModelConfig:
+    """The fields that a size fixes, before they are fitted to a variant. Raises ValueError: no such size."""
+    if name not in SIZES:
+        raise ValueError(f"preset: {name!r} is not one of {', '.join(SIZES)}")
+    size = SIZES[name]
+    heads = size.d_model // size.head_dim
+    return ModelConfig(
+        vocab_size=vocab_size or size.vocab_size,
+        d_model=size.d_model,
+        n_layers=size.n_layers,
+        tie_embeddings=size.tie_embeddings,
+        persistent_tokens=size.persistent_tokens,
+        memory=MemoryConfig(
+            depth=2,
+            heads=heads,
+            chunk_size=size.chunk_size,
+            max_theta=size.max_theta,
+            write_budget=2.0,  # all sizes; the baselines of `blocks.baselines.delta` say None
+        ),
+        attention=AttentionConfig(heads=heads, window=size.window, segment_size=size.window),
+    )
+
+
 def preset(
     name: str,
     variant: str = "lmm",
@@ -52,26 +77,19 @@ def preset(
     Raises:
         ValueError: there is no such size or variant, or the variant refuses its options or the size.
     """
-    if name not in SIZES:
-        raise ValueError(f"preset: {name!r} is not one of {', '.join(SIZES)}")
-    size, block = SIZES[name], find(variant)
-    heads = size.d_model // size.head_dim
-    memory = {"depth": 2, "heads": heads, "chunk_size": size.chunk_size, "max_theta": size.max_theta}
-    memory["write_budget"] = 2.0  # all sizes; the baselines of `blocks.baselines.delta` say None
-    config = ModelConfig(
-        variant=variant,
-        options=dict(options or {}),
-        vocab_size=vocab_size or size.vocab_size,
-        d_model=size.d_model,
-        n_layers=_blocks(size, block),
-        tie_embeddings=size.tie_embeddings,
-        persistent_tokens=size.persistent_tokens,
-        mlp_expansion=block.preset_expansion or 0.0,
-        memory=MemoryConfig.model_validate({**memory, **block.preset_memory}),
-        attention=AttentionConfig(
-            heads=heads, window=size.window if block.preset_window else None, segment_size=size.window
-        ),
-    )
+    # imports torch; a size alone needs none
+    from titans_core.blocks import find
+
+    sized, block = size_config(name, vocab_size), find(variant)
+    update = {
+        "variant": variant,
+        "options": dict(options or {}),
+        "n_layers": _blocks(SIZES[name], block),
+        "mlp_expansion": block.preset_expansion or 0.0,
+        "memory": {**dict(sized.memory), **block.preset_memory},
+        "attention": {**dict(sized.attention), "window": SIZES[name].window if block.preset_window else None},
+    }
+    config = ModelConfig.model_validate({**dict(sized), **update})
     if block.preset_expansion is None:
         config = config.model_copy(update={"mlp_expansion": _remaining_expansion(config, name, block.layers)})
     return config
@@ -84,6 +102,8 @@ def _blocks(size: Size, block: type[Block]) -> int:
 
 def _remaining_expansion(config: ModelConfig, name: str, layers: int) -> float:
     """The feed-forward width over d_model that brings the blocks to the parameters of the Transformer's."""
+    from titans_core.blocks import Transformer, block_parameters
+
     baseline = {"variant": "transformer", "options": {}, "mlp_expansion": Transformer.preset_expansion}
     transformer = block_parameters(config.model_copy(update=baseline))
     target = transformer * SIZES[name].n_layers // config.n_layers

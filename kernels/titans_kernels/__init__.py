@@ -1,22 +1,27 @@
 """Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
 
-from titans_kernels.forms import forms_used
-from titans_kernels.layers import rms_norm, short_convolution
-from titans_kernels.linear_attention import (
-    linear_attention,
-    recurrent_linear_attention,
-    recurrent_scan,
-    scan,
-)
-from titans_kernels.memory.autograd import OpenChunk
-from titans_kernels.memory.budget import write_budget
-from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
-from titans_kernels.memory.layout import document_borders, packed_layout
-from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
-from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
-from titans_kernels.memory.residual import Residual
-from titans_kernels.memory.rules import RULES, Rule, find_rule
-from titans_kernels.registry import find_class, near, source_file
+from typing import TYPE_CHECKING
+
+from titans_kernels.registry import lazy_exports
+
+if TYPE_CHECKING:
+    from titans_kernels.forms import forms_used
+    from titans_kernels.layers import rms_norm, short_convolution
+    from titans_kernels.memory.autograd import OpenChunk
+    from titans_kernels.memory.budget import write_budget
+    from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
+    from titans_kernels.memory.layout import document_borders, packed_layout
+    from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
+    from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
+    from titans_kernels.memory.residual import Residual
+    from titans_kernels.memory.rules import RULES, Rule, find_rule
+    from titans_kernels.recurrence import (
+        linear_attention,
+        recurrent_linear_attention,
+        recurrent_scan,
+        scan,
+    )
+    from titans_kernels.registry import find_class, near, source_file
 
 __all__ = [
     "BACKENDS",
@@ -48,3 +53,11 @@ __all__ = [
     "without_autocast",
     "write_budget",
 ]
+
+# imported when they are asked for: they bring torch, which takes two seconds
+__getattr__ = lazy_exports(
+    __name__,
+    __all__,
+    "registry forms layers recurrence memory.autograd memory.budget memory.decode memory.layout memory.op "
+    "memory.options memory.residual memory.rules",
+)

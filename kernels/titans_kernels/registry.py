@@ -7,11 +7,26 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
+
+
+def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[str], Any]:
+    """A package's ``__getattr__`` (PEP 562): imports ``modules``, in this order, until one has the name."""
+
+    def __getattr__(name: str) -> Any:
+        for module in modules.split() if name in names else ():
+            found = importlib.import_module(f"{package}.{module}")
+            value = found if name == module else getattr(found, name, None)
+            if value is not None:
+                setattr(sys.modules[package], name, value)
+                return value
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return __getattr__
 
 
 def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:

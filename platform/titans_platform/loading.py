@@ -24,7 +24,11 @@ from titans_platform.provenance import shipped
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Loader(yaml.SafeLoader):
+# libyaml is ten times as fast; a build of PyYAML may lack it
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):
     """Safe YAML in which `4e-4` is a number and a key written twice is an error."""
 
 
@@ -56,12 +60,13 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     return validate(RunConfig, complete(mapping))
 
 
-def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def complete(mapping: Mapping[str, Any], fit: bool = True) -> dict[str, Any]:
     """A RunConfig's mapping with what follows from its other fields written out.
 
     A section that is there but empty, as YAML's `memory:` alone, is one at its defaults.
     ``model.preset`` becomes the fields it stands for, with those given beside it laid over them. With the
-    tokenizers of bytes and of DNA, ``model.vocab_size`` is theirs unless it is given. Raises UsageError.
+    tokenizers of bytes and of DNA, ``model.vocab_size`` is theirs unless it is given. With ``fit`` false the
+    preset is not fitted to the variant, which needs torch. Raises UsageError.
     """
     mapping = _without_empty(RunConfig, mapping)
     model, data = (mapping.get(part, {}) for part in ("model", "data"))
@@ -71,7 +76,7 @@ def complete(mapping: Mapping[str, Any]) -> dict[str, Any]:
     if (ids := VOCABULARIES.get(str(data.get("tokenizer", "byte")))) is not None:
         model.setdefault("vocab_size", ids)
     if "preset" in model:
-        model = _write_out_preset(str(model.pop("preset")), model)
+        model = _write_out_preset(str(model.pop("preset")), model, fit)
     return {**mapping, "model": model}
 
 
@@ -84,18 +89,18 @@ def _without_empty(model: type[BaseModel], mapping: Mapping[str, Any]) -> dict[s
     return kept
 
 
-def _write_out_preset(name: str, model: dict[str, Any]) -> dict[str, Any]:
-    from titans_core.presets import SIZES, preset
+def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, Any]:
+    from titans_core.presets import SIZES, preset, size_config
 
     if name not in SIZES:
         raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
     # a size is as large with attention as without: its widths depend on the variant
     chosen = {key: model[key] for key in ("variant", "vocab_size", "options") if key in model}
     try:
-        fields = preset(name, **chosen).model_dump(mode="json")
+        config = preset(name, **chosen) if fit else size_config(name, chosen.get("vocab_size"))
     except ValueError as error:
         raise UsageError(f"model.{error}") from None
-    return overlay(fields, model)
+    return overlay(config.model_dump(mode="json"), model)
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +156,9 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        # libyaml puts what is missing at the end on the line after it
+        mark, lines = error.problem_mark, max(1, len(text.splitlines()))
+        line = f" line {min(mark.line + 1, lines)}" if mark else ""
         raise UsageError(f"{where}:{line} not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{where}: not valid YAML: {one_line(error)}") from None

@@ -109,7 +109,7 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
             "data: {sources: [{kind: stdlib, weight: .inf}]}",
             "data.sources.0.weight: .nan and .inf are not values a config can hold; give a number",
         ),
-        ("a: [", "{path}: line 1 not valid YAML: expected the node content, but found '<stream end>'"),
+        ("a: [", "{path}: line 1 not valid YAML: did not find expected node content"),
         ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
         ("- 1", "{path}: should hold a mapping of keys to values, found a list"),
     ],

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels import fla, forms_used, linear_attention, neural_memory, recurrent_linear_attention
-from titans_kernels.linear_attention import scan
 from titans_kernels.memory.triton import pieces
+from titans_kernels.recurrence import scan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="fla-core is not installed: pip install -e '.[dev]'"

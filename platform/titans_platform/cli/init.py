@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import textwrap
 import typing
@@ -54,9 +55,10 @@ def run_file(data: str | None, preset: str) -> str:
     """The YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such preset."""
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
-    from titans_platform.data.sources import open_source
     from titans_platform.loading import complete, validate
 
+    if data and not glob.glob(os.path.expanduser(data), recursive=True):
+        raise UsageError(f"--data: no file, folder or match for {data}")
     source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "stdlib"}
     given = {
         # trained on streams, so that the memory carries through a text of any length
@@ -71,8 +73,7 @@ def run_file(data: str | None, preset: str) -> str:
         "optim": {"steps": 300, "global_batch_size": 16, "lr": 0.006, "reset_probability": 0.05},
         "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
     }
-    config = validate(RunConfig, complete(given))
-    open_source(config.data.sources[0], "--data", Path()).identity()
+    config = validate(RunConfig, complete(given, fit=False))
     lines = [
         "# A run of `titans train`. Lines that are switched off show what a field is without them:",
         "# take the `#` away to change one. Tasks and their options: `titans init --reference`.",
@@ -102,7 +103,9 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
             yield from _section(value, given.get(field.name, {}), indent + "  ")
         else:
             mark = "" if field.name in given else "# "
-            yield f"{indent}{mark}{field.name}: {_yaml(given.get(field.name, value))}"
+            fitted = "preset" in given and field.name == "mlp_expansion" and mark
+            shown = "fitted to the variant by the preset" if fitted else _yaml(given.get(field.name, value))
+            yield f"{indent}{mark}{field.name}: {shown}"
 
 
 def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titans_platform.config import RunConfig, digest
-from titans_platform.runs.cost import seconds_per_token, training_flops
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Machine, Resources, concurrency
 from titans_platform.study.grid import Cell, resolve
@@ -131,6 +130,8 @@ def _finished_seconds(run: StudyRun) -> dict[str, list[float]]:
 
 
 def _calibrated(plan: Plan) -> Estimate:
+    from titans_platform.runs.cost import seconds_per_token, training_flops
+
     rows = {cell.row: cell.config for cell in plan.todo}
     timed = dict(list(rows.items())[:: -(-len(rows) // TIMED)])
     seconds = [seconds_per_token(config) for config in timed.values()]

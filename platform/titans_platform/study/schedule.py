@@ -12,9 +12,7 @@ from typing import Any
 
 from titans_platform.errors import Interrupted, TitansError, UsageError
 from titans_platform.files import held, write_json
-from titans_platform.runs.execute import execute, kept_steps
 from titans_platform.runs.folder import Busy, RunFolder
-from titans_platform.runs.notice import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec
 from titans_platform.study.ledger import Marks
@@ -99,6 +97,8 @@ def _tune(run: StudyRun, plan: Plan, specs: Sequence[RunSpec]) -> None:
     """
     from ray import tune
 
+    from titans_platform.runs.execute import kept_steps
+
     left = list(specs)
     while left:
         space = {"spec": tune.grid_search(left)}
@@ -115,6 +115,8 @@ def _tune(run: StudyRun, plan: Plan, specs: Sequence[RunSpec]) -> None:
 
 def _trial(space: dict[str, Any]) -> dict[str, Any]:
     """Run one cell on a worker. A failure is in its folder and is not raised: Tune would try again."""
+    from titans_platform.runs.execute import execute
+
     die_with_parent()
     try:
         execute(space["spec"])
@@ -166,6 +168,8 @@ def run_trials(
     try:
         results = tuner.fit()
     except KeyboardInterrupt:
+        from titans_platform.runs.notice import end_at_checkpoints
+
         end_at_checkpoints(runs())
         raise
     shutil.rmtree(storage, ignore_errors=True)

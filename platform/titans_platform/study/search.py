@@ -19,10 +19,7 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import Interrupted, TitansError, UsageError
 from titans_platform.files import held, read_json, write_json
 from titans_platform.loading import overlay
-from titans_platform.objectives import build_objective
-from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
-from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import die_with_parent
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec
@@ -270,6 +267,9 @@ def run_trial(space: dict[str, Any]) -> None:
 
 
 def _trial_spec(shared: TrialContext, params: dict[str, Any]) -> RunSpec:
+    from titans_platform.objectives import build_objective
+    from titans_platform.runs.load import located
+
     run = shared.tracker.run
     config = located(trial_config(run, shared.search, params), run.root)
     name = build_objective(config).run_name(shared.data, run.resources.named)
@@ -293,6 +293,8 @@ def _number(run: StudyRun, name: str, params: dict[str, Any]) -> int:
 
 def _measured(spec: RunSpec, rung: Rung) -> float | None:
     """The metric at a rung, from the files or by training up to it; None where the trial has ended."""
+    from titans_platform.runs.execute import execute
+
     folder, last = spec.folder, rung.step == spec.config.optim.steps
     if last and (result := folder.result()):
         return result.columns[rung.column]
