@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from titans_core import LanguageModel
-from titans_platform.report.verdict import Verdict, difference, tally
+from titans_platform.report.verdict import (
+    AGREES,
+    DISAGREES,
+    Comparison,
+    adjust,
+    cell,
+    difference,
+    method,
+    tally,
+)
 from titans_platform.study.grid import expand, load_study
 from titans_platform.text import count
 
@@ -76,9 +85,9 @@ def digits(column: str) -> int:
 
 def check_scores(shown: dict[str, list[str]], measured: Measured) -> None:
     for row, cells in shown.items():
-        for cell, (column, values) in zip(cells[::2], measured[row].items(), strict=False):
+        for shown_cell, (column, values) in zip(cells[::2], measured[row].items(), strict=False):
             mean, spread = statistics.mean(values.values()), statistics.stdev(values.values())
-            assert cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
+            assert shown_cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
 
 
 def test_the_table_is_that_of_the_data_and_has_every_row_and_seed(text, scale, measured):
@@ -89,7 +98,7 @@ def test_the_table_is_that_of_the_data_and_has_every_row_and_seed(text, scale, m
     check_scores({row: shown[row] for row in measured}, measured)
 
 
-def compared(measured: Measured) -> list[Verdict]:
+def compared(measured: Measured) -> list[Comparison]:
     """Every comparison with the LMM of which the paper has a direction."""
     study, found = load_study("ablation"), []
     papers = {row.name: row.paper for row in study.rows_at("400M")}
@@ -101,22 +110,22 @@ def compared(measured: Measured) -> list[Verdict]:
             assert ours is not None
             assert theirs is not None
             assert base is not None
-            found.append(Verdict(row, column, "LMM", sign * (theirs - base), ours))
-    return found
+            found.append(Comparison(row, column, "LMM", sign * (theirs - base), ours))
+    return adjust(found)
 
 
-def check_verdicts(shown: dict[str, list[str]], found: list[Verdict]) -> None:
+def check_verdicts(shown: dict[str, list[str]], found: list[Comparison]) -> None:
     for verdict in found:
-        signed, (low, high) = f"+.{digits(verdict.column)}f", verdict.ours.interval
-        expected = f"{verdict.ours.mean:{signed}} [{low:{signed}}, {high:{signed}}] {verdict.outcome}"
-        cell = shown[verdict.row][list(COLUMNS).index(verdict.column)]
-        assert cell == expected, f"{verdict.row} {verdict.column}"
+        expected = str(cell(verdict, digits(verdict.column)))
+        printed = shown[verdict.row][list(COLUMNS).index(verdict.column)]
+        assert printed == expected, f"{verdict.row} {verdict.column}"
 
 
 def test_the_verdict_is_that_of_the_data(text, measured):
     found = compared(measured)
     check_verdicts(table(text.partition("minus LMM")[2].partition("**Rates.**")[0]), found)
     assert tally(found) in " ".join(text.split())
+    assert method(found) in " ".join(text.split())
 
 
 def test_a_second_set_of_seeds_is_told_as_it_came():
@@ -129,7 +138,11 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
     check_scores({row: scores(text)[row] for row in both}, both)
     found = compared(both)
     check_verdicts(table(text.partition("minus LMM")[2]), found)
-    resolved = [pair for pair in zip(compared(first), compared(second), strict=True) if pair[0].ours.resolved]
+    resolved = [
+        pair
+        for pair in zip(compared(first), compared(second), strict=True)
+        if pair[0].outcome in (AGREES, DISAGREES)
+    ]
     again = sum(before.outcome == after.outcome for before, after in resolved)
     for page in (" ".join(text.split()), " ".join((TOP / "README.md").read_text("utf-8").split())):
         assert f"{again} of the {len(resolved)}" in page

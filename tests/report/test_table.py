@@ -255,14 +255,21 @@ def test_every_view_says_what_becomes_of_the_papers_directions(root):
     full = table(root)
     said = "of 1 comparison 1 agree, 0 disagree, 0 are not resolved"
     (line,) = [each for each in printed(full) if "Persistent" in each and "agrees" in each]
-    assert line.split()[-2:] == ["-1.00", "agrees"]  # 1.00 higher, which is worse; the paper too says worse
+    # 1.00 higher, which is worse; the paper too says worse
+    assert line.split()[-3:] == ["-1.00", "p<0.001", "agrees"]
     paths = write_views(full)
     texts = {name: paths[name].read_text() for name in ("table.md", "table.tex", "report.html")}
     assert all(said in each for each in (*texts.values(), " ".join(" ".join(printed(full)).split())))
-    assert all("-1.00 [-1.00, -1.00] agrees" in each for each in texts.values())
+    cell = (
+        "-1.00 [-1.01, -0.99] p<0.001 agrees",
+        "-1.00 [-1.01, -0.99] p$<$0.001 agrees",
+        '<td class="p">p&lt;0.001',
+    )
+    assert all(one in each for one, each in zip(cell, texts.values(), strict=True))
+    assert all("Holm-adjusted over the 1 comparison" in each for each in texts.values())
     (judged, free) = csv.DictReader(io.StringIO(paths["verdict.csv"].read_text()))
-    assert (judged["column"], judged["verdict"], judged["resolved"]) == ("lm_ppl", "agrees", "True")
-    assert (free["column"], free["verdict"], free["paper difference"]) == ("reasoning_acc", "", "")
+    assert (judged["column"], judged["verdict"], judged["p"]) == ("lm_ppl", "agrees", judged["p_holm"])
+    assert (free["column"], free["verdict"], free["p_holm"]) == ("reasoning_acc", "", "")
 
 
 def test_csv_reads_back(full):

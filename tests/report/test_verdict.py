@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from titans_platform.report.table import Entry
-from titans_platform.report.verdict import LockIn, counted, difference, lock_in_lines, lock_ins, verdicts
+from titans_platform.report.verdict import (
+    Comparison,
+    adjust,
+    cell,
+    compare,
+    count_outcomes,
+    difference,
+    holm,
+    tally,
+)
 from titans_platform.study.spec import Expectation, Row
 
 COLUMNS = {
@@ -55,27 +63,66 @@ def test_a_difference_is_paired_by_seed():
     base = {0: 10.0, 1: 20.0, 2: 30.0}
     found = difference({2: 31.1, 0: 11.0, 1: 21.0, 7: 90.0}, base)  # seeds far apart, rows close
     assert found is not None
-    assert (found.mean, len(found.pairs), found.resolved) == (pytest.approx(3.1 / 3), 3, True)
-    low, high = found.interval
-    assert 1.0 <= low <= found.mean <= high <= 1.1 + 1e-9
-    # the same numbers in another order are not
+    assert found.pairs == pytest.approx((1.0, 1.0, 1.1))
+    assert found.p is not None
+    assert found.p < 0.002
+    # the same numbers in another order
     shuffled = difference({0: 31.1, 1: 11.0, 2: 21.0}, base)
     assert shuffled is not None
-    assert not shuffled.resolved
+    assert shuffled.p is not None
+    assert shuffled.p > 0.9
 
 
-def test_three_seeds_that_agree_in_sign_alone_resolve_nothing():
-    found = difference({0: 0.1, 1: 1.0, 2: 5.0}, dict.fromkeys(range(3), 0.0))
+def test_the_interval_and_p_of_an_example_worked_by_hand():
+    # mean 2, sd 1, standard error 1/sqrt(3), t = 2 sqrt(3) = 3.4641 with 2 degrees of freedom
+    found = difference({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
     assert found is not None
-    assert found.interval[0] > 0  # the bootstrap alone would have it
-    assert not found.resolved
+    # t's 97.5% quantile with 2 degrees of freedom is 4.30265
+    assert found.interval == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), abs=1e-4)
+    # of two degrees of freedom the distribution is closed: p = 1 - t / sqrt(t^2 + 2)
+    assert found.p == pytest.approx(1 - 12**0.5 / 14**0.5)
 
 
-def test_one_seed_and_none():
+def test_one_seed_has_no_interval():
     found = difference({0: 1.0}, {0: 0.0})
     assert found is not None
-    assert (found.interval, found.resolved) == ((-math.inf, math.inf), False)
+    assert (found.interval, found.p) == (None, None)
     assert difference({0: 1.0}, {1: 0.0}) is None
+    (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, found)])
+    assert alone.outcome == "one seed"
+    assert str(cell(alone, 2)) == "+1.00 one seed"
+    assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
+
+
+def test_seeds_that_differ_by_the_same_amount_or_not_at_all():
+    same = difference(dict.fromkeys(range(3), 1.5), dict.fromkeys(range(3), 0.5))
+    none = difference(dict.fromkeys(range(3), 0.5), dict.fromkeys(range(3), 0.5))
+    assert same is not None
+    assert none is not None
+    assert (same.p, none.p) == (pytest.approx(0, abs=1e-12), 1.0)
+
+
+def test_holm_by_hand():
+    # ranks 1 to 4 are multiplied by 4, 3, 2, 1; none is below the one before it, none above 1
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9, 0.4]) == pytest.approx([1.0, 1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_what_is_resolved_alone_may_not_be_among_others():
+    # mean 2, standard error sqrt(0.5 / 5), t = 6.32 with 4 degrees of freedom
+    five = difference({0: 1.0, 1: 2.0, 2: 3.0, 3: 2.0, 4: 2.0}, dict.fromkeys(range(5), 0.0))
+    assert five is not None
+    assert five.p is not None
+    assert five.p == pytest.approx(0.0032, abs=1e-4)
+    one = Comparison("A", "lm_ppl", "LMM", 1.0, five)
+    (alone,) = adjust([one])
+    assert (alone.p, alone.outcome) == (five.p, "agrees")
+    among = adjust([one] * 20)
+    assert {(each.p, each.outcome) for each in among} == {(20 * five.p, "not resolved")}
+    # a comparison without an expected direction is not in the family
+    (judged, free) = adjust([one, Comparison("B", "lm_ppl", "LMM", None, five)])
+    assert (judged.p, free.p, free.outcome) == (five.p, None, "")
 
 
 def test_agreement_is_of_directions_in_each_columns_own_sense():
@@ -91,7 +138,7 @@ def test_agreement_is_of_directions_in_each_columns_own_sense():
     )
     near = row("B", {"lm_ppl": [5, 5.2, 5.1], "reasoning_acc": [0.4, 0.4, 0.43]}, {"lm_ppl": 26})
     apart = row("R", {"lm_ppl": [9, 9, 9], "reasoning_acc": [0, 0, 0]}, {"lm_ppl": 30}, reference=True)
-    found = verdicts(table(lmm, worse, near, apart))
+    found = compare(table(lmm, worse, near, apart))
     assert [(v.row, v.column, v.outcome) for v in found] == [
         ("A", "lm_ppl", "agrees"),
         ("B", "lm_ppl", "not resolved"),
@@ -101,29 +148,8 @@ def test_agreement_is_of_directions_in_each_columns_own_sense():
     assert found[0].ours.mean == pytest.approx(-1)  # positive is better
     assert found[2].ours.mean == pytest.approx(10 + 1 / 3)  # in the unit of the column
     assert (found[0].paper, found[0].baseline) == (-1, "LMM")
-    assert counted(found) == {"agrees": 1, "disagrees": 1, "not resolved": 1}
-    assert verdicts(table(apart)) == []
-
-
-def test_lock_in_compares_rates_of_tasks_with_two_kinds_of_outcome():
-    columns = {"lm_ppl": [5.0] * 5, "reasoning_acc": [0.5] * 5}
-    solved, failed = [0.9] * 5, [0.3] * 5
-    lmm = row("LMM", columns, {}, {"c/recall@64": solved, "c/easy@64": solved})
-    none = row("A", columns, {}, {"c/recall@64": failed, "c/easy@64": solved})
-    (found,) = lock_ins(table(lmm, none))
-    assert found == LockIn("A", "c/recall@64", 0, 5, 5, 5, found.p)
-    assert found.p == pytest.approx(2 / math.comb(10, 5))
-
-
-def test_tasks_with_one_rate_share_a_line():
-    columns = {"lm_ppl": [5.0] * 5, "reasoning_acc": [0.5] * 5}
-    solved, failed = [0.9] * 5, [0.3] * 5
-    tasks = ("c/recall@256", "c/recall@64", "d/counting")
-    lmm = row("LMM", columns, {}, dict.fromkeys(tasks, solved))
-    none = row("A", columns, {}, dict.fromkeys(tasks, failed))
-    assert lock_in_lines(table(lmm, none)) == [
-        "A solves 3 tasks in 0 of 5 seeds, the first row in 5 of 5 (p = 0.008 each): recall@64/256, counting"
-    ]
+    assert count_outcomes(found) == {"agrees": 1, "disagrees": 1, "not resolved": 1, "one seed": 0}
+    assert compare(table(apart)) == []
 
 
 def test_the_study_file_s_expectation_stands_where_the_paper_has_no_number():
@@ -134,9 +160,9 @@ def test_the_study_file_s_expectation_stands_where_the_paper_has_no_number():
     same = {"lm_ppl": [9.0, 9.1, 9.2], "reasoning_acc": [0.5, 0.51, 0.52]}
     worse = {"lm_ppl": [10.0, 10.1, 10.2], "reasoning_acc": [0.4, 0.41, 0.42]}
     first = row("LMM", same, {"lm_ppl": 27.0})
-    found = verdicts(table(first, row("Linear", worse, {"lm_ppl": 28.0}, expected=expected)))
+    found = compare(table(first, row("Linear", worse, {"lm_ppl": 28.0}, expected=expected)))
     assert [verdict.outcome for verdict in found] == ["agrees", "agrees"]
     assert found[1].paper is None
     opposite = {"reasoning_acc": Expectation(better=True, because="another")}
-    found = verdicts(table(first, row("Linear", worse, {}, expected=opposite)))
+    found = compare(table(first, row("Linear", worse, {}, expected=opposite)))
     assert [verdict.outcome for verdict in found] == ["", "disagrees"]

@@ -28,6 +28,7 @@ ESCAPES = str.maketrans(
         "±": r"$\pm$",
         "·": r"$\cdot$",
         NONE: "--",
+        "<": "$<$",
         "³": "$^3$",
         **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
     }
@@ -101,12 +102,12 @@ def latex(table: Table) -> str:
 
 def _tex_verdict(table: Table) -> list[str]:
     """A table of its own: each row's difference to the first, and what it says of the paper's direction."""
-    if (found := verdict.shown(table)) is None:
+    if (found := verdict.verdict_table(table)) is None:
         return []
     return [
         "\\begin{table}[t]",
         "\\centering",
-        f"\\caption{{{tex(found.sentence)}}}",
+        f"\\caption{{{tex(f'{found.sentence} {found.method}')}}}",
         f"\\label{{tab:{table.run.study.name}-{table.run.scale_name}-verdict}}",
         f"\\begin{{tabular}}{{{'l' * len(found.heads)}}}",
         "\\toprule",
@@ -162,10 +163,15 @@ def markdown(table: Table, pictures: Sequence[tuple[str, str]] = ()) -> str:
     lines += [_md(line) for line in content.body(table)]
     lines += [_md([f"*{text}*" if text else "" for text in content.chance_line(table)]), ""]
     lines += [f"- {line}" for line in (*map("; ".join, content.summaries(table)), *content.footnotes(table))]
-    if found := verdict.shown(table):
-        lines += ["", found.sentence, "", _md(found.heads), "|:--" * len(found.heads) + "|"]
+    if found := verdict.verdict_table(table):
+        lines += [
+            "",
+            f"{found.sentence} {found.method}",
+            "",
+            _md(found.heads),
+            "|:--" * len(found.heads) + "|",
+        ]
         lines += [_md(line) for line in found.body]
-    lines += [f"- {line}" for line in verdict.lock_in_lines(table)]
     lines += [line for name, path in pictures for line in ("", f"![{name}]({path})", f"*{name}*")]
     lines += ["", "<details><summary>Where each number comes from</summary>", ""]
     lines += [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
@@ -192,14 +198,14 @@ def terminal(table: Table, width: int = 80) -> RenderableType:
 
 
 def _verdict(table: Table) -> list[RenderableType]:
-    if (found := verdict.shown(table, intervals=False)) is None:
+    if (found := verdict.verdict_table(table, intervals=False)) is None:
         return []
     grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for head in found.heads:
         grid.add_column(head, vertical="bottom")
     for line in found.body:
         grid.add_row(*line)
-    return ["", found.sentence, grid, *map(Text, verdict.lock_in_lines(table))]
+    return ["", found.sentence, grid, Text(found.method, style="dim")]
 
 
 def _fitting(table: Table, keys: list[str], width: int) -> list[RichTable]:

@@ -1,20 +1,20 @@
-"""The verdict: which way each row goes from the row it is compared with, as was said before and here.
+"""The verdict: in which direction each row differs from the baseline row, and what was expected.
 
-What was said is the paper's numbers or, of a column that it has not, the study file's expectation.
-
-A difference is of means over seeds, paired by seed. It is resolved where two intervals at 95% leave out zero:
-the bootstrap's, and Student's, since a bootstrap of three to five seeds alone is too narrow.
+The expected direction is the paper's or, in a column that the paper does not report, the study file's. A
+difference is a mean over seeds, paired by seed. It is resolved where the p value of the paired t test,
+adjusted by Holm's method over all comparisons that have an expected direction, is below 0.05. What is printed
+is what decides: the difference, its 95% Student interval, and that adjusted p value.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,17 +22,16 @@ from titans_platform.report.table import Table, TableRow, measured_by_seed
 from titans_platform.study.spec import Expectation
 from titans_platform.text import NONE, plural
 
-LEVEL = 0.95
-RESAMPLES = 10_000
-AGREES, DISAGREES, UNRESOLVED = "agrees", "disagrees", "not resolved"
+ALPHA = 0.05
+AGREES, DISAGREES, UNRESOLVED, ONE_SEED = "agrees", "disagrees", "not resolved", "one seed"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A row minus the row it is compared with, in a column's unit; positive is better."""
+    """A row minus the baseline row, in a column's unit; positive is better."""
 
     pairs: tuple[float, ...]
-    """One of each seed that both rows have."""
+    """The difference of each seed that both rows have."""
 
     @property
     def mean(self) -> float:
@@ -40,30 +39,34 @@ class Difference:
         return statistics.fmean(self.pairs)
 
     @cached_property
-    def interval(self) -> tuple[float, float]:
-        """The bootstrap's: quantiles of the mean of as many pairs drawn again, from one fixed stream."""
-        if len(self.pairs) == 1:
-            return -math.inf, math.inf
-        drawn = np.random.default_rng(0).choice(np.array(self.pairs), (RESAMPLES, len(self.pairs))).mean(1)
-        low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    def interval(self) -> tuple[float, float] | None:
+        """Student's 95% interval of the mean; None for one seed."""
+        if self._test is None:
+            return None
+        low, high = self._test.confidence_interval(1 - ALPHA)
         return float(low), float(high)
 
     @cached_property
-    def resolved(self) -> bool:
-        """Whether the bootstrap's interval and Student's leave out zero on one side; never with one pair."""
-        if len(self.pairs) == 1:
-            return False
-        from scipy.stats import t  # which takes a second to import
+    def p(self) -> float | None:
+        """Two-sided p value of the paired t test, unadjusted; None for one seed, 1 where nothing differs."""
+        return None if self._test is None else float(np.nan_to_num(self._test.pvalue, nan=1.0))
 
-        error = statistics.stdev(self.pairs) / math.sqrt(len(self.pairs))
-        reach = float(t.ppf((1 + LEVEL) / 2, len(self.pairs) - 1)) * error
-        (low, high), mean = self.interval, self.mean
-        return min(low, mean - reach) > 0 or max(high, mean + reach) < 0
+    @cached_property
+    def _test(self) -> Any:
+        if len(self.pairs) == 1:
+            return None
+        # scipy.stats takes a second to import
+        from scipy.stats import ttest_rel
+
+        with warnings.catch_warnings():
+            # the same difference in every seed: t is infinite and p is 0, which is meant
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return ttest_rel(self.pairs, [0.0] * len(self.pairs))
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the paper says of a row and column, and what the seeds here say."""
+class Comparison:
+    """One row and column against the baseline row: the expected direction, and what was measured."""
 
     row: str
     column: str
@@ -73,49 +76,44 @@ class Verdict:
     ours: Difference
     expected: Expectation | None = None
     """What the study file expects, where the paper prints no number."""
+    p: float | None = None
+    """Holm-adjusted p value; None for one seed, and without an expected direction."""
 
     @property
     def better(self) -> bool | None:
-        """Whether the row should be better than the baseline; None where nobody says."""
+        """Whether the row is expected to be better than the baseline; None without an expectation."""
         if self.paper:
             return self.paper > 0
         return self.expected.better if self.expected else None
 
     @property
     def outcome(self) -> str:
-        """`agrees`, `disagrees` or `not resolved`; empty where no direction is said."""
+        """`agrees`, `disagrees`, `not resolved` or `one seed`; empty without an expected direction."""
         if self.better is None:
             return ""
-        if not self.ours.resolved:
+        if len(self.ours.pairs) == 1:
+            return ONE_SEED
+        if self.p is None or self.p >= ALPHA:
             return UNRESOLVED
         return AGREES if self.better == (self.ours.mean > 0) else DISAGREES
 
 
-def verdicts(table: Table) -> list[Verdict]:
-    """One a row and column that has numbers; the first row of the table is the one compared with."""
-    rows, found = compared(table), []
+def compare(table: Table) -> list[Comparison]:
+    """Every row and column that has numbers against the table's first row; reference rows are left out."""
+    rows, found = [row for row in table.rows if not row.row.reference], []
     if not rows:
         return []
     first, *others = rows
     for key, column in table.columns.items():
-        sign, before = (1 if column.higher_is_better else -1), by_seed(first, key, column.factor)
+        sign, base = (1 if column.higher_is_better else -1), by_seed(first, key, column.factor)
         for row in others:
-            ours = difference(by_seed(row, key, column.factor), before, sign)
+            ours = difference(by_seed(row, key, column.factor), base, sign)
             if ours:
-                paper = _paper(row, first, key, sign)
+                paper, reference = row.entries[key].paper, first.entries[key].paper
+                theirs = None if paper is None or reference is None else sign * (paper - reference)
                 expected = row.row.expected.get(key)
-                found.append(Verdict(row.row.name, key, first.row.name, paper, ours, expected))
-    return found
-
-
-def compared(table: Table) -> list[TableRow]:
-    """The rows of the paper's table: those that are there for reference are not compared."""
-    return [row for row in table.rows if not row.row.reference]
-
-
-def _paper(row: TableRow, first: TableRow, key: str, sign: int) -> float | None:
-    theirs, base = row.entries[key].paper, first.entries[key].paper
-    return None if theirs is None or base is None else sign * (theirs - base)
+                found.append(Comparison(row.row.name, key, first.row.name, theirs, ours, expected))
+    return adjust(found)
 
 
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
@@ -133,24 +131,51 @@ def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int =
     return Difference(pairs) if pairs else None
 
 
-def counted(found: Sequence[Verdict]) -> dict[str, int]:
-    """How many comparisons end in each way; those of which no direction is said left out."""
-    counts = Counter(verdict.outcome for verdict in found)
-    return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED)}
+def adjust(found: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons with Holm-adjusted p values; the family is those with a direction and two seeds."""
+    family = [i for i, each in enumerate(found) if each.better is not None and each.ours.p is not None]
+    adjusted = dict(zip(family, holm([found[i].ours.p or 0.0 for i in family]), strict=True))
+    return [replace(each, p=adjusted.get(i)) for i, each in enumerate(found)]
 
 
-def tally(found: Sequence[Verdict]) -> str:
+def holm(ps: Sequence[float]) -> list[float]:
+    """P values adjusted by Holm's step-down method (Scand. J. Statist. 6, 1979)."""
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def count_outcomes(found: Sequence[Comparison]) -> dict[str, int]:
+    """How many comparisons have each outcome; those without an expected direction are left out."""
+    counts = Counter(each.outcome for each in found)
+    return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED)}
+
+
+def tally(found: Sequence[Comparison]) -> str:
     """The counts in words."""
-    agree, disagree, unresolved = counted(found).values()
-    given = plural(agree + disagree + unresolved, "comparison")
-    return f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
+    agree, disagree, unresolved, single = count_outcomes(found).values()
+    given = plural(agree + disagree + unresolved + single, "comparison")
+    text = f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
+    return f"{text}, {single} have one seed" if single else text
 
 
-class Judged(NamedTuple):
+def method(found: Sequence[Comparison]) -> str:
+    """What the numbers of a verdict are, in one sentence."""
+    given = plural(sum(each.p is not None for each in found), "comparison")
+    return (
+        "Each number is the mean difference paired by seed (better is +), with its 95% Student interval and "
+        f"the p value of the paired t test, Holm-adjusted over the {given}; it is resolved where p < {ALPHA}."
+    )
+
+
+class VerdictCell(NamedTuple):
     """One comparison as text."""
 
     difference: str
     interval: str
+    p: str
     outcome: str
 
     def __str__(self) -> str:
@@ -158,12 +183,13 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """The verdict as every view of a table shows it: a sentence, headings, a line a row."""
+class VerdictTable:
+    """The verdict as text, the same in every format."""
 
     sentence: str
+    method: str
     heads: list[str]
-    rows: list[tuple[str, list[Judged]]]
+    rows: list[tuple[str, list[VerdictCell]]]
 
     @property
     def body(self) -> list[list[str]]:
@@ -171,113 +197,41 @@ class Verdicts:
         return [[row, *map(str, cells)] for row, cells in self.rows]
 
 
-def shown(table: Table, intervals: bool = True) -> Verdicts | None:
-    """Differences as text, positive is better, with what they mean for the paper's direction.
-
-    None where no direction is said, or where one seed cannot resolve any.
-    """
-    found = [verdict for verdict in verdicts(table) if verdict.better is not None]
-    if not any(len(verdict.ours.pairs) > 1 for verdict in found):
+def verdict_table(table: Table, intervals: bool = True) -> VerdictTable | None:
+    """The comparisons as text; None where nothing has an expected direction, or no row has two seeds."""
+    found = [each for each in compare(table) if each.better is not None]
+    if not any(len(each.ours.pairs) > 1 for each in found):
         return None
-    base, by_place = found[0].baseline, {(verdict.row, verdict.column): verdict for verdict in found}
-    columns = {key: c for key, c in table.columns.items() if any(v.column == key for v in found)}
+    base, by_place = found[0].baseline, {(each.row, each.column): each for each in found}
+    columns = {key: c for key, c in table.columns.items() if any(each.column == key for each in found)}
     lines = [
-        (row, [_judged(by_place.get((row, key)), c.decimals, intervals) for key, c in columns.items()])
-        for row in dict.fromkeys(verdict.row for verdict in found)
+        (row, [cell(by_place.get((row, key)), c.decimals, intervals) for key, c in columns.items()])
+        for row in dict.fromkeys(each.row for each in found)
     ]
     heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
-    whose = "the paper's" if any(verdict.paper for verdict in found) else "the study file's"
-    return Verdicts(f"Against {base}, beside {whose} direction: {tally(found)}.", heads, lines)
+    whose = "the paper's" if any(each.paper for each in found) else "the study file's"
+    sentence = f"Against {base}, beside {whose} direction: {tally(found)}."
+    return VerdictTable(sentence, method(found), heads, lines)
 
 
-def _judged(verdict: Verdict | None, decimals: int, intervals: bool) -> Judged:
-    if verdict is None:
-        return Judged(NONE, "", "")
-    ours, signed = verdict.ours, f"+.{decimals}f"
-    low, high = ours.interval
-    ends = f"[{low:{signed}}, {high:{signed}}]" if intervals and len(ours.pairs) > 1 else ""
-    return Judged(f"{ours.mean:{signed}}", ends, verdict.outcome)
+def cell(found: Comparison | None, decimals: int, intervals: bool = True) -> VerdictCell:
+    """`+0.35 [+0.24, +0.46] p=0.004 agrees` in parts; a dash where nothing was compared."""
+    if found is None:
+        return VerdictCell(NONE, "", "", "")
+    signed, ours = f"+.{decimals}f", found.ours
+    ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval and intervals else ""
+    p = "" if found.p is None else "p<0.001" if found.p < 0.001 else f"p={found.p:.3f}"
+    return VerdictCell(f"{ours.mean:{signed}}", ends, p, found.outcome)
 
 
 def verdict_rows(table: Table) -> list[list[object]]:
     """For a spreadsheet: a heading, then a line a row and column, in the column's unit."""
-    heads: list[object] = ["row", "column", "baseline", "difference", "low", "high", "pairs", "resolved"]
+    heads: list[object] = ["row", "column", "baseline", "difference", "low", "high", "pairs", "p", "p_holm"]
     lines = []
-    for found in verdicts(table):
+    for found in compare(table):
         ours = found.ours
-        numbers = [ours.mean, *ours.interval, len(ours.pairs), ours.resolved, found.paper, found.outcome]
+        interval = ours.interval or (None, None)
+        numbers = [ours.mean, *interval, len(ours.pairs), ours.p, found.p, found.paper, found.outcome]
         why = found.expected.because if found.expected else None
         lines.append([found.row, found.column, found.baseline, *numbers, why])
     return [[*heads, "paper difference", "verdict", "expected because"], *lines]
-
-
-@dataclass(frozen=True)
-class LockIn:
-    """How many seeds of a row solve a task, and of the row it is compared with."""
-
-    row: str
-    task: str
-    solved: int
-    seeds: int
-    baseline_solved: int
-    baseline_seeds: int
-    p: float
-    """Fisher's exact test, two-sided, of the two rates."""
-
-
-def lock_ins(table: Table) -> list[LockIn]:
-    """Of each task with two kinds of outcome, solved and not: rates of the rows, beside the first row's.
-
-    A seed solves a task where its accuracy is above the middle between chance and all right.
-    """
-    from scipy.stats import fisher_exact
-
-    rows, found = compared(table), []
-    tasks = dict.fromkeys(key for row in rows for result in row.results for key in result.get("tasks", {}))
-    for task in tasks:
-        rates = {row.row.name: _solved(row, task) for row in rows}
-        if len({outcome for outcomes in rates.values() for outcome in outcomes}) < 2:
-            continue
-        (_, base), *others = rates.items()
-        for name, own in others:
-            if own and base:
-                sides = [[sum(own), len(own) - sum(own)], [sum(base), len(base) - sum(base)]]
-                p = float(fisher_exact(sides).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
-                found.append(LockIn(name, task, sum(own), len(own), sum(base), len(base), p))
-    return found
-
-
-def _solved(row: TableRow, task: str) -> list[bool]:
-    measured = [result["tasks"][task] for result in row.results if task in result.get("tasks", {})]
-    return [
-        m["value"] > (1 + m["chance"]) / 2
-        for m in measured
-        if m.get("chance") is not None and 0 <= m["chance"] < 1 and 0 <= m.get("value", -1) <= 1
-    ]
-
-
-def lock_in_lines(table: Table) -> list[str]:
-    """A sentence for each row that solves tasks at another rate than the first row, by Fisher's test."""
-    rates: dict[tuple[str, tuple[int, ...], float], list[str]] = {}
-    for found in lock_ins(table):
-        if found.p < 1 - LEVEL:
-            counts = (found.solved, found.seeds, found.baseline_solved, found.baseline_seeds)
-            # without the column, which a task's name begins with
-            rates.setdefault((found.row, counts, found.p), []).append(found.task.partition("/")[2])
-    return [
-        f"{row} solves {plural(len(tasks), 'task')} in {own} of {seeds} seeds, the first row in {base} of "
-        f"{of} (p = {p:.3f}{' each' if len(tasks) > 1 else ''}): {', '.join(_gathered(tasks))}"
-        for (row, (own, seeds, base, of), p), tasks in rates.items()
-    ]
-
-
-def _gathered(tasks: Sequence[str]) -> list[str]:
-    """``a@1, a@2`` as one ``a@1/2``."""
-    lengths: dict[str, list[str]] = {}
-    for task in tasks:
-        name, _, length = task.partition("@")
-        lengths.setdefault(name, []).append(length)
-    by_size = {
-        name: sorted(found, key=lambda length: (len(length), length)) for name, found in lengths.items()
-    }
-    return [f"{name}@{'/'.join(found)}".rstrip("@") for name, found in by_size.items()]
