@@ -32,7 +32,7 @@ RUN: dict[str, Any] = {
         "columns": {"mse": [{"task": "mse"}], "mae": [{"task": "mae", "lengths": [1, 2]}]},
     },
 }
-CLOCKS = {"train_seconds", "eval_seconds", "mlflow_run_id"}
+CLOCKS = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id"}
 
 
 def config(**options: Any) -> RunConfig:

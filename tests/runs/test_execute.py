@@ -26,7 +26,7 @@ from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest
 
 # what is measured by a clock, or named by the store, differs between two runs of one cell
-UNLIKE = {"train_seconds", "eval_seconds", "mlflow_run_id"}
+UNLIKE = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id"}
 
 
 def changed(cfg: RunConfig, **parts) -> RunConfig:
@@ -59,6 +59,7 @@ def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     assert result["tokens"] == 20 * 4 * 32
     assert result["tasks"]["reasoning/recall@32"]["items"] == 8
     assert 0 < result["final_train_loss"] < 6
+    assert 10 * 2**20 < result["peak_rss_bytes"] < 2**40
     assert {"surprise", "alpha_mean", "theta_mean"} <= result["telemetry"].keys()
     assert folder.progress()["phase"] == "done"
     account = read_json(folder.path / "time.json")

@@ -6,12 +6,14 @@ record of failures, one account of time.
 
 from __future__ import annotations
 
+import resource
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -218,6 +220,7 @@ class _Worker:
 
     def run(self, until: Rung | None) -> Outcome:
         forms_used(forget=True)
+        peak_rss(reset=True)
         try:
             with deterministic(self.cfg.seed, self.cfg.threads):
                 trainer = self._trained(until)
@@ -348,6 +351,7 @@ class _Worker:
             **measured,
             parameters=model.num_parameters(),
             state_bytes=model.state_bytes(cfg.data.sequence_length),
+            peak_rss_bytes=peak_rss(),
             train_seconds=progress.seconds,
             eval_seconds=eval_seconds,
             tokens=progress.step * trainer.tokens_per_step,
@@ -362,6 +366,22 @@ class _Worker:
             study=self.spec.labels.get("study", ""),
             row=self.spec.labels.get("row", ""),
         )
+
+
+def peak_rss(reset: bool = False) -> int:
+    """The most memory (resident set size) this process held since the last ``reset``, in bytes.
+
+    Resetting needs Linux; elsewhere it is the peak over the life of the process.
+    """
+    if sys.platform != "linux":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+    if reset:
+        # some containers do not allow it; then the peak is that of the process
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def _note_world(trainer: Trainer) -> None:

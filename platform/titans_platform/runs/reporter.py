@@ -141,7 +141,10 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     """
     tasks = {name: task.value for name, task in result.tasks.items()}
     errors = {f"{name}/stderr": task.stderr for name, task in result.tasks.items()}
-    others = ("parameters", "state_bytes", "train_seconds", "eval_seconds", "final_train_loss")
+    others = (
+        *("parameters", "state_bytes", "peak_rss_bytes"),
+        *("train_seconds", "eval_seconds", "final_train_loss"),
+    )
     numbers: dict[str, Any] = errors | {name: getattr(result, name) for name in others}
     values = result.columns | tasks | {name: value for name, value in numbers.items() if value is not None}
     run.summary(values, result.steps)
