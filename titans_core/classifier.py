@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from titans_core.backbone import Model
 from titans_core.config import ModelConfig
+from titans_core.documents import check_not_empty
 from titans_core.model import LanguageModel, ModelOutput
 
 Pooling = Literal["mean", "last"]
@@ -110,7 +111,12 @@ class ConvClassifier(Model):
         self.classifier = nn.Linear(self.HIDDEN, classes)
 
     def forward(self, tokens_BT: Tensor, *, lengths_B: Tensor) -> ClassOutput:
-        """Logits of the classes; what stands after a sequence's end is not read."""
+        """Logits of the classes; what stands after a sequence's end is not read.
+
+        Raises:
+            ValueError: there is no row or no token.
+        """
+        check_not_empty(tokens_BT)
         own_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < lengths_B[:, None]
         tokens_BT = tokens_BT.masked_fill(~own_BT, self.pad)
         tokens_BT = F.pad(tokens_BT, (0, self.length - tokens_BT.shape[1]), value=self.pad)

@@ -26,6 +26,9 @@ from titans_core.backbone import ModelState
 from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config
 
+ALIGNMENT = 64
+"""Bytes: torch's CPU allocator aligns to these."""
+
 
 class TitansConfig(PreTrainedConfig):
     """``titans`` holds the fields of `ModelConfig` that are not its defaults."""
@@ -63,6 +66,18 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LanguageModel(model_config({"model_type": MODEL_TYPE, "titans": config.titans or {}}))
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it, with every weight copied to an address that torch would allocate.
+
+        Weights mapped from safetensors begin at any byte, and alignment may change a product's last bit.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)
+        for p in (loaded[0] if isinstance(loaded, tuple) else loaded).parameters():
+            if p.device.type == "cpu" and p.data_ptr() % ALIGNMENT:
+                p.data = p.data.clone()
+        return loaded
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
-from titans_core.documents import Documents
+from titans_core.documents import Documents, check_not_empty
 
 
 class SeriesOutput(NamedTuple):
@@ -49,8 +49,9 @@ class SeriesModel(Backbone):
                 prediction is that of the last.
 
         Raises:
-            ValueError: T is not a multiple of ``patch``.
+            ValueError: the batch is empty, or T is not a multiple of ``patch``.
         """
+        check_not_empty(x_BTC, "x_BTC")
         B, T, C = x_BTC.shape
         if T % self.patch:
             raise ValueError(f"patch: {self.patch} steps do not divide a window of {T}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tests.core.small import BASELINE_OPTIONS, config, model, tokens
@@ -21,22 +24,27 @@ from titans_kernels import DecodeState, linear_attention
 
 SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear", "ttt_mlp"]
 BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
+CONVOLVED = ["gla", "hgrn2", "retnet"]
+"""Those with an option for a short convolution."""
 OPEN = [*SETTINGS, "gated_deltanet_h2"]
 """Those with a neural memory, whose open chunk may be kept in another form."""
 
 
-def perturbed(variant: str) -> Block:
+def perturbed(variant: str, options: dict | None = None) -> Block:
     """A block whose norms, biases and scales are away from where they start."""
-    block, generator = model(variant).blocks[0], torch.Generator().manual_seed(0)
+    block, generator = model(variant, options=options).blocks[0], torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in block.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return block
 
 
-@pytest.mark.parametrize("variant", BASELINES)
-def test_the_parallel_form_is_the_recurrence_token_by_token(variant):
-    block = perturbed(variant)
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [(v, None) for v in BASELINES] + [(v, {"heads": 2, "conv_kernel": 4}) for v in CONVOLVED],
+)
+def test_the_parallel_form_is_the_recurrence_token_by_token(variant, options):
+    block = perturbed(variant, options)
     for T in (1, 17, 67):  # 67 and 17 end inside a chunk
         x = torch.randn(2, T, 16, generator=torch.Generator().manual_seed(T), dtype=torch.float64)
         x.requires_grad_()
@@ -53,6 +61,41 @@ def test_the_parallel_form_is_the_recurrence_token_by_token(variant):
             results.append([y, *grads, *(leaves if variant not in OPEN else [])])
         torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     assert all(g.norm() > 1e-8 for g in grads), "something is not trained"
+
+
+@pytest.mark.parametrize("variant", CONVOLVED)
+def test_a_short_convolution_is_that_of_torch_after_the_projections(variant):
+    block = perturbed(variant, {"heads": 2, "conv_kernel": 4})
+    x = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z, positions = block.norm(x), Positions(torch.arange(19)[None])
+    channels, projected = 0, []
+    for name in ("w_q", "w_f" if variant == "hgrn2" else "w_k", "w_v"):
+        y = getattr(block, name)(z).mT
+        # torch's kernel is a correlation whose last weight is the token's own
+        weight = block.conv.weight_KC[:, channels : (channels := channels + y.shape[1])].flip(0).T[:, None]
+        y = F.conv1d(F.pad(y, (3, 0)), weight, groups=y.shape[1]).mT
+        projected.append(y if variant == "hgrn2" else F.silu(y))
+    q, k, v, log_decay = block.tokens(projected, z, positions)
+    expected = block.output(linear_attention(q, k, v, log_decay, block.start(2))[0], z)
+    torch.testing.assert_close(block.mix(x, None, positions)[0] - x, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "gated_deltanet_h2"])
+def test_mamba2_starts_from_steps_and_decays_drawn_independently(variant):
+    torch.manual_seed(0)
+    options = {"head_dim": 1, "state": 2}
+    c = config(variant, options=options).model_copy(update={"d_model": 512, "n_layers": 1})
+    block: Any = LanguageModel(c)
+    mixer = block.blocks[0].stack[0] if variant == "gated_deltanet_h2" else block.blocks[0]
+    dt, a = F.softplus(mixer.dt_bias_H.detach()), mixer.log_a_H.detach().exp()
+    assert len(a) == 1024
+    assert 1e-3 * (1 - 1e-4) <= dt.min() < 2e-3
+    assert 0.05 < dt.max() <= 0.1 * (1 + 1e-4)
+    assert dt.log().mean() == pytest.approx(math.log(1e-2), abs=0.2)
+    assert 1 <= a.min() < 1.5
+    assert 15.5 < a.max() <= 16
+    assert a.mean() == pytest.approx(8.5, abs=0.5)
+    assert abs(torch.corrcoef(torch.stack([dt.log(), a]))[0, 1]) < 0.1
 
 
 @pytest.mark.parametrize(("variant", "decays"), [("deltanet", False), ("gated_deltanet", True)])
@@ -215,6 +258,21 @@ def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_pas
         (grad,) = torch.autograd.grad(found[0, t].sum(), u, retain_graph=True)
         assert torch.count_nonzero(grad[0, t + 1 :]) == 0
         torch.testing.assert_close(grad[0, : t + 1], h[: t + 1].flip(0), rtol=1e-10, atol=1e-10)
+
+
+def test_the_filter_of_a_float64_hyena_has_frequencies_of_float64():
+    block, t = model("hyena").blocks[0].double(), torch.arange(50, dtype=torch.float64)[:, None]
+    layer, length, bands = block.filter, block.options.length, block.options.bands
+    angle = (
+        2 * math.pi / length * t * (1e-4 + (bands - 1 - 1e-4) * torch.arange(bands).double() / (bands - 1))
+    )
+    h = torch.cat([t / (length - 1), angle.cos(), -angle.sin()], -1)
+    for weight, bias in zip(layer.weights, layer.biases, strict=True):
+        h = torch.sin(layer.frequency * (h @ weight + bias))
+    slow, fast = 1 / layer.SLOW, 1 / layer.FAST
+    rate = slow + (fast - slow) * torch.arange(16).double() / 15
+    expected = h @ layer.last * torch.exp(math.log(layer.LEFT) * rate * t / (length - 1))
+    torch.testing.assert_close(layer(50), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_based_attends_by_the_taylor_series_of_exp():

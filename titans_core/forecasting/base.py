@@ -10,6 +10,7 @@ from torch import Tensor
 from titans_core.backbone import Model
 from titans_core.blocks.base import NoOptions
 from titans_core.config import Frozen
+from titans_core.documents import check_not_empty
 
 
 class Window(NamedTuple):
@@ -45,5 +46,10 @@ class Forecaster(Model, ABC):
         """[B, T, C] to [B, h, C]: the steps after the last."""
 
     def forward(self, x_BTC: Tensor) -> Forecast:
-        """[B, T, C] values to the forecast of the h steps after them."""
+        """[B, T, C] values to the forecast of the h steps after them.
+
+        Raises:
+            ValueError: there is no row or no step.
+        """
+        check_not_empty(x_BTC, "x_BTC")
         return Forecast(self.predict(x_BTC))

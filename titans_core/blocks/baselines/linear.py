@@ -77,16 +77,15 @@ class LinearAttention(Block):
         self, x_BTD: Tensor, state: Tensor | SSMState | None, positions: Positions
     ) -> tuple[Tensor, Tensor | SSMState | None]:
         z, documents, rows = self.norm(x_BTD), positions.documents, x_BTD.shape[0]
-        projected, conv = [getattr(self, name)(z) for name in self.projections], None
+        projected = [getattr(self, name)(z) for name in self.projections]
+        conv, before = state if isinstance(state, SSMState) else (None, state)
         if self.conv is not None:
-            inputs = self.conv.zero_state(1 if documents else rows)
-            if isinstance(state, SSMState):
-                inputs, state = state
+            inputs = self.conv.zero_state(1 if documents else rows) if conv is None else conv
             y, conv = self.conv(torch.cat(projected, -1), inputs, documents)
             y = F.silu(y) if self.conv_silu else y
             projected = list(y.split([x.shape[-1] for x in projected], -1))
         q, k, v, log_decay = self.tokens(projected, z, positions)
-        before = self.start(rows) if state is None else state
+        before = self.start(rows) if before is None else before
         y, after = linear_attention(q, k, v, log_decay, before, documents and documents.index_BT)
         out = x_BTD + self.output(y, z)
         if documents is not None:
