@@ -31,7 +31,7 @@ COLUMNS = {
 }
 """The columns of the ablation, and what heads them in the file of its cells."""
 SECTIONS = {
-    "workstation": ("README.md", "The ablation's table"),
+    "workstation": ("docs/results.md", "The ablation's table"),
     "laptop": ("docs/ablation.md", "At scale laptop"),
 }
 """Where the table of a scale is; its cells are in docs/ablation-SCALE.csv, at one rate in ...-common.csv."""
@@ -144,7 +144,7 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
         if pair[0].outcome in (AGREES, DISAGREES)
     ]
     again = sum(before.outcome == after.outcome for before, after in resolved)
-    for page in (" ".join(text.split()), " ".join((TOP / "README.md").read_text("utf-8").split())):
+    for page in (" ".join(text.split()), " ".join((TOP / "docs/results.md").read_text("utf-8").split())):
         assert f"{again} of the {len(resolved)}" in page
         assert tally(found) in page
 
@@ -164,3 +164,17 @@ def test_sizes_are_those_of_today(text, scale):
     models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), scale)}
     for row, model in models.items():
         assert shown[row][6:8] == [count(model.num_parameters()), count(model.state_bytes(64))]
+
+
+def test_the_readme_has_the_rows_of_the_results_page():
+    """README's short table repeats rows of docs/results.md; its counts of verdicts are those of the data."""
+    readme = (TOP / "README.md").read_text("utf-8").partition("\n## Results\n")[2].partition("\n## ")[0]
+    whole = scores((TOP / "docs/results.md").read_text("utf-8").partition("\n## A text read")[0])
+    shown = {row: cells for row, cells in table(readme).items() if row and "--" not in row}
+    assert len(shown) > 8
+    assert all(whole[row][: len(cells) - 1] == cells[:-1] for row, cells in shown.items())
+    found = compared(measured_in("ablation-workstation.csv"))
+    counts = {outcome: sum(v.outcome == outcome for v in found) for outcome in ("agrees", "disagrees")}
+    text = " ".join(readme.split())
+    assert f"Of {len(found)} comparisons" in text
+    assert f"{counts['agrees']} agree with the paper's direction, {counts['disagrees']} disagree" in text
