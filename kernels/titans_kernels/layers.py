@@ -76,9 +76,9 @@ def short_convolution(
         cu_seqlens: borders of documents packed into the flattened batch; each starts from ``state``.
 
     Returns:
-        The parts, [B, T, H, E] each; None where the library does not serve the call.
+        The parts, [B, T, H, E] each; None where the library does not serve the call, or x is empty.
     """
-    if not serves(x, weight_KC, state):
+    if not x.numel() or not serves(x, weight_KC, state):
         return None
     B, T = x.shape[:2]
     borders = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else document_borders(cu_seqlens, B * T)

@@ -43,7 +43,7 @@ def recurrent_linear_attention(
                 state = state * (index_BT[:, t] == index_BT[:, t - 1]).to(dtype)[:, None, None, None]
             state = log_decay[:, t, :, :, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
             outputs.append((q[:, t, :, None] @ state).squeeze(2))
-    return torch.stack(outputs, 1), state
+    return torch.stack(outputs, 1) if outputs else v, state
 
 
 def linear_attention(
@@ -69,6 +69,8 @@ def linear_attention(
     (`titans_kernels.fla`); `forms_used` tells which form ran. A given ``chunk_size`` is for this form alone.
     """
     T, dtype = q.shape[1], state_dtype(q)
+    if not T:
+        return v.to(dtype), state.to(dtype)
     if chunk_size is None:
         fla, operands = _fla(v), operand_dtype(v)
         reason = fla.refusal(v, q.shape[-1], log_decay.shape[-1], operands) if fla else None
@@ -108,7 +110,7 @@ def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
     for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
         state = a_t * state + b_t
         outputs.append(state)
-    return torch.stack(outputs, 1)
+    return torch.stack(outputs, 1) if outputs else b
 
 
 WIDE = 8192
@@ -123,6 +125,8 @@ def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> 
     CPU. The backward needs a and h alone, and cannot be differentiated again.
     """
     T = a.shape[1]
+    if not T:
+        return b
     compiling = torch.compiler.is_compiling()
     whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
     size = min(T, chunk_size or (T if whole else max(16, int((T // 2) ** 0.5))))

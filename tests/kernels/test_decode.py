@@ -106,7 +106,7 @@ def test_bfloat16_tokens_leave_the_state_in_float32():
     ("tokens", "change", "message"),
     [
         (slice(0, 4), {}, "q: 4 tokens after 5 of the open chunk are more than chunk_size 8"),
-        (slice(0, 0), {}, "q: no tokens"),
+        (slice(0, 0), {}, "q: no rows, tokens or heads"),
         (slice(0, 1), {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
         (slice(0, 1), {"activation": "relu"}, "activation: 'relu' is not one of"),
     ],

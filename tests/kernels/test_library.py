@@ -136,6 +136,20 @@ def test_borders_are_read_once_for_each_tensor(reads):
         arguments.run()
 
 
+def test_a_change_of_the_borders_through_numpy_is_seen():
+    """It shares the tensor's memory, and torch counts no change of it."""
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            arguments = Arguments(documents=BORDERS)
+            before = arguments.run(), arguments.run(backend="reference")
+            arguments.cu_seqlens.numpy()[1] = 4
+            other = Arguments(documents=[0, 4, 6, 20])
+            for (old, *_), backend in zip(before, ("auto", "reference"), strict=True):
+                found, expected = arguments.run(backend=backend), other.run(backend=backend)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+                assert not torch.equal(found[0], old)
+
+
 def test_borders_read_in_inference_serve_a_training_step():
     arguments = Arguments(documents=BORDERS)
     with torch.inference_mode():

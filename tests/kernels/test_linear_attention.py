@@ -66,6 +66,18 @@ def test_a_scan_of_chunks_gives_the_recurrence(T, chunk_size):
     compare((scan(*x, chunk_size=chunk_size),), (recurrent_scan(*x),), x)
 
 
+@pytest.mark.parametrize(("rows", "T"), [(0, 5), (2, 0)])
+def test_without_rows_or_tokens_the_result_is_empty(rows, T):
+    q, k, v, decay = (torch.rand(rows, T, 3, n) for n in (4, 4, 5, 1))
+    state, a, h = torch.rand(rows, 3, 4, 5), torch.rand(rows, T, 3), torch.rand(rows, 3)
+    for form in (linear_attention, recurrent_linear_attention):
+        y, after = form(q, k, v, decay, state)
+        assert y.shape == v.shape
+        torch.testing.assert_close(after, state, rtol=0, atol=0)
+    for form in (scan, recurrent_scan):
+        assert form(a, a, h).shape == a.shape
+
+
 @pytest.mark.slow
 def test_a_compiled_scan_takes_rows_of_any_length():
     torch._dynamo.reset()

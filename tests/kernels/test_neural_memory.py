@@ -335,7 +335,8 @@ def shorter(x: Tensor, dim: int) -> Tensor:
 
 # what is changed of a good call, and how its message begins
 BAD = {
-    "no tokens": (lambda a: {n: a[n][:, :0] for n in TOKENS}, "q: no tokens"),
+    "no tokens": (lambda a: {n: a[n][:, :0] for n in TOKENS}, "q: no rows, tokens or heads"),
+    "no rows": (lambda a: {n: a[n][:0] for n in TOKENS}, "q: no rows, tokens or heads"),
     "chunk size": (lambda a: {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
     "chunk size type": (lambda a: {"chunk_size": 2.5}, "chunk_size: 2.5 is not a whole number"),
     "chunk size bool": (lambda a: {"chunk_size": True}, "chunk_size: True is not a whole number"),

@@ -76,6 +76,8 @@ def effective_steps(
 ) -> tuple[Tensor, Tensor]:
     """`write_budget`, and the effective steps e / c [B, T, H], which an open chunk has to keep."""
     dtype, p = state_dtype(k), 0
+    if 0 in k.shape[:3]:
+        return theta.to(dtype), torch.zeros_like(theta, dtype=dtype)
     # steps are counted in budgets, of which what follows has one
     eta, own = eta.to(dtype), theta.to(dtype)
     theta = own / budget

@@ -99,6 +99,8 @@ class Packed:
     @staticmethod
     def of(borders: tuple[int, ...], chunk_size: int, device: torch.device) -> Packed:
         """Document i is tokens borders[i] to borders[i + 1]; worked out on the host, then moved at once."""
+        if borders[0] == borders[-1]:
+            raise ValueError("cu_seqlens: all documents are empty")
         bounds = torch.tensor(borders)
         lengths, order = torch.sort(bounds.diff(), descending=True, stable=True)
         chunks = (lengths + chunk_size - 1) // chunk_size
@@ -164,25 +166,37 @@ def _places(source: Tensor) -> Tensor:
 class _Known:
     """Borders and layouts of one cu_seqlens, which every layer needs: reading it makes a GPU wait."""
 
-    version: int
+    seen: Tensor | int
+    """What a change shows by: on a CPU a copy of the values, elsewhere torch's count of in-place changes."""
     borders: tuple[int, ...]
     layouts: dict[tuple[int, torch.device], Packed] = field(default_factory=dict)
+
+    def is_current(self, cu_seqlens: Tensor) -> bool:
+        if isinstance(self.seen, Tensor):
+            return torch.equal(self.seen, cu_seqlens)
+        return self.seen == cu_seqlens._version
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _known(cu_seqlens: Tensor) -> _Known:
-    if cu_seqlens.is_inference():  # such a tensor has no version to see a change by
+    # a CPU tensor's memory may be shared with numpy, whose writes torch does not count
+    on_cpu = cu_seqlens.device.type == "cpu"
+    if not on_cpu and cu_seqlens.is_inference():  # such a tensor counts no changes
         return _Known(0, tuple(cu_seqlens.tolist()))
     known = _KNOWN.get(cu_seqlens)
-    if known is None or known.version != cu_seqlens._version:
-        known = _KNOWN[cu_seqlens] = _Known(cu_seqlens._version, tuple(cu_seqlens.tolist()))
+    if known is None or not known.is_current(cu_seqlens):
+        seen = cu_seqlens.clone() if on_cpu else cu_seqlens._version
+        known = _KNOWN[cu_seqlens] = _Known(seen, tuple(cu_seqlens.tolist()))
     return known
 
 
 def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """Borders of the documents packed into ``length`` tokens, read from the device once for each tensor.
+    """Borders of the documents packed into ``length`` tokens.
+
+    A tensor on a GPU is read once, and again after an in-place operation of torch; what else writes to its
+    memory there (dlpack, ``.data``) is not seen.
 
     Raises:
         ValueError: they do not rise from 0 to ``length``.

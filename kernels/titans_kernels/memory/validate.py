@@ -18,7 +18,7 @@ def check_shapes(
     """Returns the number of documents; raises ValueError on the first thing that does not fit."""
     B, T, H, _ = q.shape
     if 0 in (B, T, H):
-        raise ValueError(f"q: no tokens ([B, T, H] = {(B, T, H)})")
+        raise ValueError(f"q: no rows, tokens or heads ([B, T, H] = {(B, T, H)})")
     if not weights:
         raise ValueError("weights: a memory needs at least one layer")
     for name, x in (("k", k), ("v", v)):
