@@ -1,0 +1,187 @@
+"""Random calls of the operators, with the compiled forms and with PyTorch's: each is the recurrence.
+
+Where a C++ compiler is, a call that names no form takes the compiled one; what everybody else gets is drawn
+from the same cases here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.kernels.cases import assert_same
+from titans_kernels import (
+    DecodeState,
+    MemoryState,
+    Residual,
+    extend_memory,
+    forms_used,
+    native,
+    neural_memory,
+    rms_norm,
+    short_convolution,
+    write_budget,
+)
+from titans_kernels.memory import reference
+
+
+@pytest.fixture(params=["compiled", "pytorch"])
+def forms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Which forms a CPU has."""
+    if request.param == "pytorch":
+        monkeypatch.setenv("TITANS_NATIVE", "0")
+        native.library.cache_clear()
+    elif native.library(torch.float64) is None:
+        pytest.skip("no C++ compiler")
+    yield request.param
+    native.library.cache_clear()
+
+
+class Drawn:
+    """A call of random sizes and options, in float64."""
+
+    def __init__(self, seed: int):
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+        one = draw.choice
+        T, H, D, depth = draw.randint(1, 40), one([1, 2]), one([3, 5, 8, 17]), one([1, 1, 2, 3])
+        packed, B = one([False, False, True]), one([1, 2])
+        self.borders, N = None, B
+        if packed:
+            cuts = sorted(draw.choices(range(T + 1), k=draw.randint(0, 3)))
+            self.borders, B, N = torch.tensor([0, *cuts, T]), 1, len(cuts) + 1
+        self.kind = one(["none", "none", "none", "input", "norm"])
+        widths = [
+            D,
+            *(one([2, 5, 16]) for _ in range(depth - 1)),
+            D if self.kind != "none" else one([2, 5, D]),
+        ]
+        ends = widths[0], widths[0], widths[-1]
+        tokens = [F.normalize(rand(B, T, H, n) - 0.5, dim=-1) for n in ends]
+        gates = [0.05 * rand(B, T, H), 0.9 * rand(B, T, H), 0.05 * rand(B, T, H)]
+        for gate, value in zip(gates, (0.0, one([0.0, 1.0]), 0.0), strict=True):
+            gate[rand(B, T, H) < 0.1] = value
+        shapes = [(H, *pair) for pair in pairwise(widths)]
+        self.tokens = [x.requires_grad_() for x in (*tokens, *gates)]
+        self.weights = tuple(((rand(*s) - 0.5) * 3 / s[1] ** 0.5).requires_grad_() for s in shapes)
+        self.momentum = tuple((0.1 * (rand(N, *s) - 0.5)).requires_grad_() for s in shapes)
+        own = one([False, False, True])
+        self.base = tuple(((rand(*s) - 0.5) / s[1] ** 0.5).requires_grad_() for s in shapes) if own else None
+        norm = (1 + rand(H, D)).requires_grad_(), (rand(H, D) - 0.5).requires_grad_()
+        self.residual = {"none": None, "input": Residual(), "norm": Residual(*norm)}[self.kind]
+        self.options = {
+            "chunk_size": one([1, 2, 7, 16, 64]),
+            "surprise_bound": one([None, 0.3, 1.0]),
+            "activation": one(["silu", "gelu", "identity"]),
+            "write_budget": one([None, None, 0.7, 2.0]),
+            "residual": self.residual,
+            "base": self.base,
+        }
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        norm = self.residual.norm if self.residual else ()
+        return [*self.tokens, *self.weights, *self.momentum, *norm, *(self.base or ())]
+
+    def run(self, backend: str) -> list[Tensor]:
+        y, state = neural_memory(
+            *self.tokens,
+            self.weights,
+            self.momentum,
+            cu_seqlens=self.borders,
+            backend=backend,
+            **self.options,
+        )
+        return [y, *state.weights, *state.momentum]
+
+    def in_pieces(self) -> list[Tensor]:
+        """The first row or document alone, cut where a chunk may be open."""
+        T = self.tokens[0].shape[1] if self.borders is None else int(self.borders[1])
+        first = [x[:1, :T] for x in self.tokens]
+        start = tuple(W[None] for W in self.weights), tuple(S[:1] for S in self.momentum)
+        state, outputs = DecodeState.of(MemoryState(*start)), []
+        for a, b in pairwise([0, T // 3, T // 2, T]):
+            if a < b:
+                y, state = extend_memory(*(x[:, a:b] for x in first), state, **self.options)
+                outputs.append(y)
+        return [torch.cat(outputs, 1)] if outputs else []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_memory_is_the_recurrence(forms, seed):
+    call = Drawn(seed)
+    expected = call.run("reference")
+    forms_used(forget=True)
+    found = call.run("auto")
+    assert forms == "compiled" or "neural_memory: native" not in forms_used()
+    assert_same(expected, found, call.leaves)
+    with torch.no_grad():  # the compiled form continues a chunk without a gradient alone
+        for y in call.in_pieces():
+            torch.testing.assert_close(y, expected[0][:1, : y.shape[1]], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_write_budget_is_its_definition(forms, seed):
+    call = Drawn(seed)
+    k, eta, theta = leaves = [call.tokens[i] for i in (1, 4, 5)]
+    options = {"chunk_size": call.options["chunk_size"], "cu_seqlens": call.borders, "budget": 0.5}
+    expected = reference.write_budget(k, eta, 8 * theta, **options)
+    assert_same([expected], [write_budget(k, eta, 8 * theta, **options)], leaves)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_norm_and_convolution_are_their_definitions(forms, seed):
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    randn = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
+    B, T, D = draw.randint(1, 3), draw.randint(1, 9), draw.choice([1, 6, 17])
+    x, weight, gate = randn(B, T, D), randn(D), randn(B, T, D)
+    expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    assert_same([expected], [rms_norm(x, weight, 1e-6)], [x, weight])
+    gated = expected * gate * gate.sigmoid()
+    assert_same([gated], [rms_norm(x, weight, 1e-6, gate)], [x, weight, gate])
+    K = draw.choice([1, 2, 4])
+    kernel, state = randn(K, D), randn(B, K - 1, D)
+    found = short_convolution(x, kernel, state, [False], 1)
+    # without the library the models have one of their own
+    assert (found is None) == (forms == "pytorch")
+    if found is not None:
+        held = torch.cat([state, F.silu(x)], 1)
+        y = torch.stack([sum(kernel[j] * held[:, K - 1 + t - j] for j in range(K)) for t in range(T)], 1)
+        assert_same([y], [part.squeeze(2) for part in found], [x, kernel, state])
+
+
+def ill_conditioned(dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Tokens with keys of norm 2, and weights of a memory of four layers that they all but make diverge."""
+    generator = torch.Generator().manual_seed(5)
+    randn = lambda *s: torch.randn(*s, generator=generator)  # noqa: E731
+    rand = lambda: torch.rand(1, 256, 2, generator=generator)  # noqa: E731
+    tokens = [*(randn(1, 256, 2, 8) / 2**0.5 for _ in range(3)), 0.02 * rand(), 0.6 * rand(), 0.1 * rand()]
+    weights = tuple(randn(2, 8, 8) * 1.4 / 8**0.5 for _ in range(4))
+    ready = lambda x: x.to(dtype).requires_grad_()  # noqa: E731
+    return [ready(x) for x in tokens], tuple(ready(W) for W in weights)
+
+
+def float32_errors(backend: str, **options) -> tuple[float, float]:
+    """Relative error of the reads, and the largest one of a gradient."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        tokens, weights = ill_conditioned(dtype)
+        y, _ = neural_memory(*tokens, weights, chunk_size=16, backend=backend, **options)
+        functional = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y).cos()
+        found.append([y.detach(), *torch.autograd.grad((y * functional).sum(), [*tokens, *weights])])
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
+    return errors[0], max(errors[1:])
+
+
+@pytest.mark.parametrize("backend", ["autograd", "auto"])
+def test_a_surprise_bound_keeps_float32_near_float64(forms, backend):
+    """Without one an unbounded deep memory magnifies rounding ten thousand times, in every form."""
+    assert max(float32_errors(backend)) > 1e-3
+    assert max(float32_errors(backend, surprise_bound=1.0)) < 1e-5
+    assert max(float32_errors(backend, surprise_bound=1.0, write_budget=2.0)) < 1e-5
