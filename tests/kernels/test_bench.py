@@ -307,3 +307,12 @@ def test_it_needs_neither_the_models_nor_the_platform():
         f"import sys; sys.modules.update(dict.fromkeys({blocked})); from titans_kernels.bench import command"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_peer_is_found_by_its_module_whatever_its_distribution_is_called(tmp_path, monkeypatch):
+    info = tmp_path / "fla_core-0.6.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fla-core\nVersion: 0.6.1\n")
+    (info / "RECORD").write_text("fla/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peers.versions()["fla-core"] == "0.6.1"

@@ -18,14 +18,13 @@ from titans_kernels.bench.timing import Op
 
 
 def versions() -> dict[str, str]:
-    """The versions of the peers that are installed, by distribution."""
-    found = {}
-    for name in ("flash-linear-attention", "titans-pytorch"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """The versions of the peers that are installed, by distribution.
+
+    `fla` comes with fla-core, or with flash-linear-attention, so distributions are found by module.
+    """
+    of_module = importlib.metadata.packages_distributions()
+    names = [name for module in ("fla", "titans_pytorch") for name in of_module.get(module, ())]
+    return {name: importlib.metadata.version(name) for name in sorted(set(names))}
 
 
 def _missing(package: str) -> str | None:
