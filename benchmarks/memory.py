@@ -1,10 +1,12 @@
-"""The memory layer's speed and memory on a CPU, for `titans bench memory`.
+"""`titans bench memory`: the speed and peak memory of the memory layer on a CPU.
 
-What is timed, the subjects, is here; how it is checked, timed and interleaved is `titans_kernels.bench`.
+The cases to time are defined here; `titans_kernels.bench` checks, times and interleaves them.
 """
 
 from __future__ import annotations
 
+import os
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,8 +15,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import click
 import torch
+from rich.console import Console
 
+from titans_core import MemoryConfig, NeuralMemory
+from titans_core.init import initialize
 from titans_kernels.bench.check import judge
 from titans_kernels.bench.inputs import make
 from titans_kernels.bench.machine import ceilings, describe
@@ -23,6 +29,7 @@ from titans_kernels.bench.process import Worker
 from titans_kernels.bench.shapes import Shape
 from titans_kernels.bench.timing import Clock, Interleaved, Op
 from titans_kernels.bench.work import flops
+from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import TitansError, UsageError
 
 PEER = "titans-pytorch"
@@ -41,9 +48,6 @@ Progress = Callable[[str], None]
 
 def layer(**sizes: Any) -> Op:
     """Our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
-    from titans_core import MemoryConfig, NeuralMemory
-    from titans_core.init import initialize
-
     s = Shape(**sizes)
     config = MemoryConfig(
         depth=s.depth, heads=s.heads, head_dim=s.head_dim, expansion=s.hidden // s.head_dim,
@@ -74,7 +78,7 @@ def run(
 
     Raises:
         UsageError: ``against`` is no known peer, or is not installed.
-        TitansError: the operator is wrong, or one of our subjects failed.
+        TitansError: the operator is wrong, or one of our cases failed.
     """
     version = _peer_version(against) if against else None
     progress("checking the operator against its reference")
@@ -84,8 +88,8 @@ def run(
     progress("measuring the machine's matmul rate")
     torch.set_num_threads(threads)
     machine, rates = describe(CPU, None), ceilings(Clock(CPU), torch.float32, CPU)
-    of_lengths = [_subjects(replace(shape, length=length), against) for length in lengths]
-    rows = [_row(subjects, pairs, threads, rates["matmul"], progress) for subjects in of_lengths]
+    of_lengths = [_cases(replace(shape, length=length), against) for length in lengths]
+    rows = [_row(cases, pairs, threads, rates["matmul"], progress) for cases in of_lengths]
     return {
         "shape": {**_sizes(shape), "threads": threads, "pairs": pairs, "base_length": BASE_LENGTH},
         "machine": machine | {"ceilings": rates},
@@ -107,7 +111,7 @@ def _sizes(shape: Shape) -> dict[str, Any]:
     return {name: value for name, value in vars(shape).items() if name not in ("targets", "small", "beside")}
 
 
-class Subject(NamedTuple):
+class Case(NamedTuple):
     """One thing to time: the function above that builds it, at a shape."""
 
     kind: str
@@ -120,32 +124,32 @@ class Subject(NamedTuple):
         return Worker(f"{__name__}:{self.kind}", _sizes(self.shape) | dict(self.more), threads, label)
 
 
-def _subjects(shape: Shape, against: str | None) -> dict[str, Subject]:
+def _cases(shape: Shape, against: str | None) -> dict[str, Case]:
     """What a row of the table compares."""
-    subjects = {"ours": Subject("layer", shape), "operator": Subject("operator", shape)}
+    cases = {"ours": Case("layer", shape), "operator": Case("operator", shape)}
     if against and shape.length <= LONGEST_PEER:
         chunk = 1 if shape.length <= EXACT_LENGTH else shape.chunk_size
-        subjects["peer"] = Subject("peer", shape, {"chunk": chunk})
+        cases["peer"] = Case("peer", shape, {"chunk": chunk})
     if shape.length > LONGEST_PEER:
-        subjects["base"] = Subject("layer", replace(shape, length=BASE_LENGTH))
-    return subjects
+        cases["base"] = Case("layer", replace(shape, length=BASE_LENGTH))
+    return cases
 
 
 def _row(
-    subjects: dict[str, Subject], pairs: int, threads: int, matmul: float, progress: Progress
+    cases: dict[str, Case], pairs: int, threads: int, matmul: float, progress: Progress
 ) -> dict[str, Any]:
-    shape = subjects["ours"].shape
+    shape = cases["ours"].shape
     with ExitStack() as stack:
 
-        def started(subject: Subject) -> Worker:
-            return stack.enter_context(subject.start(threads))
+        def started(case: Case) -> Worker:
+            return stack.enter_context(case.start(threads))
 
-        rounds = Interleaved({name: partial(started, subject) for name, subject in subjects.items()})
+        rounds = Interleaved({name: partial(started, case) for name, case in cases.items()})
         rounds.run(pairs, lambda message: progress(f"T = {shape.length}, {message}"))
     if failed := [why for name, why in rounds.failed.items() if name != "peer"]:
         raise TitansError(failed[0])
     row: dict[str, Any] = {"length": shape.length, "peer_failed": rounds.failed.get("peer")}
-    row |= {name: _summary(subjects[name], worker) for name, worker in rounds.runners.items()}
+    row |= {name: _summary(cases[name], worker) for name, worker in rounds.runners.items()}
     work = flops(shape.pairs, shape.chunk_size)
     # what the backward computes again is not counted
     least = shape.heads * (work["forward"] + work["backward"] - work["again"])
@@ -156,13 +160,118 @@ def _row(
     return row
 
 
-def _summary(subject: Subject, worker: Worker) -> dict[str, Any]:
-    speeds = [subject.shape.batch * subject.shape.length / seconds for seconds in worker.samples.steps]
+def _summary(case: Case, worker: Worker) -> dict[str, Any]:
+    speeds = [case.shape.batch * case.shape.length / seconds for seconds in worker.samples.steps]
     summary = {"tokens_per_second": median(speeds), "samples": speeds, "peak_mb": worker.peak_bytes / 2**20}
-    return summary | ({"chunk_size": subject.more["chunk"]} if subject.kind == "peer" else {})
+    return summary | ({"chunk_size": case.more["chunk"]} if case.kind == "peer" else {})
 
 
 def _ratio(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Median, least and most of the ratios of samples of one round."""
     ratios = [a / b for a, b in zip(ours["samples"], other["samples"], strict=True)]
     return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
+    if value is None:
+        return None
+    try:
+        lengths = [int(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 1024,4096") from None
+    if min(lengths) < 1:
+        raise click.BadParameter(f"{min(lengths)} tokens cannot be timed; give at least 1")
+    return lengths
+
+
+@click.command()
+@click.option("--against", metavar="PEER", help="Also time another implementation: titans-pytorch.")
+@click.option(
+    "--lengths", callback=_lengths, help="Tokens of a sequence, comma-separated  [256,1024,4096,16384]"
+)
+@click.option(
+    "--pairs", type=click.IntRange(1), default=5, show_default=True, help="Rounds, subjects interleaved."
+)
+@click.option("--threads", type=click.IntRange(1), help="Threads of torch  [all cores]")
+@click.option("--quick", is_flag=True, help="A tiny memory at two short lengths: does it run?")
+@json_option
+def memory(
+    against: str | None,
+    lengths: list[int] | None,
+    pairs: int,
+    threads: int | None,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Time the memory layer's forward and backward pass on the CPU.
+
+    The operator is checked against its reference first; one that is wrong is not timed (exit 1).
+
+    \b
+    Example:
+      titans bench memory --against titans-pytorch
+    """
+    lengths = lengths or ([32, 64] if quick else [256, 1024, 4096, 16384])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with Console(stderr=True).status("starting") as status:
+        shape = QUICK if quick else SHAPE
+        result = run(lengths, pairs, threads or cores, shape=shape, against=against, progress=status.update)
+    if as_json:
+        echo_json(result)
+    else:
+        click.echo("\n".join(lines_of(result)))
+
+
+HEADINGS = ("T", "tokens/s", "peer", "ratio", "peak MB", "peer MB", "op/matmul")
+_LINE = "{:>7} {:>10} {:>10} {:>20} {:>8} {:>8} {:>9}"
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """The table of ``run`` as text of 80 columns, with how to read it."""
+    shape, peer, rows = result["shape"], result["peer"], result["rows"]
+    lines = [
+        f"Memory layer, forward and backward: B = {shape['batch']}, {shape['heads']} heads of "
+        f"{shape['head_dim']}, depth {shape['depth']}, hidden {shape['hidden']}, "
+        f"chunk {shape['chunk_size']}; float32, threads: {shape['threads']}, median of {shape['pairs']}.",
+        _LINE.format(*HEADINGS),
+    ]
+    lines += [_LINE.format(*_columns(row)) for row in rows]
+    lines.append(
+        "op/matmul: the operator's matrix products over the machine's rate "
+        f"({result['machine']['ceilings']['matmul_of']})."
+    )
+    if peer:
+        lines.append(f"peer: {peer['name']} {peer['version']}, its batch_size {shape['chunk_size']}.")
+    for row in rows:
+        if "peer" in row:
+            chunk = row["peer"]["chunk_size"]
+            what = "what we compute" if chunk == 1 else "reads and writes once a chunk"
+            lines.append(f"  T = {row['length']}: its chunk_size {chunk}, {what}.")
+        elif row["peer_failed"]:
+            lines.append(f"  {row['peer_failed']}.")
+    if any("base" in row for row in rows):
+        lines.append(f"* over our own speed at T = {shape['base_length']}.")
+    return [part for line in lines for part in (textwrap.wrap(line, 80) if len(line) > 80 else [line])]
+
+
+def _columns(row: dict[str, Any]) -> list[str]:
+    ours, peer = row["ours"], row.get("peer")
+    return [
+        f"{row['length']}",
+        f"{ours['tokens_per_second']:,.0f}",
+        f"{peer['tokens_per_second']:,.0f}" if peer else "failed" if row["peer_failed"] else "",
+        _ratio_text(row),
+        f"{ours['peak_mb']:,.0f}",
+        f"{peer['peak_mb']:,.0f}" if peer else "",
+        f"{row['operator']['share_of_matmul']:.0%}",
+    ]
+
+
+def _ratio_text(row: dict[str, Any]) -> str:
+    for name, mark in (("times_peer", ""), ("times_base", "*")):
+        if name in row:
+            r = row[name]
+            digits = 0 if r["median"] >= 10 else 2
+            span = f"({r['least']:.{digits}f}-{r['most']:.{digits}f})"
+            return f"{r['median']:.{digits}f}x{mark} {span}"
+    return ""

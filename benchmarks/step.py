@@ -1,4 +1,4 @@
-"""A training step of every row of a study timed, alone or beside another checkout: `titans bench step`."""
+"""`titans bench step`: a training step of every row of a study, alone or beside another checkout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import click
+from rich.console import Console
+
+from benchmarks import step_worker
 from titans_kernels.bench.process import Answering
 from titans_kernels.bench.timing import Failed
-from titans_platform import step_worker
+from titans_platform.cli import echo_json, json_option, set_option
 from titans_platform.config import RunConfig
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.study.grid import expand, load_study
@@ -25,7 +29,7 @@ SAME_LOSS = 1e-5
 Progress = Callable[[str], None]
 
 
-class Worker(Answering):
+class StepWorker(Answering):
     """One row's steps in a process of its own; a context manager.
 
     Args:
@@ -101,7 +105,7 @@ def _time(
     with ExitStack() as stack:
         progress(f"{name}: starting")
         workers = {
-            tree: stack.enter_context(Worker(job, checkout, f"{name}, {tree}"))
+            tree: stack.enter_context(StepWorker(job, checkout, f"{name}, {tree}"))
             for tree, checkout in trees.items()
         }
         about = {tree: worker.answer() for tree, worker in workers.items()}
@@ -139,3 +143,71 @@ def _summary(steps: Sequence[tuple[float, float]], tokens: int) -> dict[str, Any
         "tokens_per_second": tokens / cpu,
         "samples": list(steps),
     }
+
+
+@click.command()
+@click.argument("study", default="ablation")
+@click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
+@click.option("--rows", multiple=True, metavar="NAME", help="Only this row. May be repeated.")
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="CHECKOUT",
+    help="Also time the code of another checkout of this project, in turns.",
+)  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times each is timed.")
+@click.option("--steps", type=click.IntRange(1), default=4, show_default=True, help="Steps of a round.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of torch.")
+@set_option
+@json_option
+def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Time a training step of every row of a study: forward, backward, optimiser.
+
+    Rows are random tokens, a document each. Tokens a second are those of CPU time, which other work on the
+    machine changes less than the clock's. Beside another checkout a row must have the same losses in both:
+    one that has not is not timed (exit 1), or is marked where a field of its config is new. To have an
+    earlier commit beside this one: git worktree add ../before COMMIT.
+
+    \b
+    Example:
+      titans bench step ablation --scale laptop --against ../before
+    """
+    with Console(stderr=True).status("starting") as status:
+        result = run(study, overrides=overrides, progress=status.update, **options)
+    if as_json:
+        echo_json(result)
+    else:
+        click.echo("\n".join(lines_of_steps(result)))
+    if any("refused" in row for row in result["rows"]):
+        raise click.exceptions.Exit(1)
+
+
+_STEP = "{:<24} {:>9} {:>8} {:>10} {:>8} {:>18}"
+
+
+def lines_of_steps(result: dict[str, Any]) -> list[str]:
+    """The table of ``run`` as text of 80 columns."""
+    lines = [
+        f"Training steps of {result['study']} at {result['scale']}; threads: {result['threads']}, "
+        f"median of {result['rounds']}.",
+        _STEP.format("row", "tokens/s", "CPU ms", "clock ms", "before", "ratio").rstrip(),
+    ]
+    for row in result["rows"]:
+        if "refused" in row:
+            lines.append(f"{row['row'][:24]:<24} not timed: {row['refused']}")
+            continue
+        before, ratio, ours = "", "", row["ours"]
+        if "theirs" in row:
+            r = row["times"]
+            before = f"{row['theirs']['cpu_ms']:.1f}"
+            mark = "" if row["same_losses"] else "*"
+            ratio = f"{r['median']:.2f}x{mark} ({r['least']:.2f}-{r['most']:.2f})"
+        lines.append(
+            _STEP.format(
+                row["row"][:24], f"{ours['tokens_per_second']:,.0f}", f"{ours['cpu_ms']:.1f}",
+                f"{ours['wall_ms']:.1f}", before, ratio,
+            ).rstrip()
+        )  # fmt: skip
+    if result["against"]:
+        lines.append(f"before: CPU ms of {result['against']}; ratio: before over now.")
+    if any(not row.get("same_losses", True) for row in result["rows"]):
+        lines.append("* other losses in that checkout, whose config lacks a field: another model.")
+    return lines

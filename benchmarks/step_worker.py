@@ -1,13 +1,12 @@
 """Training steps in a process of their own, with the code of whichever tree is on its path.
 
-Run as a file: ``python step_worker.py JOB``, JOB the JSON of `step_benchmark`. It prints what the model is
-and its first losses, then answers each line, a number of steps, with their seconds of CPU and of wall clock.
-Trees as old as commit b9d7e15 can run it, so it keeps to what they have.
+Run as a file: ``python step_worker.py JOB``, JOB the JSON that `benchmarks.step` makes. It prints the model's
+config and its first losses, then answers each line, a number of steps, with their seconds of CPU and of wall
+clock. The code that is timed may be that of an older checkout.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 import time
@@ -18,8 +17,6 @@ from torch import Tensor
 
 CHECKED = 4
 """First steps whose losses are compared."""
-EARLIER_NAMES = {"global_batch_size": "batch_rows", "micro_batch_size": "micro_batch_rows"}
-"""Fields of `OptimConfig` by what they were called before."""
 
 
 class Batch(NamedTuple):
@@ -51,17 +48,12 @@ def trainer_of(job: dict[str, Any]) -> Any:
     from titans_platform.config import OptimConfig
     from titans_platform.training.loop import Trainer
 
-    fields, optim = OptimConfig.model_fields, {}
-    for name, value in job["optim"].items():
-        name = name if name in fields else EARLIER_NAMES.get(name, name)
-        optim |= {name: value} if name in fields else {}
+    # an older checkout does not know every field
+    optim = {key: value for key, value in job["optim"].items() if key in OptimConfig.model_fields}
     config = ModelConfig.model_validate(job["model"])
     torch.manual_seed(0)
     stream = RandomRows(job["rows"], job["length"], config.vocab_size)
-    # which older trees read off the batches
-    takes_length = "sequence_length" in inspect.signature(Trainer).parameters
-    length = {"sequence_length": job["length"]} if takes_length else {}
-    return Trainer(LanguageModel(config), OptimConfig(**optim), stream, **length)
+    return Trainer(LanguageModel(config), OptimConfig(**optim), stream, sequence_length=job["length"])
 
 
 def serve(job: dict[str, Any]) -> None:

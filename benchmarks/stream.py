@@ -1,6 +1,7 @@
-"""A long text read by each variant in a process of its own: speed, memory, decoding. `titans bench stream`.
+"""`titans bench stream`: speed, memory and decoding of each variant on a long text.
 
-Run as a module with a job it is that process: it answers ``read N`` and ``decode N`` with a line of JSON.
+Each variant reads in a process of its own: this module, run with a job, which answers ``read N`` and
+``decode N`` with a line of JSON.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import click
 import torch
 from matplotlib.axes import Axes
+from rich.console import Console
 
 from titans_core import LanguageModel, ModelState
 from titans_core.config import ModelConfig
 from titans_core.generation import read_pieces
+from titans_core.presets import preset as sized
 from titans_kernels.bench.process import Answering, peak_bytes
 from titans_kernels.bench.timing import Failed
+from titans_platform.cli import echo_json, json_option
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.report.picture import KINDS, LIGHT, Line, Picture, panel, save
@@ -133,7 +138,7 @@ def _one(
     row: dict[str, Any] = {"row": name, "looks": [], "decode": {}, "ended": None}
     row |= {"rate_ratio": None, "peak_ratio": None, "decode_ratio": None}
     stops = sorted({*range(every, tokens + 1, every), tokens, *(at for at in TIMED_AT if at <= tokens)})
-    with Answering(["-m", __name__, json.dumps(job)], threads, name) as reader:
+    with Answering(["-m", "benchmarks.stream", json.dumps(job)], threads, name) as reader:
         at, begun, seconds = 0, 0, 0.0
         for stop in stops:
             progress(f"{name}: {at:,} of {tokens:,} tokens")
@@ -189,6 +194,86 @@ def picture(result: dict[str, Any], folder: Path) -> Path:
     caption = "One CPU thread; the peak is of the whole process."
     legend = [line for _, line in lines]
     return save(Picture("stream", "A long text", caption, [speed, space], legend=legend), folder)[0]
+
+
+@click.command()
+@click.option("--preset", default="laptop", show_default=True, help="Size of the models.")
+@click.option(
+    "--variants", default="lmm,mac,mag,mal,transformer", show_default=True, help="Variants, with commas."
+)
+@click.option(
+    "--tokens", type=click.IntRange(1), default=2_000_000, show_default=True, help="Tokens to read."
+)
+@click.option(
+    "--every", type=click.IntRange(1), default=100_000, show_default=True, help="Tokens between two looks."
+)
+@click.option(
+    "--text", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
+    help="Text to read, again and again. May be repeated.  [random bytes]",
+)  # fmt: skip
+@click.option("--memory-gb", type=float, default=8, show_default=True, help="Memory at which one is left.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of torch.")
+@click.option(
+    "--figure", type=click.Path(path_type=Path), metavar="FOLDER", help="Draw it there, as PNG and PDF."
+)
+@json_option
+def stream(
+    preset: str, variants: str, text: tuple[Path, ...], memory_gb: float, figure: Path | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Read a very long text: does speed or memory depend on how much was read?
+
+    Each variant reads in a process of its own, with weights at their initial values. Times are those of the
+    CPU; the first tokens are read again in turn with the last, so that a busy machine slows both. A variant
+    that gets 20 times slower, or takes too much memory, is left where it is.
+
+    \b
+    Example:
+      titans bench stream --tokens 2000000 --text book.txt --figure docs
+    """
+    try:
+        models = {name: sized(preset, name, vocab_size=260) for name in variants.split(",")}
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    with Console(stderr=True).status("starting") as status:
+        found = run(models, text=text, memory=memory_gb * 2**30, progress=status.update, **options)
+    drawn = picture(found, figure) if figure else None
+    if as_json:
+        echo_json(found)
+        return
+    click.echo("\n".join(lines_of_stream(found)))
+    if drawn:
+        click.echo(drawn)
+
+
+def lines_of_stream(result: dict[str, Any]) -> list[str]:
+    """The result of `titans bench stream`: each variant at its first look, at its last, and their ratio."""
+    lines = [
+        f"{result['tokens']:,} tokens read; the first {result['every']:,} and the last; "
+        f"threads: {result['threads']}.",
+        _STREAM.format("", "tokens/s", "last", "ratio", "MiB", "last", "ratio", "decode", "ratio"),
+    ]
+    for row in result["rows"]:
+        if row["looks"]:
+            first, last = row["looks"][0], row["looks"][-1]
+            decode = next(iter(row["decode"].values()), None)
+            cells = [
+                f"{first['rate']:,.0f}", f"{last['rate']:,.0f}", _times(row["rate_ratio"]),
+                f"{first['peak_bytes'] / 2**20:,.0f}", f"{last['peak_bytes'] / 2**20:,.0f}",
+                _times(row["peak_ratio"]), f"{1e3 * decode:.2f} ms" if decode else "-",
+                _times(row["decode_ratio"]),
+            ]  # fmt: skip
+            lines.append(_STREAM.format(row["row"], *cells))
+        if row["ended"]:
+            lines.append(f"  {row['row']} left {row['ended']}")
+    return lines
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+_STREAM = "{:<12} {:>9} {:>8} {:>5} {:>6} {:>6} {:>5} {:>9} {:>5}"
 
 
 def main() -> None:

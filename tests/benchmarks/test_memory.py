@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import memory
+from benchmarks.memory import PEER, QUICK, SHAPE, lines_of
 from titans_kernels.bench.process import Worker
 from titans_kernels.bench.timing import Failed, Samples
 from titans_kernels.bench.work import flops
 from titans_kernels.memory import chunked, native
-from titans_platform import benchmarks
-from titans_platform.benchmarks import PEER, QUICK, SHAPE
 from titans_platform.cli import run
-from titans_platform.cli.bench import lines_of
 from titans_platform.errors import TitansError, UsageError
 
 pytestmark = pytest.mark.slow
@@ -46,7 +45,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
 
     monkeypatch.setattr(chunked, "coefficients", wrong)
     monkeypatch.setattr(native, "library", lambda dtype: None)
-    monkeypatch.setattr(benchmarks, "Worker", None)  # nothing may be started
+    monkeypatch.setattr(memory, "Worker", None)  # nothing may be started
     assert run(["bench", "memory", "--quick"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: the operator is not right")
@@ -54,11 +53,11 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, capsys):
-    monkeypatch.setattr(benchmarks, "versions", dict)
-    with pytest.raises(UsageError, match=f"pip install {benchmarks.PEER_REQUIREMENT}$"):
-        benchmarks.run([32], 1, 1, against=PEER)
+    monkeypatch.setattr(memory, "versions", dict)
+    with pytest.raises(UsageError, match=f"pip install {memory.PEER_REQUIREMENT}$"):
+        memory.run([32], 1, 1, against=PEER)
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert extras["optional-dependencies"]["peers"] == [benchmarks.PEER_REQUIREMENT]
+    assert extras["optional-dependencies"]["peers"] == [memory.PEER_REQUIREMENT]
     assert run(["bench", "memory", "--quick", "--against", "nobody"]) == 2
     assert "'nobody' is not known" in capsys.readouterr().err
 
@@ -97,14 +96,14 @@ class FakeWorker:
 @pytest.fixture
 def fake_workers(monkeypatch):
     rates = {"matmul": 1e12, "matmul_of": "a product", "copy": 1e11, "copy_of": 1}
-    monkeypatch.setattr(benchmarks, "Worker", FakeWorker)
-    monkeypatch.setattr(benchmarks, "ceilings", lambda *_: rates)
-    monkeypatch.setattr(benchmarks, "versions", lambda: {PEER: "0.5.5"})
+    monkeypatch.setattr(memory, "Worker", FakeWorker)
+    monkeypatch.setattr(memory, "ceilings", lambda *_: rates)
+    monkeypatch.setattr(memory, "versions", lambda: {PEER: "0.5.5"})
 
 
 @pytest.mark.usefixtures("fake_workers")
 def test_ratios_are_of_one_round_and_long_rows_are_compared_with_our_own():
-    result = benchmarks.run([256, 1024, 16384], 3, 1, against=PEER)
+    result = memory.run([256, 1024, 16384], 3, 1, against=PEER)
     exact, base, long = result["rows"]
     assert exact["peer"]["chunk_size"] == 1
     assert base["peer"]["chunk_size"] == 64
@@ -126,7 +125,7 @@ def test_ratios_are_of_one_round_and_long_rows_are_compared_with_our_own():
 @pytest.mark.usefixtures("fake_workers")
 def test_a_peer_that_dies_is_a_result(monkeypatch):
     monkeypatch.setattr(FakeWorker, "dies", True)
-    result = benchmarks.run([1024], 3, 1, against=PEER)
+    result = memory.run([1024], 3, 1, against=PEER)
     (row,) = result["rows"]
     assert "peer" not in row
     assert row["peer_failed"] == "titans-pytorch at T = 1024: killed"
@@ -141,19 +140,19 @@ def test_one_of_ours_that_fails_fails_the_command(monkeypatch):
 
     monkeypatch.setattr(FakeWorker, "turn", fails)
     with pytest.raises(TitansError, match="layer at T = 1024: killed"):
-        benchmarks.run([1024], 3, 1)
+        memory.run([1024], 3, 1)
 
 
 def test_a_process_that_fails_says_why():
-    missing = Worker("titans_platform.benchmarks:nobody", {}, 1, "nobody at T = 16")
+    missing = Worker("benchmarks.memory:nobody", {}, 1, "nobody at T = 16")
     with missing, pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
         missing.turn()
 
 
 @pytest.mark.parametrize("kind", ["layer", "operator"])
-def test_a_subject_runs_forward_and_backward(kind):
+def test_a_case_runs_forward_and_backward(kind):
     shape = replace(QUICK, length=24)
-    op = getattr(benchmarks, kind)(**benchmarks._sizes(shape))
+    op = getattr(memory, kind)(**memory._sizes(shape))
     y = op.forward()
     assert y.shape[:2] == (1, 24)
     assert torch.isfinite(y).all()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titans_platform import step_benchmark
+from benchmarks import step
 from titans_platform.cli import run
 from titans_platform.errors import UsageError
 
@@ -29,21 +29,21 @@ def test_a_row_is_timed_beside_another_checkout(capsys):
 def test_other_losses_of_one_config_are_refused_and_of_a_newer_one_said(monkeypatch):
     ours = {"config": {"depth": 2}, "parameters": 3, "losses": [5.0, 4.0]}
     off = ours | {"losses": [5.0, 4.001]}
-    assert "losses differ by 2.5e-04" in step_benchmark._compare(ours, off)["refused"]
-    newer = step_benchmark._compare(ours, off | {"config": {}})
+    assert "losses differ by 2.5e-04" in step._compare(ours, off)["refused"]
+    newer = step._compare(ours, off | {"config": {}})
     assert not newer["same_losses"]
     assert "refused" not in newer
-    assert step_benchmark._compare(ours, ours | {"config": {}})["same_losses"]
+    assert step._compare(ours, ours | {"config": {}})["same_losses"]
 
 
 def test_a_refused_row_is_printed_and_the_command_fails(monkeypatch, capsys):
     result = {"study": "s", "scale": "smoke", "threads": 1, "rounds": 1, "against": "x"}
     refused = {"row": "LMM", "refused": "same config, but its losses differ by 1.0e-02"}
-    monkeypatch.setattr(step_benchmark, "run", lambda *args, **options: result | {"rows": [refused]})
+    monkeypatch.setattr(step, "run", lambda *args, **options: result | {"rows": [refused]})
     assert run(["bench", "step"]) == 1
     assert "not timed: same config, but its losses differ" in capsys.readouterr().out
 
 
 def test_what_is_no_checkout_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"--against: .* is no checkout of this project"):
-        step_benchmark.run("ablation", "smoke", against=tmp_path)
+        step.run("ablation", "smoke", against=tmp_path)

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from titans_platform import cli, stream_benchmark
-from titans_platform.stream_benchmark import Reader
+from benchmarks import stream as stream_benchmark
+from benchmarks.stream import Reader
+from titans_platform import cli
 
 
 def stream(*arguments: str) -> int:

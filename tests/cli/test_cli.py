@@ -25,10 +25,8 @@ from titans_platform.errors import ClusterError, TitansError, UsageError
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
 # is there changes only by addition.
 FROZEN = {
-    "bench data": "--gigabytes --lengths --rounds --shards --folder --json",
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
-    "bench run": "CONFIG --steps --every --set --json",
     "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",
     "bench stream": "--preset --variants --tokens --every --text --memory-gb --threads --figure --json",
     "cluster down": "NAME --dry-run",

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from titans_platform.data.order import WINDOW
 from titans_platform.data.reading import SourceRows
+from titans_platform.data.shards import Manifest, SplitInfo, SplitWriter, write_manifest
 from titans_platform.data.store import Folder
 from titans_platform.data.stream import RowStream
-from titans_platform.data_benchmark import write_source
 
 COUNTS = (1, 2, 3, 8)
 BATCH, LENGTH = 24, 15
+
+
+def write_source(folder: Path, shards: int, shard_tokens: int) -> tuple[Path, Manifest]:
+    """A source of ``shards`` equal shards of random tokens, of one document each."""
+    folder.mkdir()
+    writer = SplitWriter(folder, "train", 256, shard_tokens)
+    rng, left = np.random.default_rng(0), shard_tokens
+    while left:
+        n = min(left, 4096)
+        writer.add(rng.integers(0, 256, n, np.uint32), np.arange(n) > 0)
+        left -= n
+    (first,) = writer.close().shards
+    infos = [first]
+    for i in range(1, shards):
+        copy = shutil.copyfile(folder / first.file, folder / f"train-{i:05d}.arrow")
+        infos.append(first.model_copy(update={"file": copy.name, "mtime_ns": copy.stat().st_mtime_ns}))
+    split = {"tokens": shards * shard_tokens, "shard_tokens": shard_tokens}
+    manifest = Manifest(
+        schema_version=1, label="bench", content="bench", train=SplitInfo(**split, shards=tuple(infos)),
+        validation=SplitInfo(shard_tokens=shard_tokens),
+    )  # fmt: skip
+    write_manifest(folder, manifest)
+    return folder, manifest
 
 
 @pytest.fixture(scope="module")
