@@ -53,7 +53,8 @@ class TaskConfig(Frozen):
 class SourceConfig(Frozen):
     """Where training rows come from."""
 
-    kind: Literal["stdlib", "files", "hub", "task"]
+    kind: Literal["corpus", "stdlib", "files", "hub", "task"]
+    """corpus: the prose and code that the platform ships; stdlib: the source text of the Python that runs."""
     weight: NonNegative = 1.0
     """Share of the training rows; weights need not add up to 1. 0: validation only."""
     path: str | None = None
@@ -62,6 +63,7 @@ class SourceConfig(Frozen):
     dataset: str | None = None
     """hub: the dataset's name, e.g. HuggingFaceFW/fineweb-edu."""
     subset: str | None = None
+    """hub: a configuration of the dataset. corpus: prose or code; None: both."""
     revision: str | None = None
     """hub: a commit or a branch; the newest commit where None, which the manifest records."""
     split: str = "train"
@@ -84,6 +86,8 @@ class SourceConfig(Frozen):
         needed = {"files": "path", "hub": "dataset", "task": "tasks"}.get(self.kind)
         if needed and not getattr(self, needed):
             raise ValueError(f"{needed}: a source of kind {self.kind} needs it")
+        if self.kind == "corpus" and self.subset not in (None, "prose", "code"):
+            raise ValueError(f"subset: the corpus has prose and code, not {self.subset}")
         if self.kind == "task" and self.rows is None:
             raise ValueError("rows: a source of kind task needs it")
         return self
@@ -97,7 +101,7 @@ class SourceConfig(Frozen):
 class DataConfig(Frozen):
     """Sources, tokenizer and row length."""
 
-    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(kind="stdlib"),)
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(kind="corpus"),)
     tokenizer: str = "byte"
     """`byte`, `dna`, the path of a SentencePiece .model or a tokenizer.json, or a Hub repository that has
     one."""

@@ -99,7 +99,7 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
         ("data: {sources: [{kind: files}]}", "data.sources.0.path: a source of kind files needs it"),
         (
             "data: {sources: [{kind: web}]}",
-            "data.sources.0.kind: should be 'stdlib', 'files', 'hub' or 'task', got \"web\"",
+            "data.sources.0.kind: should be 'corpus', 'stdlib', 'files', 'hub' or 'task', got \"web\"",
         ),
         ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config has to give it"),
         ("data: {sources: [{knd: stdlib}]}", "data.sources.0.knd: unknown key; did you mean kind?"),

@@ -17,9 +17,9 @@ import pyarrow.parquet
 import pytest
 
 from titans_platform.config import DataConfig, SourceConfig
-from titans_platform.data import PreparedData, prepare
+from titans_platform.data import PreparedData, prepare, sources
 from titans_platform.data.encode import _pieces, place
-from titans_platform.data.sources import Document, FilesSource, StdlibSource
+from titans_platform.data.sources import CORPUS, Document, FilesSource, StdlibSource
 from titans_platform.errors import UsageError
 
 
@@ -182,6 +182,42 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch):
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 10
     assert pieces[:2] == ["one two", " three"]
+
+
+def test_the_corpus_is_the_same_everywhere(tmp_path):
+    """Neither the machine nor the version of Python is part of what cells are named by."""
+    data = config({"kind": "corpus", "max_tokens": 200_000}, length=64)
+    prepared = prepare(data, tmp_path / "a")
+    assert prepared.fingerprint == "14d86477dc9d"
+    validation = documents_of(prepared, "validation")
+    assert any("import " in text for text in validation)
+    assert any("Captain Wentworth" in text or "Elizabeth" in text for text in validation)
+    prose = prepare(config({"kind": "corpus", "subset": "prose", "max_tokens": 50_000}), tmp_path / "a")
+    assert not any("import " in text for text in documents_of(prose, "train"))
+    assert prose.labels == ["corpus:prose"]
+
+
+def test_the_corpus_says_what_every_document_is():
+    records = [json.loads(line) for line in lzma.decompress(CORPUS.read_bytes()).splitlines()]
+    notices = CORPUS.with_name("LICENCES.txt").read_text()
+    assert len({record["id"] for record in records}) == len(records) > 300
+    for record in records:
+        assert {"title", "author", "source", "licence", "text"} <= record.keys()
+        assert record["source"] in notices
+    assert not any("gutenberg" in r["text"].lower() for r in records if r["id"].startswith("prose/"))
+    size = {
+        part: sum(len(r["text"]) for r in records if r["id"].startswith(part)) for part in ("prose", "code")
+    }
+    assert 2e6 < size["prose"] < size["code"] < 2.6e6
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
+    whole, path = CORPUS.read_bytes(), tmp_path / "corpus.jsonl.xz"
+    path.write_bytes(whole[:-100] if damage == "cut" else lzma.compress(lzma.decompress(whole)[:-1]))
+    monkeypatch.setattr(sources, "CORPUS", path)
+    with pytest.raises(UsageError, match=r"corpus\.jsonl\.xz: .*; install titans-lab again$"):
+        prepare(config({"kind": "corpus"}), tmp_path / "root")
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def run_file(data: str | None, preset: str) -> str:
 
     if data and not glob.glob(os.path.expanduser(data), recursive=True):
         raise UsageError(f"--data: no file, folder or match for {data}")
-    source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "stdlib"}
+    source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "corpus"}
     given = {
         # trained on streams, so that the memory carries through a text of any length
         "model": {"preset": preset, "variant": "mac", "memory": {"forget_to": "initial"}},

@@ -1,8 +1,11 @@
-"""Text sources: the standard library's own code, local files, Hub datasets; each a stream of documents."""
+"""Text sources, each a stream of documents: the shipped corpus, the standard library, files, the Hub."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
+import lzma
 import os
 import platform
 import sysconfig
@@ -26,6 +29,10 @@ BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 """What of `datasets` reads records; the other kinds are one document a file."""
 COMPRESSED = (".gz", ".xz")
 
+
+CORPUS = Path(__file__).parent / "corpus" / "corpus.jsonl.xz"
+CORPUS_SHA256 = "b9f54f9ef265a5799d324573853f64d232adbe24263e98a088573cb2e4142ea2"
+"""Of the unpacked file, which tools/build_corpus.py makes."""
 
 PART_BYTES = 256 * 2**20
 """Files of a part, before they are unpacked; a source of less than two parts is tokenised in one."""
@@ -86,6 +93,31 @@ class TextSource(ABC):
     @abstractmethod
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         """The documents in order, of a part or of all. Raises UsageError naming what cannot be read."""
+
+
+class CorpusSource(TextSource):
+    """The prose and code that the platform ships (`corpus/LICENCES.txt`), the same on every machine."""
+
+    def __init__(self, subset: str | None = None):
+        self.subset = subset
+        self.label = f"corpus:{subset}" if subset else "corpus"
+
+    def identity(self) -> Any:
+        """The corpus's checksum."""
+        return CORPUS_SHA256
+
+    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
+        """Chapters and source files, mixed. Raises UsageError where the file is damaged."""
+        try:
+            lines = lzma.decompress(CORPUS.read_bytes())
+        except (OSError, lzma.LZMAError) as error:
+            raise UsageError(f"{CORPUS}: cannot be read ({error}); install titans-lab again") from error
+        if hashlib.sha256(lines).hexdigest() != CORPUS_SHA256:
+            raise UsageError(f"{CORPUS}: its checksum differs from {CORPUS_SHA256}; install titans-lab again")
+        records = lines.splitlines()
+        for i, record in enumerate(map(json.loads, records)):
+            if record["id"].startswith(self.subset or ""):
+                yield Document(record["text"], record["id"], i / len(records))
 
 
 class StdlibSource(TextSource):
@@ -320,6 +352,8 @@ class HubSource(RecordSource):
 
 def open_source(source: SourceConfig, field: str, cache: Path) -> TextSource:
     """The text source a config describes; ``field`` names it in errors, ``cache`` is the library's folder."""
+    if source.kind == "corpus":
+        return CorpusSource(source.subset)
     if source.kind == "stdlib":
         return StdlibSource()
     return (FilesSource if source.kind == "files" else HubSource)(source, field, cache)
