@@ -38,7 +38,6 @@ _Loader.add_implicit_resolver(
 
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
     seen: set[Any] = set()
     for key_node, _ in node.value:
         if key_node.value in seen:
@@ -46,6 +45,8 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
                 problem=f"key {key_node.value!r} is written twice", problem_mark=key_node.start_mark
             )
         seen.add(key_node.value)
+    # after the check: what `<<` merges in may be overridden
+    loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
 

@@ -35,7 +35,7 @@ FROZEN = {
     "cluster status": "NAME --dry-run --json",
     "cluster stop": "NAME JOB --dry-run",
     "cluster submit": "NAME COMMAND --detach --dry-run --json",
-    "cluster up": "NAME --schema --dry-run --json",
+    "cluster up": "NAME --dry-run --json",
     "data info": "CONFIG --set --root --verify --ngram --kmer --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "data tokenizer": "SOURCES --size --out",

@@ -13,12 +13,13 @@ import yaml
 from titans_platform.cli import run
 from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
 from titans_platform.clusters.jobs import Answer, Job, JobInfo
-from titans_platform.clusters.kuberay import as_yaml, check_manifests, ray_job
+from titans_platform.clusters.kuberay import KubeRay, ray_job
 from titans_platform.clusters.packaging import environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
 from titans_platform.runs.spec import Resources, concurrency
+from titans_platform.study.grid import known_studies
 
 SECRET = "0123456789abcdef" * 4
 
@@ -138,19 +139,40 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys):
     assert "data.tokenizer=some-lab/model" in capsys.readouterr().out
 
 
+def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "base.yaml").write_text(known_studies()["ablation"].read_text())
+    (tmp_path / "near.yaml").write_text("name: near\nlike: base\n")
+    (tmp_path / "sweeps" / "mine.yaml").write_text("name: mine\nlike: ./near.yaml\n")
+    job = packaging.study_job(load_cluster("lab"), "mine", "smoke", Path("/mnt"), [], [])
+    assert set(job.files) == {"sweeps/mine.yaml", "near.yaml", "sweeps/base.yaml"}
+    (tmp_path / "sweeps" / "mine.yaml").write_text("name: mine\nlike: ../near.yaml\n")
+    monkeypatch.chdir(tmp_path / "sweeps")
+    with pytest.raises(UsageError, match=r"like: \.\./near\.yaml: a path with \.\. cannot be taken along"):
+        packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
+
+
 def pods(manifest: dict) -> list[dict]:
     body = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     groups = [body["headGroupSpec"], *body["workerGroupSpecs"]]
     return [group["template"]["spec"] for group in groups]
 
 
-def test_kuberay_manifests():
+def applied(cluster: KubeRay) -> list[dict]:
+    """What `up` hands to kubectl, as --dry-run shows it."""
+    return list(yaml.safe_load_all(cluster.up_steps()[0].shown.partition("<<'END'\n")[2].removesuffix("END")))
+
+
+def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     cluster = load_cluster("kuberay")
-    claim, ray = cluster.manifests()
+    claim, ray = applied(cluster)
     assert claim["kind"] == "PersistentVolumeClaim"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert ray["spec"]["authOptions"] == {"mode": "token"}
-    assert ray["spec"]["enableInTreeAutoscaling"] is True
+    assert ray["spec"] == {"authOptions": {"mode": "token"}, **cluster.ray}
+    for item, name in ((claim, "titans-storage"), (ray, "kuberay")):
+        assert (item["metadata"]["name"], item["metadata"]["namespace"]) == (name, "titans")
+        assert item["metadata"]["labels"] == {"app.kubernetes.io/managed-by": "titans"}
     for pod in pods(ray):
         assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == "/mnt/titans"
@@ -158,9 +180,27 @@ def test_kuberay_manifests():
     gpu = pods(ray)[1]
     assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert gpu["nodeSelector"]
-    assert gpu["tolerations"]
-    # what is printed is what is applied
-    assert list(yaml.safe_load_all(as_yaml(cluster.manifests()))) == cluster.manifests()
+    # the server refuses what it does not know
+    assert "apply --validate=strict" in cluster.up_steps()[0].shown
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("ray:\n", "pools: []\nray:\n", "pools: unknown key; valid: kind"),
+        ("ray:\n", "ray:\n  authOptions: {mode: disabled}\n", "ray.authOptions: is set by titans"),
+        (
+            "storage: /mnt/titans",
+            "storage: /mnt/other",
+            "ray.headGroupSpec: mounts nothing at storage",
+        ),
+        (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
+    ],
+)
+def test_what_kuberay_would_run_wrongly_is_refused(tmp_path, old, new, line):
+    text = known_clusters()["kuberay"].read_text().replace(old, new, 1)
+    with pytest.raises(UsageError, match=line.replace(".", "\\.")):
+        load_cluster(write(tmp_path, text))
 
 
 def test_a_rayjob_cleans_up_after_itself_and_carries_the_study():
@@ -171,42 +211,11 @@ def test_a_rayjob_cleans_up_after_itself_and_carries_the_study():
     assert (body["shutdownAfterJobFinishes"], body["ttlSecondsAfterFinished"]) == (True, 600)
     assert body["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     assert body["entrypoint"].endswith("python -m titans_platform sweep run a")
+    assert spec.ray["headGroupSpec"] != body["rayClusterSpec"]["headGroupSpec"], "the file is not changed"
     head = pods(job)[0]
     assert head["volumes"][1]["configMap"]["items"] == [{"key": "sweeps_a.yaml", "path": "sweeps/a.yaml"}]
     with pytest.raises(UsageError, match="more than a ConfigMap holds"):
         ray_job("a-1", spec, Job("a", (), {"tokenizer.model": bytes(1_000_000)}))
-
-
-def test_schema_finds_what_a_server_would_drop(tmp_path, capsys):
-    body = {
-        "type": "object",
-        "required": ["headGroupSpec"],
-        "properties": {
-            "rayVersion": {"type": "string"},
-            "headGroupSpec": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-            "workerGroupSpecs": {"type": "array", "items": {"type": "object"}},
-            "authOptions": {"type": "object", "properties": {"mode": {"enum": ["token"]}}},
-        },
-    }
-    whole = {"type": "object", "properties": {"apiVersion": {}, "kind": {}, "metadata": {}, "spec": body}}
-    crd = {
-        "spec": {
-            "group": "ray.io",
-            "names": {"kind": "RayCluster"},
-            "versions": [{"name": "v1", "schema": {"openAPIV3Schema": whole}}],
-        }
-    }
-    schema = write(tmp_path, json.dumps(crd), "crd.yaml")
-    assert run(["cluster", "up", "kuberay", "--dry-run", "--schema", schema]) == 2
-    assert (
-        "$.spec: Additional properties are not allowed ('enableInTreeAutoscaling'" in capsys.readouterr().err
-    )
-    (ray,) = load_cluster("kuberay").manifests()[1:]
-    del ray["spec"]["enableInTreeAutoscaling"]
-    assert check_manifests([ray], [Path(schema)]) == ["RayCluster kuberay: valid"]
-    ray["spec"]["authOptions"]["mode"] = "disabled"
-    with pytest.raises(UsageError, match="mode: 'disabled' is not one of"):
-        check_manifests([ray], [Path(schema)])
 
 
 def held(folder: Path) -> dict[str, bytes]:

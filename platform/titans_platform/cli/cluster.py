@@ -64,16 +64,9 @@ def _listed(name: str, path: Path) -> dict[str, Any]:
 
 @cluster.command(short_help="Bring a cluster up.")
 @name_argument
-@click.option(
-    "--schema",
-    "schemas",
-    multiple=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="kuberay: check the manifests against this CRD first. May be repeated.",
-)
 @dry_run_option
 @json_option
-def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> None:
+def up(name: str, dry_run: bool, as_json: bool) -> None:
     """Bring the cluster NAME up (a name in clusters/, or a YAML file).
 
     --dry-run prints, as a shell script, the very commands and manifests that would be run and applied.
@@ -83,13 +76,6 @@ def up(name: str, schemas: tuple[Path, ...], dry_run: bool, as_json: bool) -> No
       titans cluster up nodes --dry-run
     """
     found = load_cluster(name)
-    if schemas:
-        from titans_platform.clusters.kuberay import KubeRay, check_manifests
-
-        if not isinstance(found, KubeRay):
-            raise UsageError(f"--schema: a cluster of kind {found.kind} has no manifests to check")
-        for line in check_manifests(found.manifests(), schemas):
-            click.echo(f"# {line}", err=True)
     if dry_run:
         _show(found.up_steps(), as_json)
         return

@@ -23,6 +23,7 @@ from titans_platform.clusters.jobs import Job
 from titans_platform.clusters.steps import Write
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
+from titans_platform.loading import file_at, read_yaml
 from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, ALLOCATOR, NODES, QUIET
 from titans_platform.study.grid import Cell, find_study
@@ -101,14 +102,28 @@ def titans_job(
 def study_job(
     cluster: Cluster, study: str, scale: str, root: Path, options: Iterable[str], cells: Sequence[Cell]
 ) -> Job:
-    """The study at a scale as a job; its file, and tokenizer files it names, travel with it.
+    """The study at a scale as a job, with its file, those of the studies it is `like`, and tokenizer files.
 
     Raises UsageError for what would not be found there.
     """
     path, data = find_study(study), [cell.config.data for cell in cells]
     arguments = ["sweep", "run", path.stem, "--scale", scale, "--root", str(root), *options]
-    files = {f"sweeps/{path.stem}.yaml": path.read_bytes(), **_files_of(data)}
+    files = {f"sweeps/{path.stem}.yaml": path.read_bytes(), **_parents_of(path), **_files_of(data)}
     return titans_job(cluster, arguments, f"{path.stem}-{scale}".lower(), files)
+
+
+def _parents_of(study: Path) -> dict[str, bytes]:
+    """The files of the studies that a study is `like`, where the job finds them. Raises UsageError."""
+    files: dict[str, bytes] = {}
+    while isinstance(other := read_yaml(study).get("like"), str):
+        study, given = find_study(other), file_at(other, "study")
+        if given is None:
+            files[f"sweeps/{study.stem}.yaml"] = study.read_bytes()
+        elif ".." in given.parts:
+            raise UsageError(f"like: {other}: a path with .. cannot be taken along; give the study's name")
+        elif not given.is_absolute():
+            files[given.as_posix()] = given.read_bytes()
+    return files
 
 
 def data_job(cluster: Cluster, config: Path, root: Path, options: Iterable[str], data: DataConfig) -> Job:
