@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and locks that die with their process."""
+"""Atomic writes, retries while storage fails, and file locks that end with their process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 PATIENCE = 300.0
-"""Seconds that storage which fails is waited for."""
-PASSING = {
+"""Seconds for which a failing storage is retried."""
+TRANSIENT_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY),
     *(errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED),
     *(errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
 }
-"""Errors of a disk that is full and of storage that is gone: both may be over in a minute."""
+"""A full disk, or a network file system that is gone: both may recover."""
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether a failure of storage may be over later."""
+def is_transient(error: BaseException) -> bool:
+    """Whether a storage error is transient, so that a retry may succeed."""
     if isinstance(error, OSError):
-        return error.errno in PASSING
+        return error.errno in TRANSIENT_ERRNOS
     # what torch makes of a full disk
     return isinstance(error, StorageError) or "PytorchStreamWriter" in str(error)
 
@@ -44,20 +44,20 @@ def backoff(patience: float) -> Iterator[float]:
         waited, wait = waited + wait, min(2 * wait, 30.0)
 
 
-def patiently(do: Callable[[], Value], patience: float = PATIENCE) -> Value:
-    """The value of ``do``, tried again while storage fails in a way that may pass. Raises StorageError."""
+def retry_transient(do: Callable[[], Value], patience: float = PATIENCE) -> Value:
+    """The value of ``do``, retried with backoff on transient errors. Raises StorageError."""
     for seconds in backoff(patience):
         try:
             return do()
         except (OSError, RuntimeError) as error:
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
-            log.warning("storage: %s; trying again in %.0f s", error, seconds)
+            log.warning("storage: %s; retrying in %.0f s", error, seconds)
         time.sleep(seconds)
     try:
         return do()
     except OSError as error:
-        raise StorageError(f"storage: {error}; the same command goes on once it is there") from error
+        raise StorageError(f"storage: {error}; run the same command again to resume") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -70,17 +70,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file that is whole or not there at all."""
+    """Write a JSON file atomically. Raises TitansError that names the file."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is whole or not there at all. Raises TitansError that names the file."""
+    """Write a text file atomically. Raises TitansError that names the file."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file that is whole or not there at all. Raises TitansError that names the file."""
+    """Write a file atomically: to a temporary name, then renamed. Raises TitansError that names the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,24 +88,24 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise not_written(path, error) from error
+        raise write_error(path, error) from error
 
 
 @contextmanager
-def where_there_is_room() -> Iterator[None]:
-    """For a record that is not worth ending a run: where storage fails it is left out, with a warning."""
+def ignore_disk_full() -> Iterator[None]:
+    """Log a StorageError as a warning: the record is dropped, the run continues."""
     try:
         yield
     except StorageError as error:
         log.warning("%s", error)
 
 
-def not_written(path: Path, error: OSError) -> TitansError:
-    """What to raise for a file that could not be written: a full disk, a folder that is read-only."""
+def write_error(path: Path, error: OSError) -> TitansError:
+    """The error to raise for a failed write: StorageError where it is transient, else TitansError."""
     # some libraries put their own words in the place of the system's
     reason = os.strerror(error.errno) if error.errno else str(error)
-    kind = StorageError if may_pass(error) else TitansError
-    return kind(f"{path}: cannot be written: {reason}; make room there, or give another --root")
+    kind = StorageError if is_transient(error) else TitansError
+    return kind(f"{path}: cannot be written: {reason}; free space there, or give another --root")
 
 
 def _try_lock(descriptor: int, shared: bool = False) -> bool:
@@ -117,7 +117,7 @@ def _try_lock(descriptor: int, shared: bool = False) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock; looking does not take it from anyone, and writes nothing."""
+    """Whether a living process holds the lock. Neither takes the lock nor writes."""
     try:
         with path.open("r") as handle:
             return not _try_lock(handle.fileno(), shared=True)
@@ -126,10 +126,10 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def held(path: Path, timeout: float = 0.0) -> Iterator[bool]:
-    """Try to hold a file lock for up to ``timeout`` seconds; yields whether it is held.
+def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
+    """Try for up to ``timeout`` seconds to take a file lock; yields whether it was taken.
 
-    Raises UsageError where there can be no such file.
+    Raises UsageError: the file cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

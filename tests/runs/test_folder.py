@@ -9,7 +9,7 @@ import pytest
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
-from titans_platform.files import held, is_locked, write_json
+from titans_platform.files import file_lock, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Node, Resources, concurrency
 from titans_platform.study.grid import Cell
@@ -193,7 +193,7 @@ def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
     path = tmp_path / "study" / "lock"
     assert not is_locked(path)
     assert not path.parent.exists()
-    with held(path) as got:
+    with file_lock(path) as got:
         assert got
         assert is_locked(path)
     assert not is_locked(path)

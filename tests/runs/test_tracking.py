@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import pytest
@@ -203,18 +201,6 @@ def test_curves_are_read_back_by_run(store):
         log.send(points(step))
     log.close()
     assert store.curves([run_id, "no such run"]) == {run_id: [(5, 0.2), (10, 0.1)]}
-
-
-def test_a_saved_view_holds_the_columns_of_a_studys_cells(store):
-    store.save_view("tiny-small", "parent7", ["params.`seed`", "metrics.`acc`"], "metrics.`acc`", False)
-    tags = store.client.get_experiment(store.experiment).tags
-    view = json.loads(tags["mlflow.sharedViewState.titans-tiny-small"])
-    assert view["name"] == "tiny-small"
-    state = json.loads(zlib.decompress(base64.b64decode(view["state"].removeprefix("deflate;"))))
-    assert state["selectedColumns"] == ["params.`seed`", "metrics.`acc`"]
-    assert "parent7" in state["searchFilter"]
-    # the list is flat only where it is not sorted by time
-    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`acc`", False)
 
 
 def test_a_discarded_run_is_made_anew(store):

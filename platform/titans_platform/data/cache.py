@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from titans_platform.data.shards import REPAIR, ShardInfo
 from titans_platform.errors import UsageError
-from titans_platform.files import not_written
+from titans_platform.files import write_error
 
 CACHE = "TITANS_CACHE"
 """Environment variable with the cache's folder; it should be on a disk of the node."""
@@ -63,7 +63,7 @@ class ShardCache:
         except FileNotFoundError:
             raise UsageError(f"{name}: missing shard; {REPAIR}") from None
         except OSError as error:
-            raise not_written(partial, error) from error
+            raise write_error(partial, error) from error
         finally:
             partial.unlink(missing_ok=True)
 

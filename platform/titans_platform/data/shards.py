@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 from titans_core.config import Frozen
 from titans_platform.config import digest
 from titans_platform.errors import UsageError
-from titans_platform.files import not_written, write_bytes
+from titans_platform.files import write_bytes, write_error
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
@@ -138,7 +138,7 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
     except OSError as error:
-        raise not_written(path, error) from error
+        raise write_error(path, error) from error
     size, mtime_ns = path.stat().st_size, path.stat().st_mtime_ns
     rows, sha256 = batch.num_rows, _file_sha256(path)
     return ShardInfo(file=path.name, rows=rows, bytes=size, sha256=sha256, mtime_ns=mtime_ns)

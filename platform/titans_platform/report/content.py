@@ -178,13 +178,11 @@ class Links:
 
     address: str
     experiment: str
-    view: str = ""
-    """Name of the saved view of the study's cells."""
 
     @property
     def cells(self) -> str:
-        """The list of the study's cells with its columns chosen."""
-        return f"{self.address}/#/experiments/{self.experiment}/runs?viewStateShareKey=titans-{self.view}"
+        """The experiment's list of runs."""
+        return f"{self.address}/#/experiments/{self.experiment}/runs"
 
     def run(self, run_id: str) -> str:
         """The page of one run."""

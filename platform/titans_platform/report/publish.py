@@ -25,7 +25,6 @@ from titans_platform.report.picture import Line, Picture, save, svg
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.result import Result
 from titans_platform.study.schedule import MANIFEST, SEARCH
-from titans_platform.study.tracker import shown
 from titans_platform.text import NONE, plural
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def write_views(table: Table, store: Store | None = None, address: str | None = 
     search = read_json(folder / SEARCH) or {}
     drawn = figure.pictures(figure_data(table, store.curves(_runs(table)) if store else {}, search))
     server = store.server if store else None
-    links = Links((address or server or UI).rstrip("/"), store.experiment, folder.name) if store else None
+    links = Links((address or server or UI).rstrip("/"), store.experiment) if store else None
     notes = [search["line"]] if "line" in search else []
     notes += [f"Found: {search['set']}"] if search.get("set") else []
     local = not (address or server)
@@ -234,10 +233,6 @@ def log_views(store: Store, table: Table, paths: dict[str, Path]) -> str:
     log.summary({name: mean for name, mean in means.items() if mean is not None})
     for run, result in _runs(table).items():
         store.amend(run, _in_units(table, result), result["config"]["optim"]["steps"])
-    # the study's cells with the columns to compare them by, the best of the first on top
-    key, column = next(iter(table.columns.items()))
-    columns = shown((row.row for row in table.rows), table.columns)
-    store.save_view(table.run.label, run_id, columns, f"metrics.`{key}`", not column.higher_is_better)
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
 

@@ -22,7 +22,7 @@ import torch
 from titans_core import Model
 from titans_kernels import forms_used
 from titans_platform.errors import Interrupted, TitansError
-from titans_platform.files import where_there_is_room
+from titans_platform.files import ignore_disk_full
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.cost import training_flops
@@ -86,12 +86,12 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
         except Interrupted:
             raise
         except Exception as error:
-            with where_there_is_room():
+            with ignore_disk_full():
                 folder.record_failure(error, spec.commit)
             raise
         finally:
             folder.has_ended()
-            with where_there_is_room():
+            with ignore_disk_full():
                 folder.record_time(began, seconds)
         folder.drop_stale()
         return outcome.result

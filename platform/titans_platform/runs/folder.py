@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.errors import TitansError
-from titans_platform.files import held, is_locked, read_json, write_json
+from titans_platform.files import file_lock, is_locked, read_json, write_json
 from titans_platform.runs.result import Result
 
 CONFIG = "config.json"
@@ -195,7 +195,7 @@ class RunFolder:
         A driver killed a moment ago may leave a worker for some seconds, and the next one waits for it
         rather than write into the same folder.
         """
-        with held(self.path / LOCK, wait) as got:
+        with file_lock(self.path / LOCK, wait) as got:
             if not got:
                 raise Busy(f"run {self.name}: another process works on it; wait for it, or stop it")
             yield

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_platform.errors import TitansError, one_line
-from titans_platform.files import not_written, read_json, write_json
+from titans_platform.files import read_json, write_error, write_json
 from titans_platform.runs.folder import LOGGED
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Journal:
                     with self._file.open("rb") as file:
                         os.fsync(file.fileno())
         except OSError as error:
-            raise not_written(self._file, error) from error
+            raise write_error(self._file, error) from error
 
     def close(
         self, end: Callable[[RunLog], object], status: str | None, wait: float = END_SECONDS

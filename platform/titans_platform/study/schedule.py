@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.errors import Interrupted, TitansError, UsageError
-from titans_platform.files import held, write_json
+from titans_platform.files import file_lock, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.ray_session import die_with_parent, ray_session
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec
@@ -30,7 +30,7 @@ MAX_DEATHS = 3
 def only_driver(run: StudyRun) -> Iterator[None]:
     """Keep a second driver off the same study; the lock dies with the process."""
     # longer than another shell's sweep status looks at it
-    with held(run.folder / "lock", timeout=2) as got:
+    with file_lock(run.folder / "lock", timeout=2) as got:
         if not got:
             raise UsageError(f"{run.label}: another sweep run works on it under {run.root}; see sweep status")
         yield

@@ -17,7 +17,7 @@ from typing import Any
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import Interrupted, TitansError, UsageError
-from titans_platform.files import held, read_json, write_json
+from titans_platform.files import file_lock, read_json, write_json
 from titans_platform.loading import overlay
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.ray_session import die_with_parent
@@ -283,7 +283,7 @@ def _number(run: StudyRun, name: str, params: dict[str, Any]) -> int:
     listed = run.folder / TRIALS
     path = listed / f"{name}.json"
     # trials that start together must not take the same number
-    with held(listed / ".lock", timeout=30):
+    with file_lock(listed / ".lock", timeout=30):
         if (known := read_json(path)) is not None:
             return int(known["number"])
         number = len(list(listed.glob("*.json")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -33,8 +33,6 @@ ALWAYS = {
     "global_batch_size": "optim.global_batch_size",
     "lr": "optim.lr",
 }
-SHOWN = 4
-"""Columns of parameters before those of the measures; one screen of MLflow's list holds both."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +117,3 @@ def fields(rows: Iterable[Row]) -> dict[str, str]:
     last = [key.rpartition(".")[2] for key in more]
     unique = [word not in ALWAYS and last.count(word) == 1 for word in last]
     return ALWAYS | {word if alone else key: key for word, key, alone in zip(last, more, unique, strict=True)}
-
-
-def shown(rows: Iterable[Row], measures: Mapping[str, Any]) -> list[str]:
-    """The columns of the runs' list in MLflow, left to right: what is measured within the first screen.
-
-    Seed and the first of the fields that rows differ in come before the measures, the others after them.
-    """
-    rows = list(rows)
-    changed = {key for row in rows for key in flatten(row.set)}
-    named = ["seed", *(name for name, field in fields(rows).items() if field in changed)]
-    params = [f"params.`{name}`" for name in named]
-    numbers = [f"metrics.`{name}`" for name in (*measures, "parameters", "train_seconds")]
-    return [*params[:SHOWN], *numbers[: len(measures)], *params[SHOWN:], *numbers[len(measures) :]]

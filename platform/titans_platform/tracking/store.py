@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import os
 import sqlite3
-import time
 import urllib.error
 import urllib.request
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +34,6 @@ STORE = "TITANS_MLFLOW"
 """Address of an MLflow server to use in place of the SQLite file under the root."""
 CELL_TAG = "titans.cell"
 STUDY_TAG = "titans.study"
-_VIEW = "mlflow.sharedViewState."
 _PARAM_LENGTH = 6000
 """Characters of a param that MLflow takes."""
 
@@ -239,40 +234,10 @@ class Store:
         )
         return runs[0].info.run_id if runs else None
 
-    def save_view(
-        self, name: str, parent: str, columns: Sequence[str], order: str, ascending: bool = True
-    ) -> None:
-        """Save a view of a study's cells in MLflow's list of runs: `?viewStateShareKey=titans-NAME`.
-
-        Experimental: saved views are what MLflow's own pages keep as a tag of the experiment, which no
-        interface promises. A version of it that does not know them shows the list as it always is.
-        """
-        now = int(time.time() * 1000)
-        state = {
-            "searchFilter": f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'",
-            # by time of start runs would be folded below their parent
-            "orderByKey": order,
-            "orderByAsc": ascending,
-            "startTime": "ALL",
-            "lifecycleFilter": "Active",
-            "datasetsFilter": [],
-            "modelVersionFilter": "All Runs",
-            "selectedColumns": list(columns),
-            "columnOrder": list(columns),
-            "runsHiddenMode": "SHOWALL",
-        }
-        packed = base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
-        view = {"name": name, "createdAt": now, "updatedAt": now, "state": f"deflate;{packed}"}
-        self.client.set_experiment_tag(self.experiment, f"{_VIEW}titans-{name}", json.dumps(view))
-
     @property
     def page(self) -> str:
-        """Where a server shows the runs, below its address: in the view saved last, if there is one."""
-        tags = self.client.get_experiment(self.experiment).tags
-        saved = [key for key in tags if key.startswith(_VIEW)]
-        newest = max(saved, key=lambda key: json.loads(tags[key])["updatedAt"], default="")
-        view = f"?viewStateShareKey={newest.removeprefix(_VIEW)}" if newest else ""
-        return f"#/experiments/{self.experiment}/runs{view}"
+        """Where a server lists the runs, below its address."""
+        return f"#/experiments/{self.experiment}/runs"
 
     def _create(self, name: str, tags: dict[str, str]) -> str:
         tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from titans_core.backbone import ModelState
 from titans_core.memory_file import flatten_state, restore_state
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
-from titans_platform.files import PATIENCE, backoff, may_pass, not_written, patiently
+from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.manifest import MANIFEST, fault, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
@@ -130,7 +130,7 @@ class Saver:
                 if rank() == 0:
                     shutil.rmtree(_partial(final), ignore_errors=True)
                 cause = _cause(failed)
-                kind = StorageError if may_pass(cause) else TitansError
+                kind = StorageError if is_transient(cause) else TitansError
                 return kind(f"{final}: cannot be written: {one_line(cause)}")
         self._failures = 0
         return None
@@ -277,7 +277,7 @@ def _bring(path: Path, trainer: Trainer) -> None:
     trainer.state = _load_streams(path, trainer)
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         set_rng_state(own)
-    trainer.progress = patiently(lambda: read_manifest(path)).progress
+    trainer.progress = retry_transient(lambda: read_manifest(path)).progress
 
 
 def _on(device: torch.device, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -303,7 +303,7 @@ def adopt(point: Path, folder: Path, trained: Callable[[Progress], Progress]) ->
         write_manifest(partial, trained(read_manifest(point).progress))
         os.replace(partial, final)
     except OSError as error:
-        raise not_written(final, error) from error
+        raise write_error(final, error) from error
     return final
 
 
@@ -393,11 +393,11 @@ def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:
             # the same on all workers, so that all try again
-            raise cause if may_pass(cause := _cause(error)) else error from None
+            raise cause if is_transient(cause := _cause(error)) else error from None
 
     try:
         with _quiet():
-            patiently(load)
+            retry_transient(load)
     except CheckpointException as error:
         raise UsageError(f"{path}: cannot be loaded: {one_line(_cause(error))}; delete it") from error
 
@@ -428,7 +428,7 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def saved(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first, whole or not. Raises StorageError."""
-    return patiently(lambda: sorted(folder.glob("step-*"), reverse=True))
+    return retry_transient(lambda: sorted(folder.glob("step-*"), reverse=True))
 
 
 def step_of(path: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from titans_platform.files import may_pass, patiently
+from titans_platform.files import is_transient, retry_transient
 from titans_platform.training.loop import Progress
 
 SCHEMA = 2
@@ -59,7 +59,7 @@ def fault(folder: Path) -> str | None:
 
     Storage that fails for a while is waited for. Raises StorageError.
     """
-    return patiently(lambda: _fault(folder))
+    return retry_transient(lambda: _fault(folder))
 
 
 def _fault(folder: Path) -> str | None:
@@ -70,7 +70,7 @@ def _fault(folder: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:
-        if may_pass(error):
+        if is_transient(error):
             raise
         return str(error)
     return None
