@@ -52,6 +52,7 @@ FROZEN = {
     "--checkpoint-every --cluster --dry-run --json",
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
+    "tasks": "STUDY --scale --task --length --json",
     "train": "CONFIG --set --root --workers --gpus --checkpoint-every --profile --name --dry-run --json",
     "ui": "--root --store --host --port --no-browser --dry-run",
 }

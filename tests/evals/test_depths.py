@@ -12,6 +12,7 @@ from tests.evals.test_run import COMPACT, Oracle, config, prepared, solve_needle
 from titans_core import LanguageModel
 from titans_platform.cli.train import bucket_tables
 from titans_platform.evals import Item, evaluate
+from titans_platform.runs.result import Measures
 
 TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
 
@@ -29,19 +30,22 @@ def test_needles_are_counted_by_depth():
     assert buckets["0-10%"] == 1.0
     assert buckets["90-100%"] == 0.0
     # of several questions each has a depth of its own
-    both = evaluate(Oracle(early), prepared(), config("needle", {**COMPACT, "needles": 2, "queries": 2}), 80)
-    assert both["buckets"] == {}
+    several = config("needle", {**COMPACT, "needles": 2, "queries": 2}, items=120)
+    ((_, both),) = evaluate(Oracle(early), prepared(), several, 80)["buckets"].items()
+    assert list(both) == TENTHS
+    assert both["0-10%"] > both["90-100%"]
 
 
 def test_the_bucket_of_an_item_is_no_part_of_what_it_is():
     pieces = (("a", False), ("b", True))
-    assert Item(pieces, "0-10%").hash == Item(pieces).hash
+    assert Item(pieces, ("0-10%",)).hash == Item(pieces).hash
 
 
 def test_depths_are_printed_by_length_and_positions_beside_them():
     needle = dict(zip(TENTHS, (1.0, 0.5, *8 * [0.0]), strict=True))
     keys = {"pk/needle-passkey@64": needle, "pk/needle-passkey@1024": {"0-10%": 0.25}}
-    tables = list(bucket_tables({"buckets": keys | {"lm/perplexity@64": {"32-63": 7.5}}}))
+    measures = Measures.model_validate({"buckets": keys | {"lm/perplexity@64": {"32-63": 7.5}}})
+    tables = list(bucket_tables(measures))
     out = io.StringIO()
     for table in tables:
         Console(file=out, width=60).print(table)

@@ -347,7 +347,8 @@ def fake_lm_eval(monkeypatch):
 def test_harness_results_become_a_measurement(fake_lm_eval):
     found = evaluate(Likes("q"), PREPARED, LM_EVAL, 50)
     (measured,) = found["tasks"].values()
-    assert measured == {"value": 0.4, "stderr": 0.15, "chance": 0.375, "floor": None, "items": 14}
+    levels = {"chance": 0.375, "floor": None, "heuristic": None}
+    assert measured == {"value": 0.4, "stderr": 0.15, "items": 14, **levels}
     assert fake_lm_eval["limit"] == 7
     assert fake_lm_eval["tasks"] == ["piqa", "arc_easy"]
     (good, _), (bad, _) = fake_lm_eval["answers"]

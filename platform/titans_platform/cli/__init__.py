@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
     "paper": ("paper", "paper", "Write one page of the paper's tables and figures, ours beside them."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
+    "tasks": ("tasks", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
     "train": ("train", "train", "Train and measure one model."),
     "ui": ("ui", "ui", "Open MLflow on the store of the runs."),
 }

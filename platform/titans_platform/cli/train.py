@@ -329,12 +329,16 @@ def measures_table(result: Measures) -> Table:
     table.add_column("")
     for heading in ("value", "± s.e.", "chance", "floor", "items"):
         table.add_column(heading, justify="right")
+    heuristics = any(task.heuristic for task in result.tasks.values())
+    if heuristics:
+        table.add_column("the floor is reached by")
     for column, value in result.columns.items():
         table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result.chance.get(column)))
         for name, task in result.tasks.items():
             if name.partition("/")[0] == column:
                 measured = map(number, (task.value, task.stderr, task.chance, task.floor))
-                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}")
+                last = (task.heuristic or "",) if heuristics else ()
+                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
     return table
 
 

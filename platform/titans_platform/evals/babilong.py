@@ -10,7 +10,6 @@ import random
 import re
 from functools import lru_cache
 from itertools import chain
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -48,11 +47,6 @@ class Babilong(Babi):
 
     name = "babilong"
     Options = BabilongOptions
-
-    @property
-    def floor(self) -> float:
-        """What one of the answers that occur in the facts gives, each as often as another."""
-        return floor_of(self._questions())
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """A question drawn from those that fit, the rest of the row being the book."""
@@ -116,6 +110,9 @@ class BabilongHub(Babi):
     def label(self) -> str:
         """Name, task and length: `babilong_hub-qa1-4k`."""
         return f"{super().label}-{self.options.length}"
+
+    def _story(self, before: str) -> str:
+        return before.rpartition("\nQuestion: ")[0]
 
     def _questions(self) -> tuple[Item, ...]:
         options = self.options
@@ -188,18 +185,3 @@ def _from_a_sentence(text: str, start: float, characters: int) -> str:
     """`characters` characters from the sentence on that begins after a share of the text."""
     begins = ENDS.search(text, int(start * len(text)))
     return cycle(text, begins.end() % len(text) if begins else 0, characters)
-
-
-@lru_cache(maxsize=8)
-def floor_of(questions: tuple[Item, ...]) -> float:
-    """The mean over questions of one over the answers in the facts, 0 where the right one is not among them.
-
-    Answers are those of all of the questions.
-    """
-    answers = {parts_of(item)[2] for item in questions}
-    found = []
-    for item in questions:
-        facts, _, answer = parts_of(item)
-        said = answers & set(re.findall(r"\w+", " ".join(facts)))
-        found.append(1 / len(said) if answer in said else 0.0)
-    return fmean(found)

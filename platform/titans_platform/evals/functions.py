@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 import random
 import string
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from typing import Annotated, Any
 
@@ -23,8 +26,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.recall import Associative, Block, QueryOptions
-from titans_platform.evals.registry import register
+from titans_platform.evals.recall import Associative, Block, QueryOptions, key_and_pairs
+from titans_platform.evals.registry import Heuristic, register
 
 BEND = 2.0
 """Scale of what goes into tanh: at 1 a linear map does nearly as well as the net, at 3 near inputs differ."""
@@ -85,14 +88,20 @@ class Functions(Associative):
         return 1 / self.options.classes
 
     @property
-    def floor(self) -> float:
-        """The class that most inputs not seen yet are in: outputs seen tell which. A mean of 4,000 draws."""
-        sizes = np.bincount(self._classes(np.arange(len(self._points))))
-        seen, queries = self.options.examples, self.options.queries or self.options.examples
-        rng = np.random.default_rng(0)
-        unseen = [len(self._points) - seen - asked for asked in range(queries)]
-        best = [rng.multivariate_hypergeometric(sizes, left, 4000).max(1).mean() / left for left in unseen]
-        return float(np.mean(best))
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Guesses by outputs alone or by one letter; the nearest example is what the task asks for."""
+        first, last = partial(_sharing_letter, 0), partial(_sharing_letter, -1)
+        return {
+            "the output seen least": self._seen_least,
+            "the newest example with the same first letter": first,
+            "the newest example with the same last letter": last,
+        }
+
+    def _seen_least(self, before: str) -> list[str]:
+        """All outputs are equally frequent over all inputs, so the one seen least has most inputs left."""
+        counts = Counter(map(str, range(self.options.classes)))
+        counts.update(key_and_pairs(before)[1].values())
+        return [output for output, count in counts.items() if count == min(counts.values())]
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
         """Inputs that come up once in the row."""
@@ -122,3 +131,8 @@ class Functions(Associative):
 def _gauss(rng: random.Random, *shape: int) -> NDArray[np.float64]:
     """Standard normal numbers; Python's, whose stream is the same in every version."""
     return np.array([rng.gauss(0, 1) for _ in range(math.prod(shape))]).reshape(shape)
+
+
+def _sharing_letter(place: int, before: str) -> list[str]:
+    key, bound = key_and_pairs(before)
+    return [output for name, output in bound.items() if name[place] == key[place]][-1:]

@@ -40,8 +40,8 @@ class Item:
     """One row: `(text, is_answer)` pieces in reading order; each answer follows at least one other piece."""
 
     pieces: tuple[tuple[str, bool], ...]
-    bucket: str | None = None
-    """What it is counted under besides the whole, as the depth of a needle."""
+    buckets: tuple[str, ...] = ()
+    """What each answer is counted under besides the whole, as the depth of a needle; none: no buckets."""
 
     @cached_property
     def text(self) -> str:
@@ -53,8 +53,16 @@ class Item:
         """16 hex digits of the text's sha256: two items with the same text are the same item."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
+    def questions(self) -> Iterator[tuple[str, str]]:
+        """(all text before the answer, answer) of each answer."""
+        before = ""
+        for text, is_answer in self.pieces:
+            if is_answer:
+                yield before, text
+            before += text
 
-def item_of(pieces: Iterable[tuple[str, bool]], bucket: str | None = None) -> Item:
+
+def item_of(pieces: Iterable[tuple[str, bool]], buckets: tuple[str, ...] = ()) -> Item:
     """Item of `pieces` with neighbours of the same kind joined and empty ones left out.
 
     Pieces are tokenised one by one, so that an answer's tokens are its own; joining first keeps a
@@ -66,7 +74,7 @@ def item_of(pieces: Iterable[tuple[str, bool]], bucket: str | None = None) -> It
             ("".join(text for text, _ in run), is_answer)
             for is_answer, run in groupby(kept, key=lambda piece: piece[1])
         ),
-        bucket,
+        buckets,
     )
 
 

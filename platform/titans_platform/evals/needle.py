@@ -3,7 +3,7 @@
 `style="ruler"` is RULER's task with its templates: a pass-key in repeated noise (S-NIAH-1), a number in
 prose (S-NIAH-2), a uuid in prose (S-NIAH-3; Table 2 of the Titans paper calls it W). Its haystack of
 essays is made prose here, or the file at `path`.
-Of rows with one question the share of right answers is given by depth too, in tenths of the haystack.
+The share of right answers is given by depth too, in tenths of the haystack.
 `style="compact"` is the task for models of some 64 to 512 bytes of context: `K:47;` somewhere in
 lower-case filler, `?K:` at the end.
 """
@@ -14,7 +14,7 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -31,7 +31,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic, register
 from titans_platform.evals.texts import cycle, prose_of
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -87,13 +87,27 @@ class Needle(GeneratedTask):
             return (16.0 if uuids else 10.0) ** -self.options.digits
         return 1 / UUID_VALUES if uuids else 1 / 9_000_000
 
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Guesses that ignore the key: with one needle in the row they are right."""
+        compact = re.compile(r"[A-Z]:(\w+);")
+        ruler = re.compile(r"One of the special magic \w+ for [\w-]+ is: ([\w-]+)\.")
+        stated = compact if self.options.style == "compact" else ruler
+
+        def unanswered(before: str) -> list[str]:
+            answers = re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)
+            said = {"".join(answer) for answer in answers}
+            return [value for value in stated.findall(before) if value not in said]
+
+        return {"any value stated": stated.findall, "any value not yet answered": unanswered}
+
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """Needles at independent uniform depths, queries of different keys in random order at the end."""
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)
         depths = sorted(rng.random() for _ in values)
-        # of several answers in a row each has a depth of its own
-        only = depths[list(values).index(queried[0])] if len(queried) == 1 else None
+        depth_of = dict(zip(values, depths, strict=True))
+        buckets = tuple(depth_bucket(depth_of[key]) for key in queried)
         seed = rng.getrandbits(64)
         opening, needle, question, answer = self._templates()
         needles = [[(needle.format(key=key, value=value), False)] for key, value in values.items()]
@@ -104,7 +118,7 @@ class Needle(GeneratedTask):
             pieces = [(opening, False), *scatter(haystack, needles, spots)]
             for key in queried:
                 pieces += [(question.format(key=key), False), (answer.format(value=values[key]), True)]
-            return item_of(pieces, None if only is None else depth_bucket(only))
+            return item_of(pieces, buckets)
 
         return fill(build, length, tokenizer)
 

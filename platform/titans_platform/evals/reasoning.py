@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -20,22 +21,22 @@ from pydantic import Field
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, murmur, prose, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.evals.story import (
+    HEURISTICS,
+    MARKS,
+    NUMBERS,
+    PEOPLE,
+    PLACES,
+    THINGS,
+    VERBS,
+    Fact,
+    Kind,
+    Told,
+    World,
+    read_story,
+)
 
-Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
-
-PEOPLE = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jacob",
-          "Karin", "Lucas", "Maria")  # fmt: skip
-PLACES = ("kitchen", "garden", "office", "hallway", "bathroom", "bedroom", "library", "cellar", "attic",
-          "garage", "balcony", "pantry", "studio")  # fmt: skip
-THINGS = ("apple", "football", "milk", "newspaper", "umbrella", "bottle", "teapot", "wallet", "camera",
-          "banana", "key", "vase", "scarf")  # fmt: skip
-VERBS = {
-    "move": ("went to", "moved to", "travelled to", "walked to"),
-    "get": ("got", "picked up", "took", "grabbed"),
-    "drop": ("dropped", "put down", "left", "discarded"),
-}
-MARKS = {"move": "", "get": "+", "drop": "-"}
 QUESTIONS = {
     "one_fact": ("?{subject}", "Where is {subject}?"),
     "two_facts": ("?{subject}", "Where is the {subject}?"),
@@ -44,8 +45,8 @@ QUESTIONS = {
     "counting": ("?{subject}#", "How many things is {subject} carrying?"),
 }
 """Of each kind, in compact style and in prose."""
-NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
-ATTEMPTS = 2000
+ATTEMPTS = 200
+"""Stories that are drawn in search of one with enough answers."""
 Count = Annotated[int, Field(ge=2, le=13)]
 
 
@@ -56,73 +57,13 @@ class ReasoningOptions(Frozen):
     style: Literal["prose", "compact"] = "prose"
     people: Count = 4
     places: Count = 6
-    things: Annotated[int, Field(ge=1, le=13)] = 3
+    things: Annotated[int, Field(ge=1, le=13)] = 5
     facts: Annotated[int, Field(ge=1)] | None = None
     """Facts of a story, the rest of the row being filler between them; None: facts fill the row."""
     questions: Annotated[int, Field(ge=1)] = 1
     """The last one ends the row; further ones stand anywhere in the story."""
     max_count: Annotated[int, Field(ge=1, le=6)] = 2
     """counting: answers are 0 to this, equally often."""
-
-
-class Fact(NamedTuple):
-    """One thing that happened: `person` moved to place `target`, or got or dropped thing `target`."""
-
-    action: Literal["move", "get", "drop"]
-    person: str
-    target: str
-
-
-class World:
-    """People who walk between places, pick things up and put them down; stories are its history.
-
-    It is what is known after the facts so far: a person or thing no fact has named is nowhere.
-    """
-
-    def __init__(self, people: Sequence[str], places: Sequence[str], things: Sequence[str]) -> None:
-        self.people, self.places, self.things = people, places, things
-        # where each person is
-        self.place_of: dict[str, str] = {}
-        # who carries each thing seen so far; None: it lies where it was put down
-        self.holder_of: dict[str, str | None] = {}
-        # places each thing has been at, in order, without immediate repeats
-        self.visits: dict[str, list[str]] = {}
-        # where someone went last
-        self.latest_place = ""
-
-    def apply(self, fact: Fact) -> None:
-        """Update the state by `fact`."""
-        if fact.action == "move":
-            self.place_of[fact.person] = self.latest_place = fact.target
-            for thing in self.carried(fact.person):
-                self.visits[thing].append(fact.target)
-        elif fact.action == "get":
-            self.holder_of[fact.target] = fact.person
-            self.visits.setdefault(fact.target, [self.place_of[fact.person]])
-        else:
-            self.holder_of[fact.target] = None
-
-    def carried(self, person: str) -> list[str]:
-        """Things `person` carries."""
-        return [thing for thing, holder in self.holder_of.items() if holder == person]
-
-    def reachable(self, person: str) -> list[str]:
-        """Things `person` could pick up here: those lying here, and those nobody has seen yet."""
-        here = self.place_of[person]
-        lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
-        return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
-
-    def next_fact(self, rng: random.Random, *, things: bool) -> Fact:
-        """Something that may happen now; `things`: picking up and putting down too."""
-        person = rng.choice(self.people)
-        here = self.place_of.get(person)
-        if things and here is not None:
-            roll = rng.random()
-            if roll < 0.35 and (near := self.reachable(person)):
-                return Fact("get", person, rng.choice(near))
-            if roll > 0.85 and (held := self.carried(person)):
-                return Fact("drop", person, rng.choice(held))
-        return Fact("move", person, rng.choice([place for place in self.places if place != here]))
 
 
 class Question(NamedTuple):
@@ -137,11 +78,13 @@ class Question(NamedTuple):
 class Reasoning(GeneratedTask):
     """Answers that follow from the story so far.
 
-    Answers are balanced: yes and no, and every count, are drawn before the story is made to fit; places
-    are interchangeable, so each is the answer equally often, and the latest no more often than the others.
+    A story is drawn in which several questions with different answers can be asked, and each of these answers
+    is equally likely, so the story without the question says little about the answer. A no-question names a
+    place where the person has been before, and where somebody else is now.
     """
 
     name = "reasoning"
+    version = 2
     Options = ReasoningOptions
 
     def __init__(self, options: ReasoningOptions | None = None) -> None:
@@ -168,19 +111,23 @@ class Reasoning(GeneratedTask):
             "counting": 1 / (self.options.max_count + 1),
         }[self.options.kind]
 
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Guesses that do not read the question, or read of it one name alone."""
+        return {name: partial(self._guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
+
+    def _guess(self, guess: Callable[[Told], Sequence[str]], before: str) -> Sequence[str]:
+        return guess(read_story(before, World(*self._names), compact=self._compact))
+
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """A story with its questions; filler (compact: small letters) takes what is left of the row."""
-        targets = [self._draw_target(rng) for _ in range(self.options.questions)]
-        for _ in range(ATTEMPTS):
-            story = self._story(rng, length, tokenizer)
-            asks = self._place_asks(rng, story, targets)
-            if asks is not None:
-                break
-        else:
+        story = self._open_story(rng, length, tokenizer)
+        if story is None:
             raise UsageError(
                 f"options.facts: no story that {length} tokens hold answers {self.options.kind};"
                 " use longer rows, more facts, or fewer people"
             )
+        asks = self._place_asks(rng, story)
         *sentences, last = self._tell(rng, story, asks)
         depths = sorted(rng.random() for _ in sentences)
         seed = rng.getrandbits(64)
@@ -194,22 +141,49 @@ class Reasoning(GeneratedTask):
 
         return fill(build, length, tokenizer)
 
-    def _draw_target(self, rng: random.Random) -> str | None:
-        """The answer a question must have; None: whatever it is."""
-        if self.options.kind == "yes_no":
-            return rng.choice("YN")
-        if self.options.kind == "counting":
-            return str(rng.randint(0, self.options.max_count))
-        return None
+    @property
+    def _answers_wanted(self) -> int:
+        """Different answers that questions at the end of a story should have."""
+        options = self.options
+        return {
+            "one_fact": min(options.people, options.places),
+            "two_facts": min(3, options.things),
+            "three_facts": 4,
+            "yes_no": 2,
+            "counting": options.max_count + 1,
+        }[options.kind]
+
+    def _open_story(
+        self, rng: random.Random, length: int, tokenizer: Tokenizer
+    ) -> list[tuple[Fact, str]] | None:
+        """The first story with enough different answers at its end, or after ATTEMPTS the best so far.
+
+        Returns:
+            None if no story has a question at its end.
+        """
+        most, best = 0, None
+        for _ in range(ATTEMPTS):
+            story = self._story(rng, length, tokenizer)
+            world = World(*self._names)
+            for fact, _ in story:
+                world.apply(fact)
+            answers = len({question.answer for question in self._candidates(world)})
+            if answers > most:
+                most, best = answers, story
+            if answers >= self._answers_wanted:
+                break
+        return best
 
     def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> list[tuple[Fact, str]]:
         """Facts with their sentences: `options.facts`, or as many as leave space for the questions."""
         things = self.options.kind in ("two_facts", "three_facts", "counting")
+        # who counts what was picked up alone should be wrong more often than not
+        drops = 0.5 if self.options.kind == "counting" else 0.15
         world = World(*self._names)
         space = length - 1 - self.options.questions * self._question_cost(tokenizer)
         story: list[tuple[Fact, str]] = []
         while self.options.facts is None or len(story) < self.options.facts:
-            fact = world.next_fact(rng, things=things)
+            fact = world.next_fact(rng, things=things, drops=drops, alone=self.options.kind != "yes_no")
             sentence = self._sentence(fact, rng)
             space -= len(tokenizer.encode(sentence))
             if self.options.facts is None and space < 0:
@@ -229,30 +203,18 @@ class Reasoning(GeneratedTask):
         pieces = self._question(Question(subject, place, answer))
         return slack + sum(len(tokenizer.encode(text)) for text, _ in pieces)
 
-    def _place_asks(
-        self, rng: random.Random, story: list[tuple[Fact, str]], targets: list[str | None]
-    ) -> list[tuple[int, str | None]] | None:
-        """After how many facts each question is put, where it can have its target; None where one cannot."""
-        times: dict[str | None, list[int]] = {target: [] for target in targets}
+    def _place_asks(self, rng: random.Random, story: list[tuple[Fact, str]]) -> list[int]:
+        """After how many facts each question is put, in order; the last one ends the row."""
+        times = []
         world = World(*self._names)
         for time, (fact, _) in enumerate(story, start=1):
             world.apply(fact)
-            for target, feasible in times.items():
-                if self._candidates(world, target):
-                    feasible.append(time)
-        asks = []
-        for index, target in enumerate(targets):
-            feasible = times[target]
-            if index == len(targets) - 1:
-                # it ends the row
-                feasible = [time for time in feasible if time == len(story)]
-            if not feasible:
-                return None
-            asks.append((rng.choice(feasible), target))
-        return sorted(asks, key=lambda ask: ask[0])
+            if self._candidates(world):
+                times.append(time)
+        return sorted([*rng.choices(times, k=self.options.questions - 1), len(story)])
 
-    def _candidates(self, world: World, target: str | None) -> list[Question]:
-        """What can be asked now with `target` as the answer."""
+    def _candidates(self, world: World) -> list[Question]:
+        """What can be asked now."""
         match self.options.kind:
             case "one_fact":
                 return [Question(person, "", place) for person, place in world.place_of.items()]
@@ -266,27 +228,33 @@ class Reasoning(GeneratedTask):
                     if visits.count(place) == 1
                 ]
             case "yes_no":
-                return self._yes_no(world, target == "Y")
+                return self._yes_no(world)
             case _:
-                people = [person for person in world.place_of if str(len(world.carried(person))) == target]
-                return [Question(person, "", str(target)) for person in people]
+                counts = {person: len(world.carried(person)) for person in world.place_of}
+                return [
+                    Question(person, "", str(count))
+                    for person, count in counts.items()
+                    if count <= self.options.max_count
+                ]
 
-    def _yes_no(self, world: World, yes: bool) -> list[Question]:
-        """Questions with that answer, over pairs of people who are apart.
+    def _yes_no(self, world: World) -> list[Question]:
+        """Where a person is (yes), and where the person was before and another one is now (no).
 
-        yes names the one's own place, no the other's: person and place alone then say nothing about
-        the answer, each pair of them being asked about as often with either.
+        Each place comes with both answers, so the place alone says nothing about the answer.
         """
-        places = world.place_of.items()
-        others = [(person, here, there) for person, here in places for there in world.place_of.values()]
-        apart = [(person, here if yes else there) for person, here, there in others if here != there]
-        if not apart:
-            # everyone is in one place: any other will do
-            apart = [(person, p) for person, here in places for p in world.places if (p == here) == yes]
-        return [Question(person, place, "Y" if yes else "N") for person, place in apart]
+        found = []
+        for person, here in world.place_of.items():
+            left = [
+                other
+                for other, there in world.place_of.items()
+                if there != here and here in world.been[other]
+            ]
+            for other in left:
+                found += [Question(person, here, "Y"), Question(other, here, "N")]
+        return found
 
     def _tell(
-        self, rng: random.Random, story: list[tuple[Fact, str]], asks: list[tuple[int, str | None]]
+        self, rng: random.Random, story: list[tuple[Fact, str]], asks: list[int]
     ) -> Iterator[list[tuple[str, bool]]]:
         """The story's sentences and questions in order, each as pieces."""
         world = World(*self._names)
@@ -294,25 +262,26 @@ class Reasoning(GeneratedTask):
         for time, (fact, sentence) in enumerate(story, start=1):
             world.apply(fact)
             yield [(sentence, False)]
-            while asks and asks[0][0] == time:
-                (_, target), *asks = asks
-                question = self._pose(rng, world, target, before)
+            while asks and asks[0] == time:
+                asks = asks[1:]
+                question = self._pose(rng, world, before)
                 before = question.subject
                 pieces = self._question(question)
                 # nothing follows the last answer
                 yield pieces if asks else pieces[:-1]
 
-    def _pose(self, rng: random.Random, world: World, target: str | None, before: str) -> Question:
+    def _pose(self, rng: random.Random, world: World, before: str) -> Question:
         """A question that holds in `world`, on another subject than `before` where there is one.
 
-        The place named last is the answer no more often than any other: guessing it gives chance.
+        All answers that are possible are equally likely.
         """
-        questions = self._candidates(world, target)
+        questions = self._candidates(world)
         questions = [question for question in questions if question.subject != before] or questions
-        if self.options.kind in ("one_fact", "two_facts"):
-            latest = rng.random() < 1 / self.options.places
-            fitting = [q for q in questions if (q.answer == world.latest_place) == latest]
-            questions = fitting or questions
+        answer = rng.choice(sorted({question.answer for question in questions}))
+        questions = [question for question in questions if question.answer == answer]
+        if self.options.kind == "counting":
+            # otherwise the things that a person picked up are mostly those that the person carries
+            questions = [question for question in questions if question.subject in world.dropped] or questions
         return rng.choice(questions)
 
     def _filler(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:

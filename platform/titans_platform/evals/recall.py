@@ -16,10 +16,13 @@ independently. So answers say nothing about later ones, and guessing among a row
 from __future__ import annotations
 
 import random
+import re
 import string
 from abc import abstractmethod
 from bisect import bisect_right
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from itertools import accumulate, product
 from typing import Annotated, Any, Literal
 
@@ -27,7 +30,7 @@ from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic, register
 
 BLANK = "."
 NOISE = ".,;:-+*/"
@@ -100,6 +103,27 @@ def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
     return drawn
 
 
+_KEY = rf"[A-Z{re.escape(''.join(mark for mark in KEYS if not mark.isalpha()))}]+"
+PAIR, ASKED = re.compile(rf"({_KEY})([0-9a-z]+)"), re.compile(rf"{_KEY}$")
+
+
+@lru_cache(maxsize=1)
+def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
+    """The key asked about at the end of a text, and the latest value of every key, in order of binding."""
+    bound: dict[str, str] = {}
+    for key, value in PAIR.findall(before):
+        bound.pop(key, None)
+        bound[key] = value
+    asked = ASKED.search(before)
+    return asked[0] if asked else "", bound
+
+
+def newest_value(before: str) -> list[str]:
+    """The value read last."""
+    _, bound = key_and_pairs(before)
+    return list(bound.values())[-1:]
+
+
 class Associative(GeneratedTask):
     """Blocks of pairs, each followed by questions; a task says what its blocks are."""
 
@@ -118,9 +142,15 @@ class Associative(GeneratedTask):
         return 1 / self.options.values
 
     @property
-    def floor(self) -> float:
-        """The most frequent of the values that the block has."""
-        return -(-self.bound // self.options.values) / self.bound
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Guesses that bind no value to a key."""
+        return {"any value of the newest block": self._values_of_block, "the newest value": newest_value}
+
+    def _values_of_block(self, before: str) -> list[str]:
+        """The most frequent values of the keys that were bound last."""
+        _, bound = key_and_pairs(before)
+        counts = Counter(list(bound.values())[-self.bound :])
+        return [value for value, count in counts.items() if count == max(counts.values())]
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
         """The keys queried, each drawn on its own."""
@@ -223,7 +253,7 @@ class GridOptions(QueryOptions):
 class Composition(Associative):
     """The value of a key of two letters; every first letter occurs with every second one.
 
-    A model that binds one of the letters alone gets 1 / side, the floor being 1 / side^2.
+    A model that binds one of the letters alone gets 1 / side, the floor.
     """
 
     name = "composition"
@@ -234,6 +264,12 @@ class Composition(Associative):
         """The cells of the grid."""
         return self.options.side**2
 
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Also: what one letter of the key is bound to."""
+        letters = {"any value of the same first letter": 0, "any value of the same second letter": 1}
+        return {**super().heuristics, **{name: partial(_sharing, place) for name, place in letters.items()}}
+
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """All keys of a grid, in random order."""
         letters = string.ascii_uppercase
@@ -242,6 +278,12 @@ class Composition(Associative):
         values = spread(rng, symbols(VALUES, self.options.values), len(keys))
         bound = {"".join(key): value for key, value in zip(keys, values, strict=True)}
         return [("".join(key + value for key, value in bound.items()), bound)]
+
+
+def _sharing(place: int, before: str) -> list[str]:
+    """Values of the keys with the same letter at ``place`` as the key asked about."""
+    key, bound = key_and_pairs(before)
+    return [value for other, value in bound.items() if other[place] == key[place]]
 
 
 class EpisodeOptions(PairOptions):
@@ -292,19 +334,20 @@ class FuzzyOptions(QueryOptions):
     """How many symbols make a key and a value, and of what alphabets they are."""
 
     pairs: PositiveInt = 3
-    symbols: Annotated[int, Field(ge=2, le=26)] = 8
-    """Letters that keys are made of: few of them, and keys share letters."""
+    symbols: Annotated[int, Field(ge=2, le=26)] = 2
+    """Letters that keys are made of: few, so that a key shares its first and last letter with others."""
     values: Annotated[int, Field(ge=2, le=len(VALUES))] = 16
     """Characters that values are made of."""
     key_length: Short = 2
-    """Most letters of a key; all lengths up to it are equally frequent."""
+    """Most letters of a key; all keys of up to this many letters are equally frequent."""
     value_length: Short = 2
     """Most characters of a value."""
 
     @model_validator(mode="after")
     def _enough_keys(self) -> FuzzyOptions:
-        if self.pairs > self.symbols:
-            raise ValueError(f"pairs: {self.pairs} exceed symbols: {self.symbols}")
+        keys = sum(self.symbols**length for length in range(1, self.key_length + 1))
+        if self.pairs > keys:
+            raise ValueError(f"pairs: {self.pairs} exceed the {keys} keys of {self.symbols} symbols")
         return self
 
 
@@ -313,7 +356,16 @@ class FuzzyRecall(Associative):
     """The value of each key, where both are of one symbol or several and nothing marks their ends."""
 
     name = "fuzzy_recall"
+    version = 2
     Options = FuzzyOptions
+
+    def __init__(self, options: FuzzyOptions | None = None) -> None:
+        super().__init__(options)
+        letters, lengths = (
+            string.ascii_uppercase[: self.options.symbols],
+            range(1, self.options.key_length + 1),
+        )
+        self._keys = ["".join(key) for length in lengths for key in product(letters, repeat=length)]
 
     @property
     def chance(self) -> float:
@@ -321,19 +373,26 @@ class FuzzyRecall(Associative):
         lengths = range(1, self.options.value_length + 1)
         return sum(self.options.values**-length for length in lengths) / len(lengths)
 
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Also: the value of a key that begins or ends alike."""
+        ends = {
+            "the newest key with the same first letter": 0,
+            "the newest key with the same last letter": -1,
+        }
+        return {
+            **super().heuristics,
+            **{name: lambda before, end=end: _sharing(end, before)[-1:] for name, end in ends.items()},
+        }
+
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """Different keys; the first symbols of values are spread, the others drawn."""
         first = spread(rng, list(VALUES[: self.options.values]), self.options.pairs)
         bound: dict[str, str] = {}
-        while len(bound) < len(first):
-            key = self._draw(rng, string.ascii_uppercase[: self.options.symbols], self.options.key_length)
-            if key not in bound:
-                rest = self._draw(rng, VALUES[: self.options.values], self.options.value_length)
-                bound[key] = first[len(bound)] + rest[1:]
+        for key, start in zip(rng.sample(self._keys, len(first)), first, strict=True):
+            rest = rng.choices(VALUES[: self.options.values], k=rng.randint(1, self.options.value_length) - 1)
+            bound[key] = start + "".join(rest)
         return [("".join(key + value for key, value in bound.items()), bound)]
-
-    def _draw(self, rng: random.Random, alphabet: str, longest: int) -> str:
-        return "".join(rng.choices(alphabet, k=rng.randint(1, longest)))
 
 
 class MemorisationOptions(QueryOptions):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from statistics import fmean, pvariance
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,14 @@ from titans_platform.loading import validate
 
 # how many items in a row may have been seen before, until a task counts as used up
 PATIENCE = 1000
+
+FLOOR_ITEMS, MIN_FLOOR_ITEMS = 1000, 50
+"""Items that heuristics are measured on, at most and at least."""
+FLOOR_TOKENS, FLOOR_ANSWERS = 2**19, 3000
+"""Tokens and answers in these items, after which no more are drawn than the least."""
+
+Heuristic = Callable[[str], Sequence[str]]
+"""Takes the text before an answer, returns the answers it guesses among, each with equal probability."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,9 @@ class Measurement:
     """The value by what tells items apart: perplexity by the number of tokens a prediction could see
     (`"64-127"`), answers by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
-    """`Task.floor`."""
+    """Accuracy of the task's best heuristic, or chance if that is higher; None: the task lists none."""
+    heuristic: str | None = None
+    """The heuristic that reaches the floor; None: no heuristic is better than chance."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +89,52 @@ class Task(ABC):
     def chance(self) -> float:
         """What a model that knows nothing gets; an upper bound where it depends on the file read."""
 
-    @property
-    def floor(self) -> float | None:
-        """What a model gets that knows which answers occur in a row and binds none; None: not stated."""
-        return None
-
     @abstractmethod
     def measure(self, context: Context) -> Measurement:
         """Value at `context.length` tokens."""
 
 
+class Floor(NamedTuple):
+    """Accuracy that is reached without what a task is meant to measure."""
+
+    value: float
+    heuristic: str | None
+    """The best heuristic; None: no heuristic is better than chance."""
+    scores: dict[str, float]
+    """Accuracy of every heuristic."""
+
+
 class GeneratedTask(Task):
-    """A task that generates items, for training rows too; all it needs beside `chance` is `item`."""
+    """A task that generates items, for training rows too; all it needs beside `chance` is `item`.
+
+    A model below or at the floor (`floor`) may be using a shortcut, so a task should list its `heuristics`.
+    """
+
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Shortcuts by name: ways to guess without what the task is meant to measure."""
+        return {}
+
+    def floor(self, length: int, tokenizer: Tokenizer) -> Floor | None:
+        """Accuracy of the best heuristic on a fixed sample of items of `length` tokens, or chance.
+
+        A heuristic counts only if it beats chance by three standard errors. The result is cached.
+
+        Returns:
+            None if the task lists no heuristics.
+        """
+        return _floor(type(self), self.options, length, tokenizer) if self.heuristics else None
+
+    def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
+        """The items that heuristics are measured on: a function of the options and the length."""
+        rng = random.Random(f"floor of {self.name} {self.options.model_dump_json()} {length}")
+        answers = 0
+        for drawn in range(FLOOR_ITEMS):
+            if drawn >= MIN_FLOOR_ITEMS and (answers >= FLOOR_ANSWERS or drawn * length >= FLOOR_TOKENS):
+                return
+            item = self.item(rng, length, tokenizer)
+            answers += sum(is_answer for _, is_answer in item.pieces)
+            yield item
 
     @abstractmethod
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
@@ -108,16 +152,25 @@ class GeneratedTask(Task):
         """
         rows, items = context.scorer.side_by_side(context.length), self._fresh_items(context)
         batches = iter(lambda: list(islice(items, rows)), [])
-        measured = measure_shared(batches, partial(_right_shares, context))
-        found = list(chain.from_iterable(measured))
-        shares = [share for _, share in found]
+        measured = measure_shared(batches, partial(_graded, context))
+        shares: list[float] = []
+        buckets: dict[str, list[bool]] = {}
+        for names, right in chain.from_iterable(measured):
+            shares.append(fmean(right))
+            for bucket, one in zip(names, right, strict=False):
+                buckets.setdefault(bucket, []).append(one)
         stderr = (pvariance(shares) / len(shares)) ** 0.5
-        buckets: dict[str, list[float]] = {}
-        for bucket, share in sorted(found, key=lambda pair: _natural(pair[0] or "")):
-            if bucket is not None:
-                buckets.setdefault(bucket, []).append(share)
-        means = {bucket: fmean(inside) for bucket, inside in buckets.items()}
-        return Measurement(fmean(shares), stderr, self.chance, len(shares), means, self.floor)
+        means = {bucket: fmean(buckets[bucket]) for bucket in sorted(buckets, key=_natural)}
+        floor = self.floor(context.length, context.scorer.tokenizer)
+        return Measurement(
+            fmean(shares),
+            stderr,
+            self.chance,
+            len(shares),
+            means,
+            floor and floor.value,
+            floor and floor.heuristic,
+        )
 
     def _fresh_items(self, context: Context) -> Iterator[Item]:
         """Up to `config.items` different items, none of which occurs in the training rows, one by one.
@@ -148,8 +201,8 @@ def _natural(name: str) -> tuple[int, str]:
     return int(digits[0]) if digits else 0, name
 
 
-def _right_shares(context: Context, items: list[Item]) -> list[tuple[str | None, float]]:
-    """Per item its bucket, and the share of its answers that are right.
+def _graded(context: Context, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
+    """Per item the buckets of its answers, and whether each answer is right.
 
     Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
     decoding from the question gives the whole answer: one forward pass does for generation.
@@ -163,9 +216,26 @@ def _right_shares(context: Context, items: list[Item]) -> list[tuple[str | None,
     start = min(first for row in spans for first, _ in row) - 1
     right = (context.scorer.greedy(tokens[:, :-1], start) == tokens[:, start + 1 :]).tolist()
     return [
-        (item.bucket, fmean(all(row[first - 1 - start : end - 1 - start]) for first, end in answers))
+        (item.buckets, [all(row[first - 1 - start : end - 1 - start]) for first, end in answers])
         for item, row, answers in zip(items, right, spans, strict=True)
     ]
+
+
+@lru_cache(maxsize=256)
+def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Tokenizer) -> Floor:
+    task = kind(options)
+    shares: dict[str, list[float]] = {name: [] for name in task.heuristics}
+    for item in task.floor_items(length, tokenizer):
+        asked = list(item.questions())
+        for name, heuristic in task.heuristics.items():
+            guesses = [(heuristic(before), answer.strip()) for before, answer in asked]
+            shares[name].append(fmean(said.count(answer) / max(1, len(said)) for said, answer in guesses))
+    scores = {name: fmean(values) for name, values in shares.items()}
+    best = max(scores, key=scores.__getitem__)
+    stderr = (pvariance(shares[best]) / len(shares[best])) ** 0.5
+    if scores[best] - 3 * stderr <= task.chance:
+        return Floor(task.chance, None, scores)
+    return Floor(scores[best], best, scores)
 
 
 PROTOCOL = 1

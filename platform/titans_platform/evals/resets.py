@@ -7,12 +7,13 @@ followed by their values; the others were bound in the line before, which is ove
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.recall import Block, KeyValue, PairOptions, spread
-from titans_platform.evals.registry import register
+from titans_platform.evals.recall import Block, KeyValue, PairOptions, key_and_pairs, spread
+from titans_platform.evals.registry import Heuristic, register
 
 MARK, NO_VALUE = "\n", "-"
 
@@ -52,9 +53,17 @@ class Resets(KeyValue):
         return (1 + 1 / self.options.values) / 4
 
     @property
-    def floor(self) -> float:
-        """Always `-`."""
-        return 0.5
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Guesses that bind no value to a key, and one that never forgets."""
+        return {
+            "always -": lambda before: [NO_VALUE],
+            "any value of this block if it has the key, else -": self._by_membership,
+            "the newest value of the key, in any block": lambda before: _newest_of_key(before),
+        }
+
+    def _by_membership(self, before: str) -> list[str]:
+        key, bound = key_and_pairs(before.rpartition(MARK)[2])
+        return list(bound.values()) if key in bound else [NO_VALUE]
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """As many as the row has room for; no two neighbours share a key."""
@@ -68,3 +77,8 @@ class Resets(KeyValue):
             found.append((text, bound | dict.fromkeys(over, NO_VALUE)))
             over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
         return found
+
+
+def _newest_of_key(before: str) -> list[str]:
+    key, bound = key_and_pairs(before)
+    return [bound[key]] if key in bound else [NO_VALUE]

@@ -44,8 +44,8 @@ def evaluate(
         device: where the model is.
 
     Returns:
-        `columns` {column: value}, `tasks` {column/task@tokens: {value, stderr, chance, floor, items}},
-        `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}}.
+        `columns` {column: value}, `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}},
+        `tasks` {column/task@tokens: {value, stderr, chance, floor, heuristic, items}}.
 
     Raises:
         UsageError: a task, option or length is not valid, or no unseen item is left.

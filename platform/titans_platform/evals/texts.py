@@ -16,7 +16,7 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -25,7 +25,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.evals.items import Item, Tokenizer, count_tokens, item_of
-from titans_platform.evals.registry import Context, GeneratedTask, Measurement, Task, register
+from titans_platform.evals.registry import (
+    FLOOR_ITEMS,
+    Context,
+    GeneratedTask,
+    Heuristic,
+    Measurement,
+    Task,
+    register,
+)
 from titans_platform.evals.scoring import encode_pair
 
 T = TypeVar("T")
@@ -266,6 +274,31 @@ class Babi(GeneratedTask):
         """One over the number of different answers."""
         return 1 / len({item.pieces[-1][0] for item in self._questions()})
 
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Answers that the story names, whatever is asked."""
+        return {"any answer named in the story": self._named, "the answer named last": self._named_last}
+
+    def _words(self, before: str) -> list[str]:
+        """Words of the story that are the answer of some question, in order."""
+        answers = answers_of(self._questions())
+        return [word for word in re.findall(r"\w+", self._story(before)) if word in answers]
+
+    def _named(self, before: str) -> list[str]:
+        return sorted(set(self._words(before)))
+
+    def _named_last(self, before: str) -> list[str]:
+        return self._words(before)[-1:]
+
+    def _story(self, before: str) -> str:
+        """The text before an answer without its question."""
+        return before.rpartition("\n")[0]
+
+    def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
+        """Questions as the files have them, of any length: what hides them has no part in the heuristics."""
+        questions = self._questions()
+        yield from random.Random(0).sample(questions, min(FLOOR_ITEMS, len(questions)))
+
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """A question drawn from those of at most `length` tokens, shorter ones included."""
         questions = self._questions()
@@ -288,6 +321,12 @@ class Babi(GeneratedTask):
 
     def _questions(self) -> tuple[Item, ...]:
         return babi_questions(self.options.path, self.options.kind, self.options.split)
+
+
+@lru_cache(maxsize=8)
+def answers_of(questions: tuple[Item, ...]) -> frozenset[str]:
+    """Every answer of the questions."""
+    return frozenset(item.pieces[-1][0].strip() for item in questions)
 
 
 @lru_cache(maxsize=8)

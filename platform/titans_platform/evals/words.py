@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import random
 import string
-from itertools import permutations
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise, permutations
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -18,7 +20,11 @@ from pydantic import Field, model_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of
 from titans_platform.evals.recall import BLANK, symbols
-from titans_platform.evals.registry import GeneratedTask, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.text import plural
+
+LAST_LETTERS = (1, 2, 4, 6)
+"""Letters that the heuristics read after the last answer shown."""
 
 
 class WordOptions(Frozen):
@@ -67,9 +73,27 @@ class Words(GeneratedTask):
         return 1 / len(self._elements)
 
     @property
-    def floor(self) -> float:
-        """Chance: without the state every product is as likely as another."""
-        return self.chance
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """The last answer shown times the last k letters after it: no state is kept for longer.
+
+        With one question no answer is shown before it, and the floor is chance.
+        """
+        return {
+            f"last answer shown, then the last {plural(k, 'letter')}": partial(self._from_last_answer, k)
+            for k in LAST_LETTERS
+        }
+
+    def _from_last_answer(self, k: int, before: str) -> list[str]:
+        """Product of the answer shown last (the identity at first) and of the last k letters after it."""
+        shown, _, text = before.rpartition("=")[0].rpartition("=")
+        digits = len(text) - len(text.lstrip(string.digits)) if shown else 0
+        width = len(self._letters[0])
+        letters = text[digits:].lstrip(BLANK)
+        state = self._state(text[:digits])
+        start = max(0, len(letters) - k * width)
+        for place in range(start, len(letters), width):
+            state = self._product(state, self._elements[self._letters.index(letters[place : place + width])])
+        return [self._said(state)]
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """Letters as many as the row holds."""
@@ -80,12 +104,13 @@ class Words(GeneratedTask):
             word = draw.choices(range(len(self._elements)), k=count)
             ends = {count, *draw.sample(range(1, count), queries - 1)}
             state, pieces = self._elements[0], [(BLANK * (characters % width), False)]
+            apart = [read - before for before, read in pairwise([0, *sorted(ends)])]
             for read, letter in enumerate(word, start=1):
                 state = self._product(state, self._elements[letter])
                 pieces.append((self._letters[letter], False))
                 if read in ends:
                     pieces += [("=", False), (self._said(state), True)]
-            return item_of(pieces)
+            return item_of(pieces, tuple(map(_letters_bucket, apart)) if queries > 1 else ())
 
         return fill(build, length, tokenizer)
 
@@ -95,5 +120,17 @@ class Words(GeneratedTask):
             return ((state[0] + element[0]) % self.options.degree,)
         return tuple(state[place] for place in element)
 
+    def _state(self, said: str) -> tuple[int, ...]:
+        """Inverse of `_said`; the identity for an empty text."""
+        if not said:
+            return self._elements[0]
+        return (int(said),) if self._cyclic else tuple(int(digit) - 1 for digit in said)
+
     def _said(self, state: tuple[int, ...]) -> str:
         return str(state[0]) if self._cyclic else "".join(str(place + 1) for place in state)
+
+
+def _letters_bucket(letters: int) -> str:
+    """Letters since the last answer, between two powers of two: `4-7 letters`."""
+    low = 2 ** (letters.bit_length() - 1)
+    return "1 letter" if low == 1 else f"{low}-{2 * low - 1} letters"

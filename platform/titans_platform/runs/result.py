@@ -36,6 +36,8 @@ class TaskScore(_Record):
     """Standard error of ``value`` over items."""
     chance: float | None = None
     floor: float | None = None
+    heuristic: str | None = None
+    """The heuristic that reaches the floor; None: no heuristic is better than chance."""
     items: int = 0
 
 

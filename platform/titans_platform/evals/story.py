@@ -1,0 +1,235 @@
+"""The world of the reasoning tasks: who is where and carries what, and heuristics that read its stories."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+Action = Literal["move", "get", "drop"]
+Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
+
+PEOPLE = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jacob",
+          "Karin", "Lucas", "Maria")  # fmt: skip
+PLACES = ("kitchen", "garden", "office", "hallway", "bathroom", "bedroom", "library", "cellar", "attic",
+          "garage", "balcony", "pantry", "studio")  # fmt: skip
+THINGS = ("apple", "football", "milk", "newspaper", "umbrella", "bottle", "teapot", "wallet", "camera",
+          "banana", "key", "vase", "scarf")  # fmt: skip
+VERBS: dict[Action, tuple[str, ...]] = {
+    "move": ("went to", "moved to", "travelled to", "walked to"),
+    "get": ("got", "picked up", "took", "grabbed"),
+    "drop": ("dropped", "put down", "left", "discarded"),
+}
+MARKS: dict[Action, str] = {"move": "", "get": "+", "drop": "-"}
+ACTIONS: dict[str, Action] = {
+    word: action for action, mark in MARKS.items() for word in (*VERBS[action], mark)
+}
+PROSE_FACT = re.compile(
+    rf"({'|'.join(PEOPLE)}) ({'|'.join(word for word in ACTIONS if len(word) > 1)}) the (\w+)\.\n"
+)
+NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
+
+
+class Fact(NamedTuple):
+    """One thing that happened: `person` moved to place `target`, or got or dropped thing `target`."""
+
+    action: Action
+    person: str
+    target: str
+
+
+class World:
+    """People who walk between places, pick things up and put them down; stories are its history.
+
+    It is what is known after the facts so far: a person or thing no fact has named is nowhere.
+    """
+
+    def __init__(self, people: Sequence[str], places: Sequence[str], things: Sequence[str]) -> None:
+        self.people, self.places, self.things = people, places, things
+        # places where each person has been
+        self.been: dict[str, set[str]] = {}
+        # people who have put something down
+        self.dropped: set[str] = set()
+        # where each person is
+        self.place_of: dict[str, str] = {}
+        # who carries each thing seen so far; None: it lies where it was put down
+        self.holder_of: dict[str, str | None] = {}
+        # places each thing has been at, in order, without immediate repeats
+        self.visits: dict[str, list[str]] = {}
+        # where someone went last
+        self.latest_place = ""
+
+    def apply(self, fact: Fact) -> None:
+        """Update the state by `fact`."""
+        if fact.action == "move":
+            self.place_of[fact.person] = self.latest_place = fact.target
+            self.been.setdefault(fact.person, set()).add(fact.target)
+            for thing in self.carried(fact.person):
+                self.visits[thing].append(fact.target)
+        elif fact.action == "get":
+            self.holder_of[fact.target] = fact.person
+            self.visits.setdefault(fact.target, [self.place_of[fact.person]])
+        else:
+            self.holder_of[fact.target] = None
+            self.dropped.add(fact.person)
+
+    def carried(self, person: str) -> list[str]:
+        """Things `person` carries."""
+        return [thing for thing, holder in self.holder_of.items() if holder == person]
+
+    def reachable(self, person: str) -> list[str]:
+        """Things `person` could pick up here: those lying here, and those nobody has seen yet."""
+        here = self.place_of[person]
+        lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
+        return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
+
+    def next_fact(self, rng: random.Random, *, things: bool, drops: float, alone: bool) -> Fact:
+        """Something that may happen now.
+
+        Args:
+            rng: what it is drawn with.
+            things: people also pick things up and put them down.
+            drops: probability that somebody who holds a thing puts one down.
+            alone: people go where nobody is, if there is such a place.
+        """
+        person = rng.choice(self.people)
+        here = self.place_of.get(person)
+        if things and here is not None:
+            roll = rng.random()
+            if roll < 0.35 and (near := self.reachable(person)):
+                return Fact("get", person, rng.choice(near))
+            if roll > 1 - drops and (held := self.carried(person)):
+                return Fact("drop", person, rng.choice(held))
+        others = [place for place in self.places if place != here]
+        taken = set(self.place_of.values()) if alone else set()
+        return Fact("move", person, rng.choice([place for place in others if place not in taken] or others))
+
+
+class Told(NamedTuple):
+    """A story and a question as the heuristics see them."""
+
+    facts: list[Fact]
+    history: list[str]
+    """Places in the order in which people went there."""
+    world: World
+    names: tuple[str, ...]
+    """Names in the question."""
+    words: dict[str, str]
+    """yes, no and numbers as the style writes them."""
+
+    @property
+    def subject(self) -> str:
+        return self.names[0]
+
+    @property
+    def place(self) -> str:
+        return self.names[-1]
+
+
+def commonest(names: Iterable[str]) -> list[str]:
+    """The names that occur most often."""
+    counts = Counter(names)
+    return [name for name, count in counts.items() if count == max(counts.values())]
+
+
+def _thing_places(told: Told) -> list[str]:
+    return [visits[-1] for visits in told.world.visits.values()]
+
+
+def _place_before(told: Told, is_it: Callable[[Fact], bool]) -> list[str]:
+    """The place named last before the last fact of which ``is_it`` is true."""
+    places: list[str] = []
+    found: list[str] = []
+    for fact in told.facts:
+        if is_it(fact):
+            found = places[-1:]
+        if fact.action == "move":
+            places.append(fact.target)
+    return found
+
+
+def _picked_up(told: Told, less: int) -> list[str]:
+    """Things the person picked up, those put down again included, less so many."""
+    count = sum(fact.person == told.subject and fact.action == "get" for fact in told.facts)
+    return [told.words[str(min(max(count - less, 0), 6))]]
+
+
+def _yes(told: Told, answer: bool) -> list[str]:
+    return [told.words["yes" if answer else "no"]]
+
+
+def read_story(before: str, world: World, *, compact: bool) -> Told:
+    """Facts and question of the text before an answer; the facts are applied to a new ``world``."""
+    if compact:
+        text, question = before.rsplit("?", 1)
+        found = re.findall(r"([A-M])([+-]?)([a-z])\.", re.sub(r"\?[^.]*\.", "", text))
+        names = tuple(name for name in question if name.isalpha())
+        words = {"yes": "Y", "no": "N"} | {str(n): str(n) for n in range(len(NUMBERS))}
+    else:
+        text, question = before.rsplit("\n", 1)
+        found = PROSE_FACT.findall(text + "\n")
+        names = tuple(re.findall("|".join(PEOPLE + PLACES + THINGS), question))
+        words = {"yes": "yes", "no": "no"} | {str(n): name for n, name in enumerate(NUMBERS)}
+    facts = [Fact(ACTIONS[word], person, target) for person, word, target in found]
+    for fact in facts:
+        world.apply(fact)
+    history = [fact.target for fact in facts if fact.action == "move"]
+    return Told(facts, history, world, names, words)
+
+
+HEURISTICS: dict[Kind, dict[str, Callable[[Told], Sequence[str]]]] = {
+    "one_fact": {
+        "the place named last": lambda told: told.history[-1:],
+        "a person's place": lambda told: list(told.world.place_of.values()),
+        "the commonest of the people's places": lambda told: commonest(told.world.place_of.values()),
+        "the commonest of the people's places but the last": lambda told: commonest(
+            place for place in told.world.place_of.values() if place != told.world.latest_place
+        ),
+    },
+    "two_facts": {
+        "the place named last": lambda told: told.history[-1:],
+        "a thing's place": _thing_places,
+        "the commonest of the things' places": lambda told: commonest(_thing_places(told)),
+        "the commonest of the things' places but the last": lambda told: commonest(
+            place for place in _thing_places(told) if place != told.world.latest_place
+        ),
+        "the place named before the thing": lambda told: _place_before(
+            told, lambda fact: fact.target == told.subject
+        ),
+    },
+    "three_facts": {
+        "the place named last": lambda told: told.history[-1:],
+        "a place where a thing was": lambda told: [
+            place for visits in told.world.visits.values() for place in visits if place != told.place
+        ],
+        "the commonest place named": lambda told: commonest(p for p in told.history if p != told.place),
+        "the place named before the place asked about": lambda told: _place_before(
+            told, lambda fact: fact.target == told.place
+        ),
+    },
+    "yes_no": {
+        "yes if the person was ever there": lambda told: _yes(
+            told, Fact("move", told.subject, told.place) in told.facts
+        ),
+        "yes if it is the place named last": lambda told: _yes(told, told.place == told.history[-1]),
+        "no if the person moved last": lambda told: _yes(
+            told, [fact.person for fact in told.facts if fact.action == "move"][-1] != told.subject
+        ),
+    },
+    "counting": {
+        "a person's count": lambda told: [
+            told.words[str(len(told.world.carried(person)))] for person in told.world.place_of
+        ],
+        "the commonest count": lambda told: commonest(
+            told.words[str(len(told.world.carried(person)))] for person in told.world.place_of
+        ),
+        "the largest count": lambda told: [
+            told.words[str(max(len(told.world.carried(person)) for person in told.world.place_of))]
+        ],
+        "things picked up by the person": lambda told: _picked_up(told, 0),
+        "things picked up by the person, less one": lambda told: _picked_up(told, 1),
+    },
+}
+"""Of each kind, ways to guess that do not follow the person or thing asked about."""

@@ -1,0 +1,159 @@
+"""Floors: the best of each task's heuristics, computed by code on a fixed sample and pinned here."""
+
+from __future__ import annotations
+
+import random
+import re
+from statistics import fmean
+from typing import ClassVar
+
+import pytest
+from click.testing import CliRunner
+
+from titans_platform.cli import cli
+from titans_platform.config import TaskConfig
+from titans_platform.data import load_tokenizer
+from titans_platform.evals import TASKS, GeneratedTask, Item, build_generated
+from titans_platform.evals.registry import Floor, Heuristic
+
+BYTE = load_tokenizer("byte")
+NEEDLE = {"style": "compact", "kind": "number"}
+FLOORS = [
+    # of one question at the end no heuristic is better than chance
+    ("words", {"degree": 2, "queries": 1}, 32, 1 / 2, None),
+    ("words", {"degree": 3, "queries": 1}, 128, 1 / 3, None),
+    ("words", {"group": "symmetric", "queries": 1}, 64, 1 / 6, None),
+    # of eight the last answer and six letters are enough
+    ("words", {"degree": 2, "queries": 8}, 32, 0.999, "last answer shown, then the last 6 letters"),
+    ("words", {"degree": 2, "queries": 8}, 128, 0.667, "last answer shown, then the last 6 letters"),
+    ("recall", {}, 64, 1 / 4, None),
+    ("recall", {"pairs": 48, "queries": 30, "keys": 50, "values": 36}, 160, 0.042, None),
+    ("composition", {"side": 3, "queries": 12}, 64, 1 / 3, "any value of the same first letter"),
+    ("episodes", {"pairs": 4, "tokens": 24, "keys": 2000, "renewed": 1.0}, 128, 1 / 4, None),
+    ("fuzzy_recall", {"pairs": 6, "queries": 8}, 64, 1 / 3, None),
+    ("memorisation", {}, 64, 1 / 16, None),
+    ("functions", {}, 64, 0.33, "the newest example with the same last letter"),
+    ("resets", {"pairs": 3, "queries": 6}, 128, 2 / 3, "any value of this block if it has the key, else -"),
+    ("resets", {"pairs": 3, "queries": 6}, 1024, 2 / 3, "any value of this block if it has the key, else -"),
+    # with one needle no key is needed
+    ("needle", NEEDLE, 64, 1.0, "any value stated"),
+    ("needle", NEEDLE | {"needles": 4}, 64, 1 / 4, None),
+    ("needle", NEEDLE | {"needles": 4, "queries": 4}, 64, 25 / 48, "any value not yet answered"),
+    ("reasoning", {"style": "compact", "kind": "one_fact"}, 64, 1 / 4, None),
+    ("reasoning", {"style": "compact", "kind": "two_facts"}, 64, 1 / 3, None),
+    ("reasoning", {"style": "compact", "kind": "three_facts"}, 64, 0.26, None),
+    ("reasoning", {"style": "compact", "kind": "yes_no"}, 64, 0.52, None),
+    ("reasoning", {"style": "compact", "kind": "counting"}, 64, 0.55, None),
+    ("reasoning", {"kind": "one_fact"}, 512, 1 / 4, None),
+]  # fmt: skip
+"""Task, options, tokens, floor within 0.04, and the heuristic where one is clearly best."""
+
+
+def made(task: str, options: dict[str, object]) -> GeneratedTask:
+    return build_generated(TaskConfig(task=task, options=options))  # pyright: ignore[reportArgumentType]
+
+
+def floor_of(task: GeneratedTask, length: int) -> Floor:
+    floor = task.floor(length, BYTE)
+    assert floor is not None
+    return floor
+
+
+@pytest.mark.parametrize(("task", "options", "length", "level", "heuristic"), FLOORS)
+def test_floors_are_what_they_were(task, options, length, level, heuristic):
+    floor = floor_of(made(task, options), length)
+    assert abs(floor.value - level) < 0.04, floor
+    if heuristic:
+        assert floor.heuristic == heuristic
+
+
+@pytest.mark.parametrize(("task", "options", "length", "level", "heuristic"), FLOORS)
+def test_no_heuristic_beats_the_floor_on_other_items(task, options, length, level, heuristic):
+    """Guesses drawn and scored one by one, on items that the floor was not computed from."""
+    task = made(task, options)
+    rng, floor = random.Random(7), floor_of(task, length)
+    drawn = [task.item(rng, length, BYTE) for _ in range(300 if length < 512 else 40)]
+    for name, heuristic in task.heuristics.items():
+        shares = []
+        for item in drawn:
+            said = [(heuristic(before), answer.strip()) for before, answer in item.questions()]
+            shares.append(fmean(bool(guess) and rng.choice(guess) == answer for guess, answer in said))
+        assert fmean(shares) < floor.value + 4 * (1 / 4 / len(drawn)) ** 0.5, name
+
+
+def test_every_generated_task_lists_heuristics():
+    for name, kind in TASKS.items():
+        if issubclass(kind, GeneratedTask) and kind.__module__.startswith("titans_platform."):
+            assert kind.heuristics is not GeneratedTask.heuristics, name
+
+
+class Coin(GeneratedTask):
+    """Heads twice in three."""
+
+    name = "coin"
+    said: ClassVar[tuple[tuple[str, Heuristic], ...]] = ()
+
+    @property
+    def chance(self):
+        return 1 / 2
+
+    @property
+    def heuristics(self):
+        return {"always tails": lambda before: ["tails"], **dict(self.said)}
+
+    def item(self, rng, length, tokenizer):
+        return Item((("?", False), (rng.choice(["heads", "heads", "tails"]), True)))
+
+
+class Heads(Coin):
+    """Its heuristics beat chance."""
+
+    said = (("always heads", lambda before: ["heads"]), ("either", lambda before: ["heads", "tails"]))
+
+
+class Unlisted(Coin):
+    """A task without heuristics."""
+
+    @property
+    def heuristics(self):
+        return {}
+
+
+def test_a_floor_is_the_best_heuristic_or_chance():
+    floor = floor_of(Heads(), 2)
+    assert floor.heuristic == "always heads"
+    assert floor.value == floor.scores["always heads"]
+    assert abs(floor.value - 2 / 3) < 0.06
+    assert floor.scores["either"] == 1 / 2
+    # a heuristic below chance is no floor
+    assert floor_of(Coin(), 2)[:2] == (1 / 2, None)
+    assert Unlisted().floor(2, BYTE) is None
+
+
+def test_a_floor_is_the_same_for_every_model():
+    floor = Heads().floor(2, BYTE)
+    assert isinstance(floor, Floor)
+    assert Heads().floor(2, BYTE) is floor
+    assert [item.text for item in Heads().floor_items(9, BYTE)] == [
+        item.text for item in Heads().floor_items(9, BYTE)
+    ]
+
+
+def test_answers_of_words_are_counted_by_letters_since_the_last_answer():
+    item = made("words", {"queries": 8}).item(random.Random(0), 64, BYTE)
+    apart = [len(re.split(r"=\d?", before.lstrip("."))[-2]) for before, _ in item.questions()]
+    assert len(item.buckets) == len(apart) == 8
+    for letters, bucket in zip(apart, item.buckets, strict=True):
+        low, _, high = bucket.partition(" ")[0].partition("-")
+        assert int(low) <= letters <= int(high or low)
+    assert made("words", {"queries": 1}).item(random.Random(0), 64, BYTE).buckets == ()
+
+
+def test_the_command_prints_chance_heuristics_and_floor():
+    printed = CliRunner().invoke(cli, ["tasks", "--task", "{task: needle, options: {style: compact}}"])
+    assert printed.exit_code == 0, printed.output
+    lines = [line.split() for line in printed.output.splitlines()]
+    assert ["needle-passkey@64", "1.0", "100.0"] in lines
+    assert ["any", "value", "stated", "100.0"] in lines
+    study = CliRunner().invoke(cli, ["tasks", "state_tracking", "--json"])
+    assert '"task": "parity_4/words-Z2"' in study.output
