@@ -1,8 +1,9 @@
 """Memory files: read a text once, go on from it another day.
 
 A file holds one `Reading` as safetensors: the tensors of its state, and in the header how the state is made
-of them, the format's version, a hash of the model and the tokens read. A state means something to the model
-that made it alone; any other is refused. To fork a memory, copy its file; to reset it, begin without one.
+of them, the format's version, a hash of the model, the tokens read and a checksum of the whole. A state means
+something to the model that made it alone; any other is refused. To fork a memory, copy its file; to reset it,
+begin without one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from torch import Tensor
 from titans_core.backbone import Backbone
 from titans_core.generation import Reading
 
-KIND, VERSION = "titans-memory", "2"
+KIND, VERSION = "titans-memory", "3"
+NO_CHECKSUM = "2"
+"""The format before, without a checksum; its files can still be read."""
 
 
 def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
@@ -33,9 +37,9 @@ def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
         ValueError: a block's state holds something else than tensors, numbers, text, tuples and dicts.
     """
     structure, tensors = flatten_state(reading, "reading")
-    made = json.dumps(structure)
     about = {"kind": KIND, "version": VERSION, "model": model_hash(model), "tokens": str(reading.tokens)}
-    content = as_safetensors(tensors, about | {"reading": made})
+    about["reading"] = json.dumps(structure)
+    content = as_safetensors(tensors, about | {"checksum": _checksum(about, tensors)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +54,7 @@ def load_memory(path: Path, model: Backbone) -> Reading:
     """What ``model`` had read when it wrote the file, on the model's device.
 
     Raises:
-        ValueError: it is no memory file, not whole, of another format or of another model; one line.
+        ValueError: it is no memory file, damaged, of another format or of another model; one line.
     """
     device = str(next(model.parameters()).device)
     try:
@@ -59,6 +63,13 @@ def load_memory(path: Path, model: Backbone) -> Reading:
             _check(path, about, model)
             # copies: the file's tensors begin at any byte, and how operands are aligned may change a rounding
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        expected = about.pop("checksum", None)
+        if expected != _checksum(about, tensors) and not (
+            expected is None and about["version"] == NO_CHECKSUM
+        ):
+            raise ValueError(
+                f"{path}: damaged: its checksum does not match; use a copy, or read the text again"
+            )
         return restore_state(json.loads(about["reading"]), tensors)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -69,10 +80,19 @@ def load_memory(path: Path, model: Backbone) -> Reading:
 
 def model_hash(model: Backbone) -> str:
     """32 hex digits of what the model is made of: its config and every number of its weights."""
-    digest = blake2b(model.config.model_dump_json(exclude_defaults=True).encode(), digest_size=16)
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return _hash(model.config.model_dump_json(exclude_defaults=True), model.state_dict())
+
+
+def _checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """Of everything in a file but the checksum itself."""
+    return _hash(json.dumps(about, sort_keys=True), dict(sorted(tensors.items())))
+
+
+def _hash(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = blake2b(text.encode(), digest_size=16)
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -96,7 +116,7 @@ def restore_state(structure: Any, tensors: dict[str, Tensor]) -> Any:
 def _check(path: Path, about: dict[str, str], model: Backbone) -> None:
     if about.get("kind") != KIND:
         raise ValueError(f"{path}: safetensors, but no memory file")
-    if about.get("version") != VERSION:
+    if about.get("version") not in (VERSION, NO_CHECKSUM):
         raise ValueError(
             f"{path}: written in format {about.get('version')}; this version reads format {VERSION}"
         )

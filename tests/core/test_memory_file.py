@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 
 import pytest
@@ -73,13 +74,49 @@ def test_another_model_is_refused_in_one_line(tmp_path):
     assert model_hash(model("lmm")) == model_hash(m)
 
 
-def rewritten(content: bytes, **about: str) -> bytes:
+def rewritten(content: bytes, **about: str | None) -> bytes:
     """A safetensors file with other entries in its header."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     header["__metadata__"] |= about
+    header["__metadata__"] = {
+        key: value for key, value in header["__metadata__"].items() if value is not None
+    }
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+def older(content: bytes, **about: str) -> bytes:
+    """The file in the format without a checksum."""
+    return rewritten(content, version="2", checksum=None, **about)
+
+
+def test_a_file_of_the_format_without_a_checksum_is_read(tmp_path):
+    m, path = model("lmm"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+    path.write_bytes(older(path.read_bytes()))
+    assert load_memory(path, m).tokens == 45
+
+
+def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
+    m, path = model("mac"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+    content, rng = path.read_bytes(), random.Random(0)
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    places = [rng.randrange(header) for _ in range(100)] + [rng.randrange(len(content)) for _ in range(50)]
+    refused: list[str] = []
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            loaded = load_memory(path, m)
+        except ValueError as error:
+            refused.append(str(error))
+        else:  # blanks that fill the header up
+            assert storages(loaded.state) == storages(m.read(TEXT).state)
+    assert len(refused) > 100
+    assert all("a.memory: " in line and "\n" not in line for line in refused)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +125,14 @@ def rewritten(content: bytes, **about: str) -> bytes:
         (lambda content: content[:-7], "no memory file that can be read: "),
         (lambda content: b"", "no memory file that can be read: "),
         (lambda content: rewritten(content, kind="x"), "safetensors, but no memory file"),
-        (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 2"),
-        (lambda content: rewritten(content, reading='{"tensor": "x"}'), "its state cannot be put together"),
+        (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 3"),
         (
-            lambda content: rewritten(content, reading='{"class": "os:system", "fields": {}}'),
+            lambda content: rewritten(content, reading='{"tensor": "x"}'),
+            "damaged: its checksum does not match",
+        ),
+        (lambda content: rewritten(content, version="2"), "damaged: its checksum does not match"),
+        (
+            lambda content: older(content, reading='{"class": "os:system", "fields": {}}'),
             "its state cannot be put together: TypeError",
         ),
     ],

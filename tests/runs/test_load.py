@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from titans_platform import load_run
+from titans_platform.cli import run
 from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
@@ -72,3 +73,29 @@ def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, titans_platform as t; print(*sorted(sys.modules)); assert t.__all__ == ['load_run']"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(found.split())
+
+
+def test_the_root_is_that_of_the_command_line_by_default(tiny_run, tmp_path, monkeypatch):
+    folder = trained(tiny_run, tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no such run under titans-runs/cells"):
+        load_run(folder.name)
+    monkeypatch.setenv("TITANS_HOME", str(tmp_path / "elsewhere"))
+    assert load_run(folder.name)[2] == tiny_run
+
+
+def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tiny_run, tmp_path, capsys):
+    folder = trained(tiny_run, tmp_path)
+    older, newest = sorted((folder / "checkpoints").glob("step-*"))[-2:]
+    damaged = next(path for path in sorted(newest.rglob("*.distcp")) if path.stat().st_size > 100)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    for command in (["eval"], ["generate"], ["export"]):
+        further = [str(tmp_path / "out")] if command == ["export"] else []
+        assert run([*command, folder.name, *further, "--root", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert f"checkpoint {newest} is damaged: " in line
+        assert line.endswith(f"to use an older checkpoint, give {older}")
+    assert run(["eval", str(older), "--json", "--root", str(tmp_path)]) == 0
+    assert '"step": 18' in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,30 +13,31 @@ from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG
-from titans_platform.training.checkpoint import at_step, load_model, newest
-from titans_platform.training.manifest import MANIFEST, read_manifest
+from titans_platform.training.checkpoint import at_step, load_model, saved
+from titans_platform.training.manifest import MANIFEST, fault, read_manifest
 
 if TYPE_CHECKING:
     from titans_platform.data import Tokenizer
 
 
 def load_run(
-    path_or_name: Path | str, root: Path | str = "titans-runs"
+    path_or_name: Path | str, root: Path | str | None = None
 ) -> tuple[Model, Tokenizer | None, RunConfig]:
     """The model of a run where its columns are measured, ready to use on the CPU, its tokenizer, its config.
 
     ``path_or_name`` is the run's name (or how it begins), its folder, its MLflow run id, or the folder of
-    one checkpoint; names are looked up under ``root``. The tokenizer is None for an objective without one.
-    Raises UsageError where there is no such run, or no whole checkpoint of it.
+    one checkpoint; names are looked up under ``root``, by default TITANS_HOME, else `titans-runs`. The
+    tokenizer is None for an objective without one.
+    Raises UsageError where there is no such run, it has no checkpoint, or its newest one is damaged.
     """
-    point = find_checkpoint(str(path_or_name), Path(root))
+    point = find_checkpoint(str(path_or_name), Path(root or os.environ.get("TITANS_HOME") or "titans-runs"))
     model, _, objective = load_checkpoint(point, read_config(point))
     return model.eval(), objective.tokenizer(), objective.cfg
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
     """The folder of the checkpoint that ``run`` names; of a run the newest, or the best where its columns are
-    measured there (``eval.at``). Raises UsageError.
+    measured there (``eval.at``). Raises UsageError: there is none, or it is damaged.
     """
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
@@ -43,10 +45,15 @@ def find_checkpoint(run: str, root: Path) -> Path:
             raise UsageError(f"{run}: no such checkpoint")
         return path.resolve()
     folder = path if path.is_dir() else _folder_named(run, root)
-    point = newest(folder / CHECKPOINTS)
-    if point is None:
-        raise UsageError(f"{run}: {folder} has no whole checkpoint; train it first")
-    return _measured(point).resolve()
+    points = saved(folder / CHECKPOINTS)
+    if not points:
+        raise UsageError(f"{run}: {folder} has no checkpoint; train it first")
+    # an older one is other weights: which to use instead is for the user to say
+    if damage := fault(points[0]):
+        older = next((point for point in points[1:] if fault(point) is None), None)
+        fix = f"to use an older checkpoint, give {older}" if older else "no older checkpoint is intact"
+        raise UsageError(f"{run}: checkpoint {points[0]} is damaged: {damage}; {fix}")
+    return _measured(points[0]).resolve()
 
 
 def _measured(newest: Path) -> Path:
