@@ -29,7 +29,7 @@ from titans_kernels.bench.timing import Failed
 from titans_platform.cli import echo_json, json_option
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.report.picture import KINDS, LIGHT, Line, Picture, panel, save
+from titans_platform.report.figures.picture import KINDS, LIGHT, Line, Picture, panel, save
 
 Progress = Callable[[str], None]
 PIECE = 1024

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from titans_platform import cli
-from titans_platform.report.paper_page import paper_page
+from titans_platform.report.publish import paper_page
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.overview import overview, studies_of_the_paper
 from titans_platform.study.schedule import MANIFEST

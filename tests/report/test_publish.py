@@ -11,8 +11,9 @@ from rich.console import Console
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import write_json
-from titans_platform.report.publish import log_views, make, write_views
-from titans_platform.report.table import Table, build_table
+from titans_platform.report.numbers.table import build_table
+from titans_platform.report.publish import log_report, make, write_report
+from titans_platform.report.report import build_report
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
@@ -32,7 +33,7 @@ def store(root) -> Store:
 
 
 @pytest.fixture(scope="module")
-def table(root, store) -> Table:
+def study_run(root, store) -> StudyRun:
     """A study of one cell, which a run in MLflow is of."""
     cell = Cell("LMM", 0, RunConfig(), "abc")
     run_id = store.cell_run("abc", "LMM")
@@ -50,14 +51,15 @@ def table(root, store) -> Table:
     }
     write_json(cell.folder(root).path / "result.json", result)
     study = Study(name="tiny", columns={"acc": ACC}, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    return build_table(StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,)))
+    return StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,))
 
 
 @pytest.mark.slow
-def test_a_cells_run_has_the_units_of_the_table(table, store, root):
-    log_views(store, table, write_views(table, store))
-    parent = log_views(store, table, write_views(table, store))
-    run_id = table.results[0]["mlflow_run_id"]
+def test_a_cells_run_has_the_units_of_the_table(study_run, store):
+    report = build_report(build_table(study_run))
+    log_report(store, report, write_report(report, study_run.folder))
+    parent = log_report(store, report, write_report(report, study_run.folder))
+    run_id = report.table.results[0]["mlflow_run_id"]
     run = store.client.get_run(run_id)
     assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
     assert run.info.status == "FINISHED"
@@ -66,14 +68,14 @@ def test_a_cells_run_has_the_units_of_the_table(table, store, root):
     assert store.client.get_run(parent).data.metrics["acc/LMM"] == 25.0
 
 
-def test_a_copied_root_does_not_write_into_the_original(table, store, root, tmp_path, capsys):
+def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     with pytest.raises(UsageError, match="copied or moved") as caught:
         open_store(copy)
     assert "\n" not in str(caught.value)
-    run = replace(table.run, root=copy)
+    run = replace(study_run, root=copy)
     make(run, Console())
     assert (run.folder / "table.csv").is_file()
     assert "copied or moved" in capsys.readouterr().err

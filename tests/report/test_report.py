@@ -14,15 +14,15 @@ import pytest
 
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
-from titans_platform.report import export, plot
-from titans_platform.report.by_position import against_position
-from titans_platform.report.content import Links
-from titans_platform.report.depth_map import depth_maps
-from titans_platform.report.figure import pictures
-from titans_platform.report.figure_data import figure_data
-from titans_platform.report.picture import DARK, LIGHT, svg
-from titans_platform.report.publish import html
-from titans_platform.report.table import Table, build_table
+from titans_platform.report.figures import plot
+from titans_platform.report.figures.buckets import against_position, depth_maps
+from titans_platform.report.figures.data import figure_data
+from titans_platform.report.figures.picture import DARK, LIGHT, svg
+from titans_platform.report.figures.rules import pictures
+from titans_platform.report.numbers.table import Table, build_table
+from titans_platform.report.render import text as export
+from titans_platform.report.render.html import report_page
+from titans_platform.report.report import Links, build_report
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, expand
 from titans_platform.study.plan import StudyRun
@@ -81,7 +81,7 @@ def curves(table: Table) -> dict:
 
 
 def page(table: Table) -> str:
-    return html(table, pictures(figure_data(table, curves(table))), LINKS)
+    return report_page(build_report(table, curves(table), links=LINKS))
 
 
 class Tags(HTMLParser):
@@ -144,7 +144,7 @@ def test_every_number_leads_to_its_run(hurt):
         assert f'href="http://127.0.0.1:5000/#/experiments/1/runs/{run}"' in text
     # a mean leads to its runs side by side, one seed to the run itself
     assert "#/compare-runs?runs=[&#34;run0x0&#34;,&#34;run0x1&#34;]&amp;experiments=[&#34;1&#34;]" in text
-    assert "without links" in html(hurt)
+    assert "without links" in report_page(build_report(hurt))
 
 
 def test_tables_and_figures_can_be_read_by_a_machine(hurt):
@@ -317,7 +317,7 @@ def test_a_line_of_several_runs_shows_the_numbers_of_each_and_why_it_should_be_w
     assert [row.row.name for row in table.rows] == ["LMM", "Linear"]
     counts = [[(len(e.values), e.wanted) for e in row.entries.values()] for row in table.rows]
     assert counts == [[(3, 3), (3, 3)], [(3, 3), (2, 3)]]
-    text = export.markdown(table)
+    text = export.markdown(build_report(table))
     assert "beside the study file's direction: of 1 comparison 1 agree" in text
     assert "Expected: Linear, Reasoning: worse. A derivation." in text
     assert "mean ± sd over 3 seeds" in text
@@ -326,12 +326,12 @@ def test_a_line_of_several_runs_shows_the_numbers_of_each_and_why_it_should_be_w
 
 
 def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
-    lines = export.latex(hurt).splitlines()
+    lines = export.latex(build_report(hurt)).splitlines()
     body = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
     columns = next(line for line in lines if line.startswith(r"\begin{tabular}"))
     width = len(columns.partition("{tabular}{")[2].rstrip("}"))
     assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {width - 1}
-    assert r"w/o <Conv> \& co" in "\n".join(body)
+    assert r"w/o $<$Conv$>$ \& co" in "\n".join(body)
     assert r"$\mathbf{" in "\n".join(body)
     assert r"Reasoning (\%) $\uparrow$" in "\n".join(lines)
     rules = [line for line in lines if line.endswith("rule")]

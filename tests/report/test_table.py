@@ -11,13 +11,20 @@ from rich.console import Console
 from titans_platform import text
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
-from titans_platform.report import export
-from titans_platform.report.content import bold_note, footnotes, shown
-from titans_platform.report.export import terminal
-from titans_platform.report.publish import write_views
-from titans_platform.report.table import as_record, build_table, column_stderr, discriminate, item_stderr
-from titans_platform.report.verdict import by_seed
+from titans_platform.report.numbers.table import (
+    as_record,
+    build_table,
+    column_stderr,
+    discriminate,
+    item_stderr,
+)
+from titans_platform.report.numbers.verdict import by_seed
+from titans_platform.report.publish import write_report
+from titans_platform.report.render import text as export
+from titans_platform.report.render.text import terminal
+from titans_platform.report.report import build_report
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.result import TaskScore
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
 from titans_platform.study.spec import Axis, Column, Row, Scale, Study
@@ -135,6 +142,10 @@ def test_items_bound_the_standard_error_from_below(root):
     assert "∞" not in "\n".join(printed(table(root)))
 
 
+def scores(tasks) -> dict[str, TaskScore]:
+    return {key: TaskScore(**{"value": 0.5, **measured}) for key, measured in tasks.items()}
+
+
 def wilson(stderr: float, items: int) -> float:
     return math.sqrt(stderr**2 + 1 / (4 * items**2)) / (1 + 1 / items)
 
@@ -145,13 +156,13 @@ def test_the_error_of_an_accuracy_is_half_of_wilsons_interval(right):
     measured = {"value": p, "stderr": math.sqrt(p * (1 - p) / n), "chance": 0.25, "items": n}
     # the interval's ends solve (p - x)^2 = x (1 - x) / n
     a, b, c = 1 + 1 / n, -(2 * p + 1 / n), p * p
-    assert item_stderr(measured) == pytest.approx(math.sqrt(b * b - 4 * a * c) / (2 * a))
+    assert item_stderr(TaskScore(**measured)) == pytest.approx(math.sqrt(b * b - 4 * a * c) / (2 * a))
 
 
 def test_the_error_of_a_perplexity_or_of_no_items_stays():
-    assert item_stderr({"value": 5.0, "stderr": 0.2, "chance": 260.0, "items": 64}) == 0.2
-    assert item_stderr({"value": 0.9, "stderr": 0.0, "chance": 0.1, "items": 0}) == 0.0
-    assert item_stderr({"value": 0.9, "stderr": 0.1, "chance": None, "items": 9}) == 0.1
+    assert item_stderr(TaskScore(**{"value": 5.0, "stderr": 0.2, "chance": 260.0, "items": 64})) == 0.2
+    assert item_stderr(TaskScore(**{"value": 0.9, "stderr": 0.0, "chance": 0.1, "items": 0})) == 0.0
+    assert item_stderr(TaskScore(**{"value": 0.9, "stderr": 0.1, "chance": None, "items": 9})) == 0.1
 
 
 def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
@@ -163,19 +174,19 @@ def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
         "acc/perplexity@64": {"stderr": None},
     }
     needle = math.hypot(0.3, 0.4) / 2
-    assert column_stderr("acc", tasks) == pytest.approx(math.hypot(needle, 0.2) / 2)
-    assert column_stderr("none", tasks) == 0
+    assert column_stderr("acc", scores(tasks)) == pytest.approx(math.hypot(needle, 0.2) / 2)
+    assert column_stderr("none", scores(tasks)) == 0
 
 
 def test_an_error_below_one_is_no_share_of_right_answers():
     tasks = {"mse/mse@96": {"value": 0.4, "stderr": 0.02, "chance": 0.9, "items": 10}}
-    assert column_stderr("mse", tasks, shares=False) == 0.02
-    assert column_stderr("mse", tasks) > 0.04
+    assert column_stderr("mse", scores(tasks), shares=False) == 0.02
+    assert column_stderr("mse", scores(tasks)) > 0.04
 
 
 def printed(view) -> list[str]:
     console = Console(width=80, file=io.StringIO())
-    console.print(terminal(view))
+    console.print(terminal(build_report(view)))
     return console.file.getvalue().splitlines()
 
 
@@ -202,7 +213,7 @@ def test_missing_failed_and_stale_cells_are_marked(root):
     assert "LMM†" in lines
     assert "† some cells were made by commit deadbeefdead;" in lines
     assert "6.00 1/2" in lines
-    assert "w/o Persistent Memory: failed: ValueError: loss is nan long" in lines
+    assert "w/o Persistent Memory, seed 1: failed: ValueError: loss is nan long" in lines
     # the end of a long note is its fix
     assert "fix=lr" in lines
     assert view.missing == 3
@@ -214,7 +225,7 @@ def test_a_name_that_is_cut_keeps_its_mark(root):
         finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
     view = table(root)
     console = Console(width=60, file=io.StringIO())
-    console.print(terminal(view, 60))
+    console.print(terminal(build_report(view), 60))
     lines = console.file.getvalue().splitlines()
     cut = [line for line in lines if line.startswith("w/o") and "resolved" not in line]
     assert len(cut) == 1
@@ -239,7 +250,7 @@ def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
 
 
 def test_every_number_leads_to_its_cell_and_run(full):
-    text = export.markdown(full)
+    text = export.markdown(build_report(full))
     for cell in cells():
         assert f"`{cell.name}` | `run-{cell.name}`" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -257,7 +268,7 @@ def test_every_view_says_what_becomes_of_the_papers_directions(root):
     (line,) = [each for each in printed(full) if "Persistent" in each and "agrees" in each]
     # 1.00 higher, which is worse; the paper too says worse
     assert line.split()[-3:] == ["-1.00", "p<0.001", "agrees"]
-    paths = write_views(full)
+    paths = write_report(build_report(full), root)
     texts = {name: paths[name].read_text() for name in ("table.md", "table.tex", "report.html")}
     assert all(said in each for each in (*texts.values(), " ".join(" ".join(printed(full)).split())))
     cell = (
@@ -273,12 +284,12 @@ def test_every_view_says_what_becomes_of_the_papers_directions(root):
 
 
 def test_csv_reads_back(full):
-    rows = list(csv.DictReader(io.StringIO(export.summary_csv(full))))
+    rows = list(csv.DictReader(io.StringIO(export.summary_csv(build_report(full)))))
     assert len(rows) == 6
     assert rows[1]["row"] == "LMM"
     assert float(rows[1]["mean"]) == pytest.approx(52.0)
     assert rows[5]["paper"] == ""
-    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(full)))}
+    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(build_report(full))))}
     assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
     assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
     # in the unit of the table
@@ -287,14 +298,14 @@ def test_csv_reads_back(full):
 
 
 def best(view, key: str = "reasoning_acc") -> list[str]:
-    return [row.row.name for row in view.rows if shown(view, row, key).best]
+    return [row.name for row in build_report(view).rows if row.numbers[key].best]
 
 
 def test_bold_is_the_best_of_the_rows_that_are_compared(full):
     # Transformer++ has 94.5% and is a reference row
     assert best(full) == ["LMM"]
-    assert "Transformer++ left out" in bold_note(full)
-    assert "Transformer++ left out" in export.latex(full)
+    assert "Transformer++ left out" in build_report(full).bold_note
+    assert "Transformer++ left out" in export.latex(build_report(full))
 
 
 def test_nothing_is_bold_that_is_no_better_than_chance(root):
@@ -303,7 +314,7 @@ def test_nothing_is_bold_that_is_no_better_than_chance(root):
         finish(root, cell, columns={"lm_ppl": 300.0 + cell.seed, "reasoning_acc": acc})
     assert best(table(root)) == []
     assert best(table(root), "lm_ppl") == []
-    assert "mathbf" not in export.latex(table(root))
+    assert "mathbf" not in export.latex(build_report(table(root)))
 
 
 def test_numbers_timed_beside_other_cells_are_marked(root):
@@ -312,17 +323,17 @@ def test_numbers_timed_beside_other_cells_are_marked(root):
         finish(root, cell, tasks=tasks)
         write_json(cell.folder(root).path / "time.json", {"host": "a", "began": 10 * i, "ended": 10 * i + 9})
     note = "Reasoning: timed while other cells ran on the same machine."
-    assert note not in footnotes(table(root))
+    assert note not in build_report(table(root)).notes
     write_json(cells()[1].folder(root).path / "time.json", {"host": "a", "began": 5, "ended": 19})
-    assert note in footnotes(table(root))
+    assert note in build_report(table(root)).notes
     write_json(cells()[1].folder(root).path / "time.json", {"host": "b", "began": 5, "ended": 19})
-    assert note not in footnotes(table(root))
+    assert note not in build_report(table(root)).notes
 
 
 def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
     empty = table(root)
-    paths = write_views(empty)
-    assert {path for path in empty.run.folder.rglob("*") if path.is_file()} == set(paths.values())
+    paths = write_report(build_report(empty), root / "views")
+    assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
     assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
     assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from titans_platform.report.table import Entry
-from titans_platform.report.verdict import (
+from titans_platform.report.numbers.table import Entry
+from titans_platform.report.numbers.verdict import (
     Comparison,
     adjust,
     cell,
@@ -18,6 +18,7 @@ from titans_platform.report.verdict import (
     holm,
     tally,
 )
+from titans_platform.runs.result import Result
 from titans_platform.study.spec import Expectation, Row
 
 COLUMNS = {
@@ -35,7 +36,6 @@ def row(
     name: str,
     columns: dict[str, list[float]],
     paper: dict[str, float],
-    tasks=(),
     reference=False,
     expected=(),
 ):
@@ -44,11 +44,7 @@ def row(
         row=Row(name=name, reference=reference, expected=dict(expected)),
         cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed, config=measures(columns)) for seed in seeds],
         results=[
-            {
-                "cell": f"{name}-{seed}",
-                "columns": {key: values[seed] for key, values in columns.items()},
-                "tasks": {key: {"value": v[seed], "chance": 0.25} for key, v in dict(tasks).items()},
-            }
+            Result(cell=f"{name}-{seed}", columns={key: values[seed] for key, values in columns.items()})
             for seed in seeds
         ],
         entries={key: Entry((), len(seeds), paper.get(key)) for key in COLUMNS},

@@ -17,7 +17,7 @@ from tests.small import study
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.files import read_json
-from titans_platform.report.content import DAGGERS
+from titans_platform.report.report import DAGGERS
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder

@@ -135,8 +135,8 @@ def _progress(total: int, console: Console) -> Iterator[Callable[[int], None]]:
 
 
 def _save(found: ByPosition, folder: Path, asked: Asked) -> list[Path]:
-    from titans_platform.report.by_position import loss_picture
-    from titans_platform.report.picture import save
+    from titans_platform.report.figures.buckets import loss_picture
+    from titans_platform.report.figures.picture import save
 
     # a text of one's own does not replace the figure of the held-out text
     name = "by-position" + (

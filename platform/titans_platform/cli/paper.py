@@ -28,12 +28,12 @@ def paper(root: Path, out: Path | None) -> None:
       titans paper
     """
     from titans_platform.files import write_text
-    from titans_platform.report.paper_page import PAGE, paper_page
+    from titans_platform.report.publish import PAPER_PAGE, paper_page
     from titans_platform.study.overview import overview, studies_of_the_paper
 
     root = root.resolve()
     page = paper_page(overview(root, studies_of_the_paper()), root)
-    path = out or root / PAGE
+    path = out or root / PAPER_PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
     click.echo(f"page {path}")

@@ -12,11 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from titans_platform.report import plot
-from titans_platform.report.by_position import against_position
-from titans_platform.report.depth_map import depth_maps
-from titans_platform.report.figure_data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, placed
-from titans_platform.report.picture import KINDS, MARKERS, NARROW, STEPS, Line, Panel, Picture, ordered, panel
+from titans_platform.report.figures import plot
+from titans_platform.report.figures.buckets import against_position, depth_maps
+from titans_platform.report.figures.data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, placed
+from titans_platform.report.figures.picture import (
+    KINDS,
+    MARKERS,
+    NARROW,
+    STEPS,
+    Line,
+    Panel,
+    Picture,
+    ordered,
+    panel,
+)
 from titans_platform.study.spec import Column
 from titans_platform.text import short
 
@@ -37,12 +46,22 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
         return
     panels = []
     for key, column in columns.items():
-        draw = partial(plot.dots, rows=data.rows, key=key, column=column, chance=chance.get(key))
+        draw = partial(
+            plot.dots,
+            rows=data.rows,
+            key=key,
+            column=column,
+            chance=chance.get(key),
+            comparable=data.table.comparable,
+        )
         panels.append(Panel(_best_in_words(data, key), draw))
     caption = (
         "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
-        "diamonds: the paper's numbers, on a scale of their own; dotted line: chance."
+        "dotted line: chance."
     )
+    if any(row.paper.get(key) is not None for row in data.rows for key in columns):
+        where = "on the same scale" if data.table.comparable else "in a frame and on a scale of their own"
+        caption += f" Diamonds: the paper's numbers, {where}."
     size = (3.7, 0.75 + 0.2 * len(data.rows))
     yield Picture("columns", "The columns of the table", caption, panels, size)
 

@@ -11,8 +11,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from titans_platform.report.figure_data import Axis, Series, Value
-from titans_platform.report.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
+from titans_platform.report.figures.data import Axis, Series, Value
+from titans_platform.report.figures.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
 from titans_platform.study.spec import Column
 from titans_platform.text import NONE, short, tokens
 
@@ -28,23 +28,40 @@ def within(values: Sequence[float], limits: tuple[float, float]) -> tuple[float,
     return max(mean - sd, limits[0]), min(mean + sd, limits[1])
 
 
-def dots(figure: FigureBase, rows: Sequence[Series], key: str, column: Column, chance: float | None) -> None:
-    """A column's rows: mean and standard deviation, single seeds, and the paper's numbers beside."""
-    printed = any(row.paper.get(key) is not None for row in rows)
-    widths = (2.1, 1.0) if printed else (1.0,)
+def dots(
+    figure: FigureBase,
+    rows: Sequence[Series],
+    key: str,
+    column: Column,
+    chance: float | None,
+    comparable: bool = False,
+) -> None:
+    """A column's rows: mean and standard deviation, single seeds, and the paper's numbers.
+
+    The paper's are on the same scale where they are ``comparable``, else in a frame of their own.
+    """
+    apart = not comparable and any(row.paper.get(key) is not None for row in rows)
+    widths = (2.1, 1.0) if apart else (1.0,)
     axes = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
     for y, row in enumerate(rows):
         _dot(axes[0], y, row, key, bounds(column))
-        if printed and row.paper.get(key) is not None:
-            axes[1].plot(row.paper[key], y, "D", color=LIGHT[_colour(row, "paper")], markersize=3.4)
+        if row.paper.get(key) is not None:
+            axes[-1].plot(row.paper[key], y, "D", color=LIGHT[_colour(row, "paper")], markersize=3.4)
     if chance is not None and column.higher_is_better:
         # where lower is better chance lies far away, and would squeeze the rows into one place
         axes[0].axvline(chance, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
-    for axis, title, colour, ticks in zip(axes, ("ours", "paper"), ("accent", "paper"), (4, 2), strict=False):
+    for axis, title, colour, ticks in zip(
+        axes, ("ours", "the paper's"), ("accent", "paper"), (4, 2), strict=False
+    ):
         axis.grid(axis="x")
         axis.set_title(title, fontsize=TEXT, fontweight="normal", color=LIGHT[colour], pad=3)
         axis.xaxis.set_major_locator(MaxNLocator(ticks))
         axis.margins(x=0.1)
+    if apart:
+        # a closed frame: the numbers are another measure's, and not to be read against the ticks beside
+        axes[1].spines[:].set(visible=True, color=LIGHT["paper"], linewidth=0.7)
+        axes[1].tick_params(axis="x", labelcolor=LIGHT["paper"])
+        axes[1].tick_params(axis="y", length=0)
     if not any(row.values.get(key) for row in rows):
         axes[0].set_xticks([])
     axes[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=TEXT)

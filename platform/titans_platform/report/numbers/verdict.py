@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titans_platform.report.table import Table, TableRow, measured_by_seed
-from titans_platform.study.spec import Expectation
+from titans_platform.report.numbers.table import Table, TableRow, measured_by_seed
+from titans_platform.study.spec import Column, Expectation
 from titans_platform.text import NONE, plural
 
 ALPHA = 0.05
@@ -120,8 +120,7 @@ def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
     """The column's value of each seed that has a finite one."""
     kept = measured_by_seed(row.cells, row.results, key)
     return {
-        seed: factor * statistics.fmean(result["columns"][key] for result in part)
-        for seed, part in kept.items()
+        seed: factor * statistics.fmean(result.columns[key] for result in part) for seed, part in kept.items()
     }
 
 
@@ -197,15 +196,15 @@ class VerdictTable:
         return [[row, *map(str, cells)] for row, cells in self.rows]
 
 
-def verdict_table(table: Table, intervals: bool = True) -> VerdictTable | None:
+def verdict_table(comparisons: Sequence[Comparison], columns: Mapping[str, Column]) -> VerdictTable | None:
     """The comparisons as text; None where nothing has an expected direction, or no row has two seeds."""
-    found = [each for each in compare(table) if each.better is not None]
+    found = [each for each in comparisons if each.better is not None]
     if not any(len(each.ours.pairs) > 1 for each in found):
         return None
     base, by_place = found[0].baseline, {(each.row, each.column): each for each in found}
-    columns = {key: c for key, c in table.columns.items() if any(each.column == key for each in found)}
+    columns = {key: c for key, c in columns.items() if any(each.column == key for each in found)}
     lines = [
-        (row, [cell(by_place.get((row, key)), c.decimals, intervals) for key, c in columns.items()])
+        (row, [cell(by_place.get((row, key)), c.decimals) for key, c in columns.items()])
         for row in dict.fromkeys(each.row for each in found)
     ]
     heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
@@ -214,24 +213,11 @@ def verdict_table(table: Table, intervals: bool = True) -> VerdictTable | None:
     return VerdictTable(sentence, method(found), heads, lines)
 
 
-def cell(found: Comparison | None, decimals: int, intervals: bool = True) -> VerdictCell:
+def cell(found: Comparison | None, decimals: int) -> VerdictCell:
     """`+0.35 [+0.24, +0.46] p=0.004 agrees` in parts; a dash where nothing was compared."""
     if found is None:
         return VerdictCell(NONE, "", "", "")
     signed, ours = f"+.{decimals}f", found.ours
-    ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval and intervals else ""
+    ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval else ""
     p = "" if found.p is None else "p<0.001" if found.p < 0.001 else f"p={found.p:.3f}"
     return VerdictCell(f"{ours.mean:{signed}}", ends, p, found.outcome)
-
-
-def verdict_rows(table: Table) -> list[list[object]]:
-    """For a spreadsheet: a heading, then a line a row and column, in the column's unit."""
-    heads: list[object] = ["row", "column", "baseline", "difference", "low", "high", "pairs", "p", "p_holm"]
-    lines = []
-    for found in compare(table):
-        ours = found.ours
-        interval = ours.interval or (None, None)
-        numbers = [ours.mean, *interval, len(ours.pairs), ours.p, found.p, found.paper, found.outcome]
-        why = found.expected.because if found.expected else None
-        lines.append([found.row, found.column, found.baseline, *numbers, why])
-    return [[*heads, "paper difference", "verdict", "expected because"], *lines]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from titans_platform.report.table import Table, TableRow, task_of
+from titans_platform.report.numbers.table import Table, TableRow, task_of
 from titans_platform.runs.result import Result
 from titans_platform.study.spec import Axis as StudyAxis
 from titans_platform.study.spec import Column, Row
@@ -99,7 +99,7 @@ def figure_data(
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
     lengths = _at_lengths(table.columns, rows, split)
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return FigureData(table, rows, _axes(rows, table.run.study.axes), measures, lengths, trials)
+    return FigureData(table, rows, _axes(rows, table.axes), measures, lengths, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Split) -> Series:
@@ -109,10 +109,9 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Spl
     printed: dict[str, dict[float, float]] = {}
     for task, places in split.items():
         lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
-        paper = {length: row.row.paper.get(key) for length, key in places.items() if table.scale.comparable}
+        paper = {length: row.row.paper.get(key) for length, key in places.items() if table.comparable}
         printed[task] = {length: number for length, number in paper.items() if number is not None}
-    speeds = [(result.get("tokens"), result.get("train_seconds")) for result in row.results]
-    runs = [str(result.get("mlflow_run_id")) for result in row.results]
+    speeds = [(result.tokens, result.train_seconds) for result in row.results]
     return Series(
         row.row.name,
         axis_values(row.row),
@@ -120,7 +119,7 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Spl
         lengths,
         row.row.paper,
         printed,
-        [curves[run] for run in runs if curves.get(run)],
+        [curves[run] for each in row.results if (run := each.mlflow_run_id) and curves.get(run)],
         row.row.reference,
         bool(row.failures),
     )
@@ -131,7 +130,7 @@ def _split_tasks(table: Table) -> Split:
     places: dict[str, dict[float, str]] = {}
     crowded: set[str] = set()
     for result in table.results:
-        parts = [task_of(key) for key in result.get("tasks", {})]
+        parts = [task_of(key) for key in result.tasks]
         owners = [owner for owner, _, _ in parts]
         crowded |= {owner for owner in owners if owners.count(owner) > 1}
         for owner, task, length in parts:
@@ -185,10 +184,10 @@ def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[fl
     found: dict[float, list[float]] = {}
     for result in results:
         by_task: dict[str, dict[float, float]] = {}
-        for key, measured in result.get("tasks", {}).items():
+        for key, measured in result.tasks.items():
             owner, task, length = task_of(key)
-            if owner == column and length is not None and math.isfinite(float(measured["value"])):
-                by_task.setdefault(task, {})[length] = float(measured["value"])
+            if owner == column and length is not None and math.isfinite(float(measured.value)):
+                by_task.setdefault(task, {})[length] = float(measured.value)
         several = [values for values in by_task.values() if len(values) > 1]
         for length in set.intersection(*map(set, several)) if several else ():
             mean = statistics.fmean(values[length] for values in several)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titans_core import MemoryTrace, Nearest
-from titans_platform.report import plot
-from titans_platform.report.inspected import Inspected
-from titans_platform.report.pages import render
-from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
+from titans_platform.report.figures import plot
+from titans_platform.report.figures.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
+from titans_platform.report.numbers.inspected import Inspected
+from titans_platform.report.render.html import render
 from titans_platform.text import number
 
 PAGE = "inspect.html"

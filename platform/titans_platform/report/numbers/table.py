@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,10 +12,10 @@ from typing import Any, TypeGuard
 
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
-from titans_platform.runs.result import Result
+from titans_platform.runs.result import Result, TaskScore
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import StudyRun
-from titans_platform.study.spec import Column, Row, Scale
+from titans_platform.study.spec import Axis, Column, Row
 from titans_platform.study.status import CellStatus, cell_statuses
 
 
@@ -62,25 +63,37 @@ class TableRow:
         """Why cells failed."""
         return tuple(cell.reason for cell in self.unfinished if cell.reason)
 
-    def figure_of(self, key: str) -> int | None:
+    def size_of(self, key: str) -> int | None:
         """``parameters`` or ``state_bytes`` of the row's model, from its results."""
-        return next((int(result[key]) for result in self.results if result.get(key) is not None), None)
+        return next((size for each in self.results if (size := getattr(each, key)) is not None), None)
 
 
 @dataclass(frozen=True)
 class Table:
     """A study at one scale, as far as its cells are done."""
 
-    run: StudyRun
+    study: str
+    scale: str
+    label: str
+    """Name of the study's folder and of its MLflow run."""
+    description: str
+    note: str
+    """What the study file says of the scale's numbers."""
+    comparable: bool
+    """Whether the numbers can be compared with the paper's, not only the order of the rows."""
+    axes: Mapping[str, Axis]
+    columns: Mapping[str, Column]
     rows: tuple[TableRow, ...]
-    chance: dict[str, float]
+    chance: Mapping[str, float]
+    """By column, in its unit; only of those that have a chance level."""
     side_by_side: bool
     """Whether cells ran at the same time on one machine, so that none was timed alone."""
-
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """The study's columns."""
-        return self.run.columns
+    commit: str
+    """The commit of the code that reads the results."""
+    command: str
+    """The command that makes the whole table from nothing."""
+    unfinished: int
+    """Cells asked for that have no result."""
 
     @property
     def results(self) -> list[Result]:
@@ -95,18 +108,8 @@ class Table:
     @property
     def timed(self) -> list[str]:
         """The columns that were timed."""
-        tasks = {task_of(key)[:2] for result in self.results for key in result.get("tasks", {})}
+        tasks = {task_of(key)[:2] for result in self.results for key in result.tasks}
         return [key for key in self.columns if (key, "throughput") in tasks]
-
-    @property
-    def unfinished(self) -> int:
-        """Cells asked for that have no result."""
-        return len({cell.name for cell in self.run.cells} - {result["cell"] for result in self.results})
-
-    @property
-    def scale(self) -> Scale:
-        """The scale's own entry in the study file."""
-        return self.run.study.scales[self.run.scale_name]
 
     @property
     def missing(self) -> int:
@@ -126,13 +129,30 @@ def build_table(run: StudyRun) -> Table:
             rows.append(_table_row(run, first.as_line(), cells))
     levels: dict[str, set[float]] = {}
     for result in (result for row in rows for result in row.results):
-        found = result.get("chance", {})
         for key in columns:
-            if finite(level := found.get(key)):
+            if finite(level := result.chance.get(key)):
                 levels.setdefault(key, set()).add(level)
-    # runs of one line have levels of their own
-    chance = {key: columns[key].factor * statistics.fmean(levels[key]) for key in levels}
-    return Table(run, tuple(rows), chance, _side_by_side(run))
+    finished = {result.cell for row in rows for result in row.results}
+    seeds = ",".join(map(str, sorted({cell.seed for row in rows for cell in row.cells})))
+    changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
+    study, scale = run.study, run.study.scales[run.scale_name]
+    return Table(
+        study=study.name,
+        scale=run.scale_name,
+        label=run.label,
+        description=" ".join(study.description.split()),
+        note=" ".join(scale.note.split()),
+        comparable=scale.comparable,
+        axes=study.axes,
+        columns=columns,
+        rows=tuple(rows),
+        # cells of one row may have different levels
+        chance={key: columns[key].factor * statistics.fmean(levels[key]) for key in levels},
+        side_by_side=_side_by_side(run),
+        commit=run.commit,
+        command=f"titans sweep run {study.name} --scale {run.scale_name} --seeds {seeds}{changed}",
+        unfinished=len({cell.name for cell in run.cells} - finished),
+    )
 
 
 def _side_by_side(run: StudyRun) -> bool:
@@ -148,17 +168,15 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     entries = {}
     for key, column in run.columns.items():
         kept = measured_by_seed(cells, results, key).values()
-        means = [[float(result["columns"][key]) for result in part] for part in kept]
+        means = [[result.columns[key] for result in part] for part in kept]
         values = tuple(column.factor * statistics.fmean(part) for part in means)
         # an accuracy is better when it is higher; an error below 1 is no share of right answers
         shares = column.higher_is_better
-        errors = [
-            _of_mean([column_stderr(key, one.get("tasks", {}), shares) for one in part]) for part in kept
-        ]
+        errors = [_of_mean([column_stderr(key, one.tasks, shares) for one in part]) for part in kept]
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
         error = column.factor * _of_mean(errors)
         entries[key] = Entry(values, wanted, row.paper.get(key), error)
-    stale = sorted({str(result["commit"]) for result in results} - {run.commit})
+    stale = sorted({result.commit for result in results} - {run.commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
@@ -167,7 +185,7 @@ def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str)
 
     They are several where cells of one line at other points of the axes measure the same column.
     """
-    done = {result["cell"]: result for result in results if finite(result["columns"].get(key))}
+    done = {result.cell: result for result in results if finite(result.columns.get(key))}
     wanted: dict[int, list[str | None]] = {}
     for cell in cells:
         if key in cell.config.eval.columns or cell.name in done:
@@ -196,7 +214,7 @@ def task_of(key: str) -> tuple[str, str, int | None]:
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
 
 
-def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]], shares: bool = True) -> float:
+def column_stderr(column: str, tasks: Mapping[str, TaskScore], shares: bool = True) -> float:
     """Standard error of a column's value in one cell, from its items.
 
     A column is the mean of its tasks and a task the mean over its lengths; ``tasks`` maps
@@ -206,20 +224,20 @@ def column_stderr(column: str, tasks: Mapping[str, Mapping[str, Any]], shares: b
     by_task: dict[str, list[float]] = {}
     for key, measured in tasks.items():
         owner, task, _ = task_of(key)
-        if owner == column and measured.get("stderr") is not None:
-            error = item_stderr(measured) if shares else float(measured["stderr"])
+        if owner == column and measured.stderr is not None:
+            error = item_stderr(measured) if shares else measured.stderr
             by_task.setdefault(task, []).append(error)
     return _of_mean([_of_mean(errors) for errors in by_task.values()])
 
 
-def item_stderr(measured: Mapping[str, Any]) -> float:
+def item_stderr(measured: TaskScore) -> float:
     """Standard error of one measurement; of an accuracy, half of Wilson's interval at one standard error.
 
     The usual sqrt(p (1 - p) / n) is 0 where every item is right, or wrong: n items never say as much.
     """
-    error, items, chance = float(measured["stderr"]), measured.get("items") or 0, measured.get("chance")
+    error, items, chance = measured.stderr or 0.0, measured.items, measured.chance
     # a guess gets a perplexity of the size of the vocabulary, and an accuracy below 1
-    if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.get("value", -1) <= 1:
+    if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.value <= 1:
         return error
     return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)
 
@@ -300,17 +318,17 @@ def as_record(table: Table) -> dict[str, Any]:
                 key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
                 for key, e in row.entries.items()
             },
-            "parameters": row.figure_of("parameters"),
-            "state_bytes": row.figure_of("state_bytes"),
+            "parameters": row.size_of("parameters"),
+            "state_bytes": row.size_of("state_bytes"),
             "cells": [cell.name for cell in row.cells],
             "failures": list(row.failures),
         }
         for row in table.rows
     ]
     return {
-        "study": table.run.study.name,
-        "scale": table.run.scale_name,
-        "comparable": table.scale.comparable,
+        "study": table.study,
+        "scale": table.scale,
+        "comparable": table.comparable,
         "rows": rows,
         "chance": table.chance,
         "missing": table.missing,

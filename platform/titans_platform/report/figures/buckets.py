@@ -1,25 +1,38 @@
-"""Loss or perplexity by position in a long text: the state carried, a new one every row, the best window."""
+"""Figures of results that are kept in buckets: accuracy by a needle's depth, perplexity by position."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
-from titans_platform.report import plot
-from titans_platform.report.figure_data import FigureData
-from titans_platform.report.picture import KINDS, LIGHT, MARKERS, NARROW, SMALL, Line, Panel, Picture, panel
-from titans_platform.report.table import TableRow, task_of
+from titans_platform.report.figures import plot
+from titans_platform.report.figures.data import Axis, FigureData, Series
+from titans_platform.report.figures.picture import (
+    KINDS,
+    LIGHT,
+    MARKERS,
+    NARROW,
+    SMALL,
+    Line,
+    Panel,
+    Picture,
+    panel,
+)
+from titans_platform.report.numbers.table import TableRow, task_of
 from titans_platform.text import plural, short, tokens
 
-PER_ROW = 12
-"""Rows from which a panel each says nothing any more."""
+PER_ROW = 24
+"""Rows that get a panel each; of more, the first."""
+MANY = 6
+"""Lines from which each gets a panel of its own, before the others in grey."""
 LOOKS = {
     CARRIED: ("state carried from the start", "a", "o"),
     FRESH: ("new state every row", "b", "s"),
@@ -70,12 +83,13 @@ def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
 
 
 def against_position(data: FigureData) -> Iterator[Picture]:
-    """Of each column with the task `by_position`: a panel a row of the study, and what memory brings."""
+    """For each column with the task `by_position`: perplexity, a panel a row, and what memory brings."""
     for key, column in data.table.columns.items():
         shown = [(row, places) for row in data.table.rows if (places := _measured(row, key))]
-        # a column of one way alone has nothing to be held against
-        if len(shown) > PER_ROW or not any(len(places) > 1 for _, places in shown):
+        # a column that was read in one way alone has nothing to compare
+        if not any(len(places) > 1 for _, places in shown):
             continue
+        shown = shown[:PER_ROW]
         lines = [_lines(places) for _, places in shown]
         limits = plot.span(line for drawn in lines for line in drawn)
         panels = [
@@ -85,9 +99,15 @@ def against_position(data: FigureData) -> Iterator[Picture]:
         caption, legend = f"{CAPTION} Mean over seeds.", max(lines, key=len)
         yield Picture(f"position-{key}", f"{column.title}: by position", caption, panels, NARROW, legend)
         gains = [_gain(row, places, i) for i, (row, places) in enumerate(shown) if FRESH in places]
-        drawn = _gain_panel(gains, "bars: sd over seeds")
-        title, legend = f"{GAIN}, by position", [gain.look for gain in gains]
-        yield Picture(f"gain-{key}", title, GAIN_CAPTION, [drawn], ALONE, legend)
+        title = f"{GAIN}, by position"
+        if len(gains) > MANY:
+            panels = [_gain_panel([gain], "", gains) for gain in gains]
+            caption = f"{GAIN_CAPTION} Blue: the row, bars: sd over seeds; grey: the other rows."
+            yield Picture(f"gain-{key}", title, caption, panels, NARROW)
+        elif gains:
+            panels = [_gain_panel(gains, "bars: sd over seeds")]
+            legend = [gain.look for gain in gains]
+            yield Picture(f"gain-{key}", title, GAIN_CAPTION, panels, ALONE, legend)
 
 
 def _gain(row: TableRow, places: Places, number: int) -> Gain:
@@ -106,7 +126,7 @@ def _measured(row: TableRow, column: str) -> Places:
     """The perplexities of a row of the study, from the longest texts that the column has."""
     found: dict[int, dict[str, dict[float, tuple[float, ...]]]] = {}
     for result in row.results:
-        for key, buckets in result.get("buckets", {}).items():
+        for key, buckets in result.buckets.items():
             owner, task, length = task_of(key)
             if owner != column or not task.startswith("by_position"):
                 continue
@@ -119,7 +139,7 @@ def _measured(row: TableRow, column: str) -> Places:
 
 
 def _trained(row: TableRow) -> int:
-    return int(row.results[0]["config"]["data"]["sequence_length"])
+    return int(row.results[0].config["data"]["sequence_length"])
 
 
 def _lines(places: Places, window: str | None = None) -> list[Line]:
@@ -140,10 +160,14 @@ def _panel(
     return panel(title, f"{title}: {_in_words(ends, y)}", draw, X, y, shown=lines)
 
 
-def _gain_panel(gains: Sequence[Gain], bars: str) -> Panel:
+def _gain_panel(gains: Sequence[Gain], bars: str, others: Sequence[Gain] = ()) -> Panel:
+    """The gains in one panel; ``others`` behind them in grey, where a panel is one row's."""
     ends = [(gain.look.label, [mean for mean, _ in gain.points.values()]) for gain in gains]
-    title = f"{GAIN} ({bars})"
-    return panel(title, f"{GAIN}: {_in_words(ends, 'nats')}", _draw_gains, X, "nats a token", gains=gains)
+    title = f"{GAIN} ({bars})" if bars else gains[0].look.label
+    if others:
+        gains = [gain._replace(look=replace(gain.look, colour="a", marker="o")) for gain in gains]
+    alt, draw = f"{GAIN}: {_in_words(ends, 'nats')}", partial(_draw_gains, others=others)
+    return panel(title, alt, draw, X, "nats a token", gains=gains)
 
 
 def _in_words(ends: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
@@ -159,8 +183,10 @@ def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: tuple[float
     _logarithmic(axis)
 
 
-def _draw_gains(axis: Axes, gains: Sequence[Gain]) -> None:
+def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain] = ()) -> None:
     axis.axhline(0, color=LIGHT["reference"], linewidth=1)
+    for _, points in others:
+        axis.plot([*points], [mean for mean, _ in points.values()], color=LIGHT["ghost"], linewidth=0.7)
     for look, points in gains:
         means, errors = zip(*points.values(), strict=True) if points else ((), ())
         axis.errorbar([*points], means, yerr=errors, color=LIGHT[look.colour], marker=look.marker,
@@ -173,3 +199,63 @@ def _logarithmic(axis: Axes) -> None:
     axis.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
+
+
+def depth_maps(data: FigureData) -> Iterator[Picture]:
+    """A picture for each task whose results have depths, over all lengths it was taken at."""
+    rows = [row for row in data.table.rows if row.results]
+    found = {row.row.name: depths(row) for row in rows}
+    for task in dict.fromkeys(task for tiles in found.values() for task in tiles):
+        shown = {name: tiles[task] for name, tiles in found.items() if task in tiles}
+        owner = next(key for key in data.table.columns if _has(rows, key, task))
+        places = [place for tiles in shown.values() for place in tiles]
+        across = Axis("length", tuple(sorted({length for length, _ in places})), "tokens")
+        down = Axis("depth", tuple(sorted({depth for _, depth in places}, key=_start)), "depth")
+        shown = dict(list(shown.items())[:PER_ROW])
+        column = data.table.columns[owner]
+        scale = plot.heat_scale([0.0, column.factor], column, None)
+        panels = []
+        for name, tiles in shown.items():
+            at = {
+                place: Series(name, {}, {task: tuple(column.factor * value for value in values)}, {})
+                for place, values in tiles.items()
+            }
+            grid = [[at.get((float(x), str(y))) for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=grid, key=task, column=column, scale=scale)
+            means = [series.means[task] for series in at.values()]
+            alt = f"{name}: from {min(means):.0f} to {max(means):.0f} {column.unit}"
+            panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
+        caption = (
+            "Right answers by the needle's depth in the row (0%: at its beginning) and by the row's tokens; "
+            "mean over seeds."
+        )
+        size = (0.9 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
+        yield Picture(f"depth-{task}", f"{task} over depth and length", caption, panels, size)
+
+
+def depths(row: TableRow) -> dict[str, dict[tuple[float, str], tuple[float, ...]]]:
+    """Of each task, the share that is right at (tokens, depth), a number for each seed."""
+    found: dict[str, dict[tuple[float, str], tuple[float, ...]]] = {}
+    for result in row.results:
+        for key, buckets in result.buckets.items():
+            _, task, length = task_of(key)
+            for depth, value in _by_depth(buckets).items():
+                places = found.setdefault(task, {})
+                places[float(length or 0), depth] = (
+                    *places.get((float(length or 0), depth), ()),
+                    float(value),
+                )
+    return found
+
+
+def _by_depth(buckets: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in buckets.items() if name.endswith("%")}
+
+
+def _has(rows: list[TableRow], column: str, task: str) -> bool:
+    keys = (task_of(key) for row in rows for result in row.results for key in result.buckets)
+    return any(owner == column and name == task for owner, name, _ in keys)
+
+
+def _start(depth: str) -> int:
+    return int(depth.partition("-")[0])

@@ -1,0 +1,1 @@
+"""A report as HTML, Markdown, CSV, LaTeX and lines for a terminal."""

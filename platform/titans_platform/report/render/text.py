@@ -1,0 +1,283 @@
+"""A report as CSV for a spreadsheet, LaTeX for a paper, Markdown for a web page, lines for a terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from titans_platform.report.report import DAGGERS, SIZES, Number, Report
+from titans_platform.text import NONE, commit, count
+
+ESCAPES = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "↑": r"$\uparrow$",
+        "↓": r"$\downarrow$",
+        "±": r"$\pm$",
+        "·": r"$\cdot$",
+        NONE: "--",
+        "<": "$<$",
+        ">": "$>$",
+        "³": "$^3$",
+        **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
+    }
+)
+SHORTEST = 12
+"""Characters of a row's name that must be left to tell rows apart in a terminal."""
+
+
+def summary_csv(report: Report) -> str:
+    """A line for each row and column, in the column's unit: mean, sd, seeds done, the paper's number."""
+    lines: list[list[Any]] = [["row", "column", "mean", "sd", "seeds", "chance", "paper", *SIZES]]
+    for row in report.rows:
+        for key, entry in ((key, number.entry) for key, number in row.numbers.items()):
+            numbers = [entry.mean, entry.sd, len(entry.values), report.table.chance.get(key), entry.paper]
+            lines.append([row.name, key, *numbers, *row.sizes.values()])
+    return _csv(lines)
+
+
+def cells_csv(report: Report) -> str:
+    """A line for each finished cell: its folder and what it measured, in the columns' units."""
+    columns = report.table.columns
+    names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
+    lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
+    for cell in (cell for row in report.rows for cell in row.cells if cell.result):
+        values = [(column.factor, cell.result.columns.get(key)) for key, column in columns.items()]
+        numbers = [value if value is None else factor * value for factor, value in values]
+        # its own row, where a line of the table has several
+        lines.append([cell.row, *(getattr(cell.result, name) for name in names), *numbers])
+    return _csv(lines)
+
+
+def verdict_csv(report: Report) -> str:
+    """A line for each row and column against the first row, in the column's unit."""
+    heads = ["row", "column", "baseline", "difference", "low", "high", "pairs", "p", "p_holm"]
+    lines: list[list[Any]] = [[*heads, "paper difference", "verdict", "expected because"]]
+    for each in report.comparisons:
+        ours, because = each.ours, each.expected.because if each.expected else None
+        numbers = [ours.mean, *(ours.interval or (None, None)), len(ours.pairs), ours.p, each.p, each.paper]
+        lines.append([each.row, each.column, each.baseline, *numbers, each.outcome, because])
+    return _csv(lines)
+
+
+def _csv(lines: Iterable[Sequence[Any]]) -> str:
+    out = io.StringIO()
+    # None is written as an empty field
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()
+
+
+def body(
+    report: Report, keys: Sequence[str] | None = None, ours: Callable[[Number], str] = str
+) -> list[list[str]]:
+    """The lines of the table: name, ours and the paper's number of each column, parameters, state bytes."""
+    lines = []
+    for row in report.rows:
+        numbers = [(row.numbers[key], paper) for key, paper in report.fields(keys)]
+        texts = [number.paper if paper else ours(number) for number, paper in numbers]
+        lines.append([row.name + row.marks, *texts, *map(count, row.sizes.values())])
+    return lines
+
+
+def _chance(report: Report, keys: Sequence[str] | None = None) -> list[str]:
+    """The chance level of each column, laid out as a line of the body."""
+    return ["chance", *("" if paper else report.chance[key] for key, paper in report.fields(keys)), "", ""]
+
+
+def latex(report: Report) -> str:
+    """The table with booktabs: mean and spread, the best of each column in bold, the paper's beside."""
+    caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
+    chance = [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, _chance(report)[1:])])]
+    lines = [
+        "% \\usepackage{booktabs}",
+        "\\begin{table}[t]",
+        "\\centering",
+        f"\\caption{{{tex(caption)}}}",
+        f"\\label{{tab:{report.table.study}-{report.table.scale}}}",
+        f"\\begin{{tabular}}{{l{'r' * len(report.fields())}rr}}",
+        "\\toprule",
+        *_tex_heads(report),
+        "\\midrule",
+        *(_tex_line([tex(name), *map(_tex_field, line)]) for name, *line in body(report, ours=_tex_number)),
+        *(chance if report.table.chance else ()),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+        "",
+    ]
+    return "\n".join([*lines, *_tex_verdict(report)])
+
+
+def _tex_verdict(report: Report) -> list[str]:
+    """A table of its own: each row's difference to the first, and what it says of the paper's direction."""
+    if (found := report.verdict) is None:
+        return []
+    return [
+        "\\begin{table}[t]",
+        "\\centering",
+        f"\\caption{{{tex(f'{found.sentence} {found.method}')}}}",
+        f"\\label{{tab:{report.table.study}-{report.table.scale}-verdict}}",
+        f"\\begin{{tabular}}{{{'l' * len(found.heads)}}}",
+        "\\toprule",
+        _tex_line(map(tex, found.heads)),
+        "\\midrule",
+        *(_tex_line(map(tex, line)) for line in found.body),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+        "",
+    ]
+
+
+def tex(text: str) -> str:
+    """Text as LaTeX prints it."""
+    return text.translate(ESCAPES)
+
+
+def _tex_line(texts: Iterable[str]) -> str:
+    return " & ".join(texts) + r" \\"
+
+
+def _tex_field(text: str) -> str:
+    """Text of the body, of which numbers are LaTeX already."""
+    return text if text.startswith("$") else tex(text)
+
+
+def _tex_heads(report: Report) -> list[str]:
+    over, rules, at = [""], [], 2
+    for key, column in report.table.columns.items():
+        width = 1 + (key in report.paper_columns)
+        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(column.heading)}}}")
+        rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
+        at += width
+    under = ["paper" if printed else "ours" for _, printed in report.fields()]
+    return [_tex_line([*over, "", ""]), " ".join(rules), _tex_line(["", *under, "params", "state"])]
+
+
+def _tex_number(found: Number) -> str:
+    if not found.mean[-1].isdigit():
+        return found.mean
+    mean = f"\\mathbf{{{found.mean}}}" if found.best else found.mean
+    spread = f"_{{\\pm {found.sd}}}" if found.sd else ""
+    return f"${mean}{spread}$"
+
+
+def markdown(report: Report, figures: str = "") -> str:
+    """The table as Markdown with its notes, and the cell and run of each number.
+
+    ``figures`` is the folder of the report's figures; empty: without them.
+    """
+    columns = report.table.columns
+    heads = ["paper" if paper else columns[key].heading for key, paper in report.fields()]
+    heads = ["", *heads, "parameters", "state bytes"]
+    lines = [f"**{report.title}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
+    lines += [_md(line) for line in body(report)]
+    lines += [_md([f"*{text}*" if text else "" for text in _chance(report)]), ""]
+    lines += [f"- {line}" for line in (*map("; ".join, report.discrimination), *report.footnotes)]
+    if found := report.verdict:
+        lines += ["", f"{found.sentence} {found.method}", "", _md(found.heads)]
+        lines += ["|:--" * len(found.heads) + "|", *map(_md, found.body)]
+    for picture in report.pictures if figures else ():
+        lines += ["", f"![{picture.title}]({figures}/{picture.key}.png)", f"*{picture.title}*"]
+    lines += ["", "<details><summary>Where each number comes from</summary>", ""]
+    lines += [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
+    for row in report.rows:
+        for result in (cell.result for cell in row.cells if cell.result):
+            made = [result.cell, result.mlflow_run_id or NONE, commit(result.commit)]
+            lines.append(_md([row.name, str(result.seed), *(f"`{name}`" for name in made)]))
+    return "\n".join([*lines, "", "</details>", ""])
+
+
+def _md(texts: Iterable[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def terminal(report: Report, width: int = 80) -> RenderableType:
+    """The table and verdict for a terminal; at 80 columns only a long row name is cut.
+
+    Columns that do not fit beside each other are split into several tables.
+    """
+    grids = _fitting(report, list(report.table.columns), width)
+    notes = [Text(note, style="dim") for note in report.footnotes]
+    found = [Text(_wrapped(clauses, width)) for clauses in report.discrimination]
+    return Group(report.title, *grids, *found, *_verdict(report), "", *notes)
+
+
+def _verdict(report: Report) -> list[RenderableType]:
+    if (found := report.verdict) is None:
+        return []
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for head in found.heads:
+        grid.add_column(head, vertical="bottom")
+    for row, cells in found.rows:
+        # without the interval, which 80 columns do not hold
+        grid.add_row(
+            row, *(" ".join(filter(None, (each.difference, each.p, each.outcome))) for each in cells)
+        )
+    return ["", found.sentence, grid, Text(found.method, style="dim")]
+
+
+def _fitting(report: Report, keys: list[str], width: int) -> list[RichTable]:
+    """One table, or several of fewer columns; the last has the sizes of the models."""
+    grid = _grid(report, keys, width)
+    over = Console(width=1000).measure(grid).maximum - width
+    if over <= 0:
+        return [grid]
+    # one line a row, and no number cut
+    room = max((len(line[0]) for line in body(report, keys)), default=0) - over
+    if room < SHORTEST and len(keys) > 1:
+        half = (len(keys) + 1) // 2
+        return _fitting(report, keys[:half], width) + _fitting(report, keys[half:], width)
+    return [_grid(report, keys, width, room)]
+
+
+def _grid(report: Report, keys: Sequence[str], width: int, room: int = 1000) -> RichTable:
+    """A table of these columns whose row names have ``room`` characters."""
+    columns = report.table.columns
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1) if width >= 100 else 0, show_edge=False)
+    grid.add_column("", vertical="bottom")
+    heads = []
+    for key, paper in report.fields(keys):
+        column = columns[key]
+        # word by word, one below the other: narrow enough for a terminal of 80 columns
+        stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
+        heads.append(("paper", "dim") if paper else (stacked, ""))
+    last = keys[-1] == list(columns)[-1]
+    heads += [("para-\nmeters", ""), ("state\nbytes", "")] if last else []
+    for head, style in heads:
+        grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
+    kept = None if last else -2
+    for row, (name, *line) in zip(report.rows, body(report, keys), strict=True):
+        grid.add_row(_cut(name, room), *line[:kept], style="dim" if row.reference else "")
+    grid.add_section()
+    grid.add_row(*_chance(report, keys)[:kept], style="italic dim")
+    return grid
+
+
+def _cut(name: str, room: int) -> str:
+    """The name in ``room`` characters where that leaves some of it; its marks stay."""
+    bare = name.rstrip(DAGGERS)
+    kept = room - 1 - (len(name) - len(bare))
+    return name if len(name) <= room or kept < 4 else f"{bare[:kept].rstrip()}…{name[len(bare) :]}"
+
+
+def _wrapped(clauses: list[str], width: int) -> str:
+    """The clauses on as few lines as hold them whole, later lines indented."""
+    lines = [clauses[0]]
+    for clause in clauses[1:]:
+        if len(lines[-1]) + len(clause) + 2 < width:
+            lines[-1] += f"; {clause}"
+        else:
+            lines[-1] += ";"
+            lines.append(f"  {clause}")
+    return "\n".join(lines)
