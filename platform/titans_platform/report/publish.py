@@ -151,8 +151,7 @@ def _records(report: Report) -> list[dict[str, Any]]:
     names = ["row", *(f"{key}, paper" if paper else key for key, paper in report.fields())]
     names += ["parameters", "state bytes"]
     return [
-        dict(zip(names, line, strict=True))
-        | {"cells": " ".join(cell.result.cell for cell in row.cells if cell.result)}
+        dict(zip(names, line, strict=True)) | {"cells": " ".join(result.cell for result in row.results)}
         for row, line in zip(report.rows, text.body(report), strict=True)
     ]
 

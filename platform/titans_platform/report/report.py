@@ -70,10 +70,14 @@ class ReportRow:
     cells: tuple[CellLine, ...]
 
     @property
+    def results(self) -> list[Result]:
+        """The results of the finished cells."""
+        return [cell.result for cell in self.cells if cell.result]
+
+    @property
     def runs(self) -> dict[int, str]:
         """MLflow run ids by seed."""
-        results = [cell.result for cell in self.cells if cell.result]
-        return {result.seed: result.mlflow_run_id for result in results if result.mlflow_run_id}
+        return {result.seed: result.mlflow_run_id for result in self.results if result.mlflow_run_id}
 
 
 @dataclass(frozen=True)

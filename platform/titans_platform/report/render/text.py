@@ -51,11 +51,11 @@ def cells_csv(report: Report) -> str:
     columns = report.table.columns
     names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
     lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
-    for cell in (cell for row in report.rows for cell in row.cells if cell.result):
-        values = [(column.factor, cell.result.columns.get(key)) for key, column in columns.items()]
+    for row, result in ((row, result) for row in report.rows for result in row.results):
+        values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
         numbers = [value if value is None else factor * value for factor, value in values]
         # its own row, where a line of the table has several
-        lines.append([cell.row, *(getattr(cell.result, name) for name in names), *numbers])
+        lines.append([result.row or row.name, *(getattr(result, name) for name in names), *numbers])
     return _csv(lines)
 
 
@@ -192,7 +192,7 @@ def markdown(report: Report, figures: str = "") -> str:
     lines += ["", "<details><summary>Where each number comes from</summary>", ""]
     lines += [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
     for row in report.rows:
-        for result in (cell.result for cell in row.cells if cell.result):
+        for result in row.results:
             made = [result.cell, result.mlflow_run_id or NONE, commit(result.commit)]
             lines.append(_md([row.name, str(result.seed), *(f"`{name}`" for name in made)]))
     return "\n".join([*lines, "", "</details>", ""])
@@ -271,7 +271,7 @@ def _cut(name: str, room: int) -> str:
     return name if len(name) <= room or kept < 4 else f"{bare[:kept].rstrip()}…{name[len(bare) :]}"
 
 
-def _wrapped(clauses: list[str], width: int) -> str:
+def _wrapped(clauses: Sequence[str], width: int) -> str:
     """The clauses on as few lines as hold them whole, later lines indented."""
     lines = [clauses[0]]
     for clause in clauses[1:]:
