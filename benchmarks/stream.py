@@ -26,7 +26,7 @@ from titans_core.generation import read_pieces
 from titans_core.presets import preset as sized
 from titans_kernels.bench.process import Answering, peak_bytes
 from titans_kernels.bench.timing import Failed
-from titans_platform.cli import echo_json, json_option
+from titans_platform.cli import FiniteFloat, echo_json, json_option
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.report.figures.picture import KINDS, LIGHT, Line, Picture, panel, save
@@ -211,7 +211,13 @@ def picture(result: dict[str, Any], folder: Path) -> Path:
     "--text", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
     help="Text to read, again and again. May be repeated.  [random bytes]",
 )  # fmt: skip
-@click.option("--memory-gb", type=float, default=8, show_default=True, help="Memory at which one is left.")
+@click.option(
+    "--memory-gb",
+    type=FiniteFloat(0, min_open=True),
+    default=8,
+    show_default=True,
+    help="Memory at which one is left.",
+)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of torch.")
 @click.option(
     "--figure", type=click.Path(path_type=Path), metavar="FOLDER", help="Draw it there, as PNG and PDF."

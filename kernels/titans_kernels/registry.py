@@ -76,5 +76,7 @@ def _imported(field: str, path: str) -> Any:
 
 def near(word: str, known: Mapping[str, object] | list[str]) -> str:
     """`did you mean X?`, or nothing where no known name is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    # of equally near names the one of the same letters: mca is mac, not mal
+    close.sort(key=lambda name: sorted(name) != sorted(word))
     return f"did you mean {close[0]}?" if close else ""

@@ -16,6 +16,9 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+"""Steps, rows or tokens: more than any run has, so that a slip of the keyboard is seen."""
 NonNegative = Annotated[float, Field(ge=0)]
 
 
@@ -105,7 +108,7 @@ class DataConfig(Frozen):
     tokenizer: str = "byte"
     """`byte`, `dna`, the path of a SentencePiece .model or a tokenizer.json, or a Hub repository that has
     one."""
-    sequence_length: PositiveInt = 4096
+    sequence_length: Count = 4096
     """T, tokens of a training row."""
     packing: Literal["borders", "plain"] = "borders"
     """Documents: each begins afresh, or one follows the other as if they were one text."""
@@ -141,10 +144,10 @@ class DataConfig(Frozen):
 class OptimConfig(Frozen):
     """AdamW with linear warm-up and a decay; the paper's values by default."""
 
-    steps: PositiveInt = 1000
-    global_batch_size: PositiveInt = 32
+    steps: Count = 1000
+    global_batch_size: Count = 32
     """Rows of one optimiser step, over all workers and micro-batches."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: Count | None = None
     """Rows of one forward pass; global_batch_size where None."""
     bptt_rows: PositiveInt = 1
     """data.rows: streams. Rows of each stream that one step reads and backpropagates through; the state is
@@ -164,8 +167,8 @@ class OptimConfig(Frozen):
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """In place of warmup_fraction, so that a run with more steps has the same warm-up."""
     weight_decay: NonNegative = 0.1
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     on_divergence: Literal["stop", "skip", "rewind"] = "stop"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
+
+from titans_kernels.registry import find_class, near
 
 Kind = TypeVar("Kind")
 
@@ -30,25 +31,31 @@ class ClusterError(TitansError):
 
 
 class StorageError(TitansError):
-    """Storage that is full, slow or gone, for longer than a run waits for it. Exit code 3."""
+    """Storage that is full, slow or gone, for longer than a run retries. Exit code 3."""
+
+    exit_code = 3
+
+
+class NotWritable(TitansError):
+    """Storage that is read-only or needs permission: retrying does not help. Exit code 3."""
 
     exit_code = 3
 
 
 class Interrupted(TitansError):
-    """The run was asked to end, and has, at a checkpoint. Exit code 130."""
+    """The run was asked to stop, and has written a checkpoint. Exit code 130."""
 
     exit_code = 130
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """What an error of somebody else's code says, as a part of a line of ours of ``most`` characters."""
+    """The message of a library's error on one line, cut to ``most`` characters."""
     return textwrap.shorten(str(error), most, placeholder=" ...") or type(error).__name__
 
 
 @contextmanager
 def within(field: str) -> Iterator[None]:
-    """Put where we are in the config before what a UsageError says."""
+    """Prefix the message of a UsageError with ``field``, its place in the config."""
     try:
         yield
     except UsageError as error:
@@ -56,10 +63,9 @@ def within(field: str) -> Iterator[None]:
 
 
 def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """The end of an error: `did you mean x?`, or ``otherwise``, or the valid words, where none is near."""
+    """A hint for an error: `did you mean x?`; where no valid word is near, ``otherwise``, or all of them."""
     valid = list(valid)
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else otherwise or f"valid: {', '.join(valid) or 'none'}"
+    return near(word, valid) or otherwise or f"valid: {', '.join(valid) or 'none'}"
 
 
 def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
@@ -67,9 +73,6 @@ def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
 
     Modules of the current directory are found too. Raises UsageError that begins with ``field``.
     """
-    # brings torch with it, which --help need not wait for
-    from titans_kernels.registry import find_class
-
     try:
         return find_class(field, name, known, base)
     except ValueError as error:

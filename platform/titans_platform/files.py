@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titans_platform.errors import StorageError, TitansError, UsageError
+from titans_platform.errors import NotWritable, StorageError, TitansError, UsageError
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -101,10 +101,10 @@ def ignore_disk_full() -> Iterator[None]:
 
 
 def write_error(path: Path, error: OSError) -> TitansError:
-    """The error to raise for a failed write: StorageError where it is transient, else TitansError."""
+    """The error to raise for a failed write: StorageError where it is transient, else NotWritable."""
     # some libraries put their own words in the place of the system's
     reason = os.strerror(error.errno) if error.errno else str(error)
-    kind = StorageError if is_transient(error) else TitansError
+    kind = StorageError if is_transient(error) else NotWritable
     return kind(f"{path}: cannot be written: {reason}; free space there, or give another --root")
 
 
@@ -129,14 +129,16 @@ def is_locked(path: Path) -> bool:
 def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
     """Try for up to ``timeout`` seconds to take a file lock; yields whether it was taken.
 
-    Raises UsageError: the file cannot be created.
+    Raises UsageError: its folder is none. StorageError, NotWritable: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("a")
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(f"--root: {path.parent} cannot be written ({reason}); give another") from error
+        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+            reason = os.strerror(error.errno)
+            raise UsageError(f"--root: {path.parent} cannot be written ({reason}); give another") from error
+        raise write_error(path, error) from error
     with opened as handle:
         deadline = time.monotonic() + timeout
         while not (got := _try_lock(handle.fileno())) and time.monotonic() < deadline:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from titans_core.config import ModelConfig
 from titans_platform.config import VOCABULARIES, RunConfig
 from titans_platform.errors import UsageError, nearest, one_line
 from titans_platform.provenance import shipped
@@ -97,6 +98,7 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
         raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
     # a size is as large with attention as without: its widths depend on the variant
     chosen = {key: model[key] for key in ("variant", "vocab_size", "options") if key in model}
+    validate(ModelConfig, chosen, "model")
     try:
         config = preset(name, **chosen) if fit else size_config(name, chosen.get("vocab_size"))
     except ValueError as error:
@@ -172,6 +174,9 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
     if not equals or not all(dotted.split(".")):
         raise UsageError(f"--set {override}: should be key=value, for example model.memory.depth=2")
     value, keys = parse_yaml(text, f"--set {dotted}"), dotted.split(".")
+    if value is None and (section := _model_at(RunConfig, keys)):
+        fields = ", ".join(f"{dotted}.{name}" for name in list(section.model_fields)[:3])
+        raise UsageError(f"--set {dotted}: is a section, which cannot be null; set its fields: {fields}, ...")
     holder: Any = mapping
     for depth, key in enumerate(keys):
         at = ".".join(keys[:depth])
@@ -274,6 +279,7 @@ def _plain(annotation: Any) -> Any:
 
 def _near_file(path: Path) -> str:
     folder = path.parent
-    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {folder / close[0]}?" if close else ""
+    # by stems: every .json is near to every other
+    names = {p.stem: p.name for p in folder.iterdir()} if folder.is_dir() else {}
+    close = difflib.get_close_matches(path.stem, names, n=1)
+    return f"; did you mean {folder / names[close[0]]}?" if close else ""

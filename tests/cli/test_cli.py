@@ -179,6 +179,28 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
             "model.attention.segment_size: variant mac needs one",
         ),
         (["train", "{yaml}", "--workers", "-1"], "--workers"),
+        (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
+        (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
+        (["train", "{yaml}", "--dry-run", "--set", "model.vocab_size=10"], "model.vocab_size: 10 is less"),
+        (
+            ["train", "{yaml}", "--set", "model.variant=true"],
+            "model.variant: should be a valid string, got true",
+        ),
+        (
+            ["train", "{yaml}", "--set", "model={{preset: smoke, variant: true}}"],
+            "model.variant: should be a valid string, got true",
+        ),
+        (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
+        (["train", "{yaml}", "--set", "optim.beta2=1.0"], "optim.beta2: should be less than 1, got 1.0"),
+        (
+            ["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"],
+            "optim.steps: should be less",
+        ),
+        (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
+        (
+            ["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"],
+            "--seeds 0,,1: should be whole",
+        ),
         (["eval", "abc123"], "abc123: no such run under"),
         (["eval", "../no-such-run"], "../no-such-run: no such run under"),
     ],

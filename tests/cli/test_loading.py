@@ -10,7 +10,7 @@ from titans_core.presets import preset
 from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.loading import apply_override, load_config, nearest, validate
+from titans_platform.loading import apply_override, load_config, nearest, read_yaml, validate
 
 STDLIB = "data: {sources: [{kind: stdlib, weight: 2}]}"
 
@@ -177,3 +177,12 @@ def test_validate_puts_where_before_the_field():
 
 def test_nearest_lists_what_is_valid_where_nothing_is_near():
     assert nearest("zzz", ["lmm", "mac"]) == "valid: lmm, mac"
+
+
+def test_a_file_that_is_not_there_is_guessed_by_its_stem(tmp_path):
+    (tmp_path / "origin.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"config\.json: no such file$"):
+        read_yaml(tmp_path / "config.json")
+    (tmp_path / "run.yaml").write_text("seed: 1")
+    with pytest.raises(UsageError, match=r"did you mean .*run\.yaml\?"):
+        read_yaml(tmp_path / "runn.yml")

@@ -215,7 +215,9 @@ def test_root_that_cannot_be_written(texts, tmp_path):
 
 def test_a_full_disk_is_one_line_with_the_file():
     """`/dev/full` is a disk without room."""
-    with pytest.raises(TitansError, match=r"^/dev/full: cannot be written: No space left on device; make"):
+    with pytest.raises(
+        TitansError, match=r"^/dev/full: cannot be written: No space left on device; free space"
+    ):
         write_table(Path("/dev/full"), {"token": np.arange(100_000)})
 
 

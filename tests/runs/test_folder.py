@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from titans_platform.config import RunConfig
-from titans_platform.errors import ClusterError, UsageError
+from titans_platform.errors import ClusterError, NotWritable, StorageError, UsageError
 from titans_platform.files import file_lock, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Node, Resources, concurrency
@@ -19,6 +21,7 @@ from titans_platform.study.schedule import only_driver
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import View, cell_statuses
 from titans_platform.text import clock
+from titans_platform.tracking import open_store
 
 HOLD = """
 import sys, time
@@ -236,3 +239,28 @@ def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
 def test_a_dead_writer_leaves_no_half_file(folder):
     write_json(folder.path / "progress.json", {"step": 1})
     assert os.listdir(folder.path) == ["progress.json"]
+
+
+def lock(root: Path) -> None:
+    with file_lock(root / "a" / "lock"):
+        pass
+
+
+def database(root: Path) -> None:
+    open_store(f"sqlite:///{root}/mlflow.db")
+
+
+@pytest.mark.parametrize("write", [lock, database])
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EROFS, NotWritable), (errno.EACCES, NotWritable), (errno.ENOSPC, StorageError)],
+)
+def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number, kind):
+    def fail(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(kind, match=f"cannot be written: {os.strerror(number)}; free space") as caught:
+        write(tmp_path)
+    monkeypatch.undo()
+    assert caught.value.exit_code == 3

@@ -21,13 +21,13 @@ import click
 from titans_platform.errors import TitansError
 
 INTERRUPTED = 130
-GOES_ON = "the same command goes on from the last checkpoint"
+RESUME = "run the same command again to resume from the last checkpoint, if one was written"
 AFTER_INTERRUPT = {
-    "train": GOES_ON,
-    "sweep": GOES_ON,
-    "data": "what is finished is kept; the same command goes on with the rest",
+    "train": RESUME,
+    "sweep": RESUME,
+    "data": "finished parts are kept; run the same command again for the rest",
 }
-"""What an interrupted command leaves behind; the other commands leave nothing."""
+"""How to resume an interrupted command; the others leave nothing behind."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -45,6 +45,16 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("train", "train", "Train and measure one model."),
     "ui": ("ui", "ui", "Open MLflow on the store of the runs."),
 }
+
+
+class FiniteFloat(click.FloatRange):
+    """A range of numbers without nan and inf, which compare as if they were in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 set_option = click.option(

@@ -320,7 +320,7 @@ def parse_seeds(text: str | None) -> list[int]:
     if text is None:
         return []
     seeds: list[int] = []
-    for part in split((text,)):
+    for part in text.split(","):
         low, dash, high = part.partition("-")
         try:
             numbers = range(int(low), int(high) + 1) if dash else range(int(low), int(low) + 1)

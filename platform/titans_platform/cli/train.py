@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from titans_platform.cli import (
+    FiniteFloat,
     checkpoint_option,
     config_options,
     dry_run_option,
@@ -39,18 +40,18 @@ if TYPE_CHECKING:
 
 
 class Workers(click.ParamType):
-    """A number of workers, or the least and the most of them: `4`, `2:8`. 0 is 1."""
+    """A number of workers, or the least and the most of them: `4`, `2:8`."""
 
     name = "N|MIN:MAX"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         least, _, most = str(value).partition(":")
         try:
-            found = max(1, int(least)), int(most or max(1, int(least)))
+            found = int(least), int(most or least)
         except ValueError:
             self.fail(f"{value}: give a number, or the least and the most, as 2:8")
-        if int(least) < 0 or found[0] > found[1]:
-            self.fail(f"{value}: give a number of at least 0, or the least and then the most, as 2:8")
+        if found[0] < 1 or found[0] > found[1]:
+            self.fail(f"{value}: give a number of at least 1, or the least and then the most, as 2:8")
         return found if found[0] < found[1] else found[0]
 
 
@@ -63,7 +64,7 @@ class Workers(click.ParamType):
     show_default=True,
     help="Ray Train workers; one trains in this process. 2:8: as many as there are.",
 )
-@click.option("--gpus", type=click.FloatRange(0), default=0, show_default=True, help="GPUs of each worker.")
+@click.option("--gpus", type=FiniteFloat(0), default=0, show_default=True, help="GPUs of each worker.")
 @checkpoint_option
 @click.option(
     "--profile", is_flag=True, help="Write a trace of three steps to the run's folder, for Perfetto."

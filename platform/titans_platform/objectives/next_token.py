@@ -10,6 +10,7 @@ import torch
 
 from titans_core import LanguageModel
 from titans_core.model import LOGITS_AT_ONCE
+from titans_platform.config import VOCABULARIES
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
 from titans_platform.data.streams import Streams
@@ -96,6 +97,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Also that the vocabulary holds the data's tokens, and that the tasks which make rows exist."""
         if data is not None:
             self.check_vocabulary(data.tokenizer)
+        elif self.cfg.data.tokenizer in VOCABULARIES:
+            # built in: known without data
+            self.check_vocabulary(self.tokenizer())
         super().check(data)
         if self.cfg.data.rows == "streams":
             self._check_carried()

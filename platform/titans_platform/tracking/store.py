@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -23,7 +24,8 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_SOURCE_TYPE,
 )
 
-from titans_platform.errors import UsageError
+from titans_platform.errors import NotWritable, UsageError
+from titans_platform.files import write_error
 from titans_platform.text import flatten
 from titans_platform.tracking.run_log import RunLog, first_line, log_entries, log_new, tags_of
 
@@ -104,7 +106,15 @@ def _check_sqlite(path: Path) -> None:
             connection.execute("PRAGMA schema_version").fetchone()
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
-    except (OSError, sqlite3.Error) as error:
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise _refused(path, "cannot be opened", "give another --root", error) from None
+        raise write_error(path, error) from None
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY):
+            raise NotWritable(
+                f"{path}: cannot be written: {error}; free space there, or give another --root"
+            ) from None
         raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
