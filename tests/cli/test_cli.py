@@ -118,11 +118,17 @@ def test_a_group_alone_is_its_help(group, capsys):
 @pytest.mark.parametrize(
     ("line", "left"),
     [
-        (["train", "run.yaml"], "; the same command goes on from the last checkpoint"),
-        (["--debug", "sweep", "run", "x"], "; the same command goes on from the last checkpoint"),
+        (
+            ["train", "run.yaml"],
+            "; run the same command again to resume from the last checkpoint, if one was written",
+        ),
+        (
+            ["--debug", "sweep", "run", "x"],
+            "; run the same command again to resume from the last checkpoint, if one was written",
+        ),
         (
             ["data", "prepare"],
-            "; what is finished is kept; the same command goes on with the rest",
+            "; finished parts are kept; run the same command again for the rest",
         ),
         (["bench", "memory"], ""),
     ],

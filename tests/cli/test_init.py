@@ -98,7 +98,7 @@ def test_the_reference_names_every_section_and_task():
 
 def test_values_are_in_words():
     values = {field.name: field.values for field in fields_of(OptimConfig)}
-    assert values["steps"] == "integer >= 1"
+    assert values["steps"] == "integer >= 1, <= 1,000,000,000,000"
     assert values["grad_clip"] == "number > 0 or null"
     assert values["precision"] == "`fp32`, `bf16`"
     assert _values(TypeAdapter(tuple[int, ...]).json_schema()) == "list of integer"
