@@ -57,6 +57,8 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
     mapping = read_yaml(Path(path))
+    if not mapping:
+        raise UsageError(f"{path}: is empty; `titans init {path} --force` writes a run file")
     for override in overrides:
         apply_override(mapping, override)
     return validate(RunConfig, complete(mapping))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from titans_platform import cli
+from titans_platform.runs import cost
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,30 @@ def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path,
     assert line in error
     assert len(error.splitlines()) == 1
     assert not root.exists()
+
+
+def test_rows_longer_than_their_text_are_refused(tiny_yaml, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words " * 1000)
+    source = f"data.sources=[{{kind: files, path: {tmp_path}/text.txt}}]"
+    given = ["--dry-run", "--set", source, "--set", "data.sequence_length=200000"]
+    assert cli.run(["train", str(tiny_yaml), "--root", str(tmp_path / "runs"), *given]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: data.sequence_length: 200,000 is more than the at most 11,000 tokens of data.sources.0"
+    )
+
+
+def test_timing_a_step_is_bounded(tiny_run, monkeypatch):
+    """By operations and by memory: fewer rows are timed, or none."""
+    assert cost.seconds_per_token(tiny_run)
+    row = 3 * (cost.training_flops(tiny_run) or 0)
+    monkeypatch.setattr(cost, "TIMED_FLOPS", 2.5 * row)
+    assert cost.timed_rows(tiny_run) == 2
+    assert cost.seconds_per_token(tiny_run)
+    monkeypatch.setattr(cost, "TIMED_FLOPS", 0.5 * row)
+    assert cost.seconds_per_token(tiny_run) is None
+    monkeypatch.setattr(cost, "machine_memory", lambda: 2**10)
+    monkeypatch.setattr(cost, "training_flops", None)  # not counted for rows that do not fit
+    assert cost.seconds_per_token(tiny_run) is None
 
 
 def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):

@@ -15,7 +15,7 @@ from titans_platform.loading import apply_override, load_config, nearest, read_y
 STDLIB = "data: {sources: [{kind: stdlib, weight: 2}]}"
 
 
-def load(tmp_path, text: str = "", *overrides: str) -> RunConfig:
+def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return load_config(path, overrides)
@@ -40,7 +40,7 @@ def test_file_then_overrides_then_defaults(tmp_path):
     assert cfg.optim.steps == RunConfig().optim.steps
 
 
-def test_an_empty_file_is_the_defaults_with_the_vocabulary_of_bytes(tmp_path):
+def test_what_is_not_given_is_the_default_with_the_vocabulary_of_bytes(tmp_path):
     defaults = RunConfig()
     model = defaults.model.model_copy(update={"vocab_size": load_tokenizer("byte").vocab_size})
     assert load(tmp_path) == defaults.model_copy(update={"model": model})
@@ -148,6 +148,13 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path):
     (tmp_path / "ablation.yaml").write_text("")
     with pytest.raises(UsageError, match=r"ablatoin\.yaml: no such file; did you mean .*ablation\.yaml\?"):
         load_config(tmp_path / "ablatoin.yaml")
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    """Its defaults are a model of the paper's vocabulary, not what somebody who writes nothing wants."""
+    (tmp_path / "x.yaml").write_text("# nothing\n")
+    with pytest.raises(UsageError, match=r"x\.yaml: is empty; `titans init .*` writes a run file$"):
+        load_config(tmp_path / "x.yaml")
 
 
 def test_a_folder_or_a_binary_is_refused(tmp_path):

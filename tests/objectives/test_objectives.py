@@ -158,7 +158,7 @@ def test_a_series_is_not_prepared_as_text(run_yaml, capsys, command):
 
 
 def test_only_tokens_need_memory_for_logits(tiny_run, monkeypatch):
-    monkeypatch.setattr(check, "_machine_memory", lambda: cost.PROCESS_BYTES + 50 * 2**20)
+    monkeypatch.setattr(check, "machine_memory", lambda: cost.PROCESS_BYTES + 50 * 2**20)
 
     def wide(cfg: RunConfig) -> RunConfig:
         model = cfg.model.model_copy(update={"vocab_size": 2**16})

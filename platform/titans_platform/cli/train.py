@@ -215,13 +215,15 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
 
     objective = build_objective(cfg)
     objective.check()
-    check_resources(cfg, resources, shared=True)
-    check_start(cfg)
-    plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         data = objective.open(root)
     except NotPrepared:
+        data = None
         objective.check_sources()
+    check_resources(cfg, resources, shared=True)
+    check_start(cfg)
+    plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
+    if data is None:
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
         objective.check(data)

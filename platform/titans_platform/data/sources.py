@@ -225,6 +225,13 @@ class FilesSource(RecordSource):
             raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
         return files
 
+    def text_bytes(self) -> int | None:
+        """Bytes of text, which no tokenizer makes more tokens of; None where files are compressed."""
+        files = self.files()
+        if any(Path(file.name).suffix in (*COMPRESSED, ".parquet", ".arrow") for file in files):
+            return None
+        return sum(file.bytes for file in files)
+
     def _local(self) -> tuple[list[File], bool]:
         """What there is at a local path, and whether the path is a file."""
         expanded = os.path.abspath(os.path.expanduser(self.path))

@@ -87,11 +87,19 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         return Batch(tokens, starts, torch.ones(rows, length, dtype=torch.bool))
 
     def check_sources(self) -> None:
-        """The tokenizer's file, and files of text."""
+        """The tokenizer's file, files of text, and that a row is no longer than its source."""
         self.tokenizer()
+        length = self.cfg.data.sequence_length
         for i, source in enumerate(self.cfg.data.sources):
+            most = source.max_tokens
             if source.kind == "files":
-                FilesSource(source, f"data.sources.{i}", Path()).files()
+                size = FilesSource(source, f"data.sources.{i}", Path()).text_bytes()
+                most = min(filter(None, (most, size)), default=None)
+            if most is not None and most <= length and source.weight:
+                raise UsageError(
+                    f"data.sequence_length: {length:,} is more than the at most {most:,} tokens of "
+                    f"data.sources.{i}; lower it or give the source more text"
+                )
 
     def check(self, data: PreparedData | None = None) -> None:
         """Also that the vocabulary holds the data's tokens, and that the tasks which make rows exist."""

@@ -5,7 +5,6 @@ What would be found after hours is found in a second.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
-from titans_platform.runs.cost import least_memory, sizes
+from titans_platform.runs.cost import least_memory, machine_memory, sizes
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
@@ -86,7 +85,7 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     workers = resources.most
     rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // workers
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
-    have = torch.cuda.mem_get_info()[1] if on_gpu else _machine_memory() // workers
+    have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // workers
     needed = least_memory(cfg, resources)
     if needed.total <= have:
         return
@@ -99,7 +98,3 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
         f"{field}: {sizes(cfg).parameters:,} parameters{tokens} take at least {least / 2**30:,.1f} GiB to "
         f"train, a worker here has {have / 2**30:,.1f} GiB; make it smaller, or train on a cluster"
     )
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ BYTES_A_PARAMETER = 16
 """A weight, its gradient and AdamW's two moments, in float32."""
 TIMED_PARAMETERS = 50e6
 """Above so many parameters no step is timed on the spot."""
+TIMED_FLOPS = 5e11
+"""Of the steps that are timed on the spot, seconds on a few cores; a step of more is timed on fewer rows."""
+TIMED_ACTIVATIONS = 40
+"""Numbers that a block's backward pass keeps of each number of its input, about."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,15 @@ def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
 def seconds_per_token(config: RunConfig) -> float | None:
     """Time two steps after one to warm up, on rows of random content: no data are needed.
 
-    None: the objective has no sample rows, or the model has more than TIMED_PARAMETERS.
+    None: the objective has no sample rows, the model has more than TIMED_PARAMETERS, or one row takes more
+    than TIMED_FLOPS or than half of this machine's memory.
     """
     if sizes(config).parameters > TIMED_PARAMETERS:
         return None
     batch_size, length = config.optim.global_batch_size, config.data.sequence_length
-    rows = min(config.optim.micro_batch_size or batch_size, batch_size)
+    rows = min(config.optim.micro_batch_size or batch_size, batch_size, timed_rows(config))
+    if not rows:
+        return None
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
         objective = build_objective(config)
@@ -133,6 +141,21 @@ def seconds_per_token(config: RunConfig) -> float | None:
             trainer.step()
         seconds = time.perf_counter() - started
     return seconds / (2 * rows * config.row_tokens)
+
+
+def timed_rows(config: RunConfig) -> int:
+    """Rows that three steps can be timed on in seconds and in half of the machine's memory."""
+    row = 4 * TIMED_ACTIVATIONS * build_objective(config).least_activations(1)
+    row += 2 * sizes(config).state_bytes
+    by_memory = machine_memory() // 2 // row
+    # counting the operations of a row that does not fit takes long too
+    flops = training_flops(config) if by_memory else None
+    return min(by_memory, int(TIMED_FLOPS / (3 * flops)) if flops else by_memory)
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class _Repeated(NamedTuple):
