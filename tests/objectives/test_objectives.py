@@ -101,6 +101,7 @@ STUDY = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_study_of_a_series_has_its_table(run_yaml, capsys):

@@ -56,6 +56,7 @@ def kill(process: subprocess.Popen) -> None:
         process.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_has_every_point_once(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "SEND_EVERY", 0.05)

@@ -170,6 +170,7 @@ def test_a_part_that_is_run_leaves_the_whole_table(tiny, capsys, monkeypatch):
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny-small")]) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_cell_on_two_workers_gives_the_numbers_of_one(tiny, capsys):

@@ -126,6 +126,7 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch
     assert json.loads(capsys.readouterr().out)["columns"] == straight["columns"]
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_it_has_its_row_in_the_table_of_a_study(lab):
     study = {
