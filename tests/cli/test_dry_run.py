@@ -76,6 +76,10 @@ def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):
     assert plan["parameters"] > 1000
     assert plan["state_bytes"] > 1000
     assert not root.exists()
+    assert cli.run(["train", str(tiny_yaml), "--root", str(root), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens to train on               2,560" in shown
+    assert "_" not in shown
 
 
 def test_too_many_seeds_are_not_counted(capsys):

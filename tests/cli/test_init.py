@@ -26,6 +26,11 @@ def book(tmp_path) -> Path:
     return path
 
 
+def test_comments_hold_no_marks_of_docstrings(book):
+    assert "`" not in "".join(run_file(str(book), "laptop").splitlines(keepends=True)[3:])
+    assert "``" not in reference_page()
+
+
 def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     assert run(["init", str(path), "--data", str(book), "--preset", "smoke"]) == 0

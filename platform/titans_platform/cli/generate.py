@@ -68,7 +68,7 @@ def generate(
     memory_out: Path | None,
     root: Path,
 ) -> None:
-    """Write on from a text with RUN's model, and print what it writes.
+    """Continue a text with RUN's model, and print the prompt and what it writes.
 
     RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one checkpoint.
     The text is read once, into the model's state. --memory-out keeps that state: a book is read once and gone
@@ -93,6 +93,9 @@ def generate(
         began = time.perf_counter()
         reading = model.read(tokens, start)
         report = [_rate("read", len(tokens), began)]
+        if prompt and max_new_tokens:
+            # the text from its beginning; what --read gave is long, and known
+            click.echo(prompt, nl=False)
         if max_new_tokens:
             began = time.perf_counter()
             reading, written = _write(model, tokenizer, reading, tokens, max_new_tokens, sampling, stream)

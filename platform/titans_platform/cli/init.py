@@ -90,7 +90,8 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
         value = getattr(config, field.name)
         if field.about:
             yield ""
-            yield from (f"{indent}# {line}" for line in textwrap.wrap(field.about, WIDTH - len(indent)))
+            about = field.about.replace("`", "")
+            yield from (f"{indent}# {line}" for line in textwrap.wrap(about, WIDTH - len(indent)))
         if field.model and field.many and field.name in given:
             entries = given[field.name]
             named = isinstance(entries, Mapping)
@@ -113,7 +114,8 @@ def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:
     for field in fields_of(model):
         if field.default is not None:
             yield f"{indent}#   {field.name}: {field.default}"
-            yield from (f"{indent}#       {line}" for line in textwrap.wrap(field.about, WIDTH - 14))
+            about = field.about.replace("`", "")
+            yield from (f"{indent}#       {line}" for line in textwrap.wrap(about, WIDTH - 14))
 
 
 def reference_page() -> str:
@@ -133,12 +135,18 @@ def reference_page() -> str:
         "beside it are laid over them. With `data.tokenizer: byte`, `model.vocab_size` follows by itself.",
     ]
     for path, model in _sections(RunConfig, ""):
-        lines += ["", f"## {path or 'The run'}", "", (model.__doc__ or "").partition("\n\n")[0].strip(), ""]
+        lines += [
+            "",
+            f"## {path or 'The run'}",
+            "",
+            (model.__doc__ or "").partition("\n\n")[0].strip().replace("``", "`"),
+            "",
+        ]
         lines += _table(model)
-    lines += ["", "# Tasks", "", (TaskConfig.__doc__ or "").strip(), ""]
+    lines += ["", "# Tasks", "", (TaskConfig.__doc__ or "").strip().replace("``", "`"), ""]
     lines += _table(TaskConfig)
     for name in sorted(TASKS):
-        about = " ".join((TASKS[name].__doc__ or "").partition("\n\n")[0].split())
+        about = " ".join((TASKS[name].__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
         lines += ["", f"## task: {name}", "", about]
         if TASKS[name].Options.model_fields:
             lines += ["", *_table(TASKS[name].Options)]
@@ -185,9 +193,11 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
-        about = " ".join((info.description or "").split())
+        about = info.description or ""
         if below and not about:
-            about = " ".join((below.__doc__ or "").partition("\n\n")[0].split())
+            about = (below.__doc__ or "").partition("\n\n")[0]
+        # docstrings quote code as reStructuredText does
+        about = " ".join(about.split()).replace("``", "`")
         found.append(ConfigField(name, _values(properties[name]), default, about, below, many))
     return found
 

@@ -28,6 +28,21 @@ from titans_platform.cli import (
 from titans_platform.errors import UsageError
 from titans_platform.text import clock
 
+PLAN_LINES = {
+    "workers": "workers",
+    "threads": "CPU threads of a worker",
+    "steps": "optimizer steps",
+    "data": "data",
+    "cell": "run",
+    "state": "state of the run",
+    "tokens": "tokens to train on",
+    "parameters": "parameters",
+    "state_bytes": "bytes of a sequence's state",
+    "worker_bytes": "memory of a worker",
+    "flops_per_token": "FLOP of training a token",
+    "seconds": "estimated time",
+}
+"""Lines of the dry run, by the key that --json has for each."""
 PLAIN_EVERY = 15.0
 """Seconds between lines where there is no terminal."""
 
@@ -241,7 +256,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
     for key, value in plan.items():
         plain = f"{value:,}" if isinstance(value, int) else str(value)
         text = plain if value is None or key not in written else written[key](value)
-        console.print(f"{key:15} {text}", highlight=False)
+        console.print(f"{PLAN_LINES[key]:32} {text}", highlight=False)
 
 
 def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
@@ -346,7 +361,7 @@ def measures_table(result: Measures) -> Table:
 
 
 def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Of each task that tells items apart, its value by bucket and length: a needle's depth, a position."""
+    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")
@@ -354,8 +369,10 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
             found.setdefault(task, {}).setdefault(bucket, {})[length] = value
     for task, rows in found.items():
         lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column(task)
+        table = Table(
+            box=box.SIMPLE_HEAD, title=f"{task}: where in the text, by tokens", title_justify="left"
+        )
+        table.add_column("")
         for length in lengths:
             table.add_column(f"{int(length):,}", justify="right")
         for bucket, values in rows.items():
