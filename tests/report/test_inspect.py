@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.objectives import build_objective
 from titans_platform.report.numbers.inspected import SCHEMA, Inspected, arrow_table, inspect_text, token_texts
-from titans_platform.report.render.inspect_page import binned, kept_shares, page
+from titans_platform.report.render.inspect_page import binned, kept_shares, page, rounded, shades
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 
@@ -105,6 +106,38 @@ def test_the_page_holds_the_reads_of_every_token(found):
     assert near[40][0][1:] == [
         round(x[40, 1, 0].item(), p) for x, p in zip(trace.own[1:], (2, 3), strict=True)
     ]
+
+
+def test_a_burst_of_surprise_leaves_the_other_tokens_coloured(found):
+    trace = found["lmm"].traces[0]
+    surprise = trace.surprise.clone()
+    surprise[40:50] *= 1e6
+    burst = replace(found["lmm"], traces=[trace._replace(surprise=surprise)])
+    strength = shades(burst)[0].strength
+    assert strength[40:50] == [1.0] * 10
+    # on a scale up to the burst all others would have strength 0
+    assert len(set(strength[:40] + strength[50:])) > 20
+
+
+def test_colours_are_logarithmic_where_a_memory_has_overshot(found):
+    trace = found["lmm"].traces[0]
+    surprise = trace.surprise.clone()
+    surprise[30:] *= 1e6
+    after = shades(replace(found["lmm"], traces=[trace._replace(surprise=surprise)]))[0]
+    assert after.about.endswith("logarithmic scale")
+    assert max(after.strength[:30]) < 0.3 < 0.7 < min(after.strength[30:])
+
+
+def test_a_warning_is_at_the_top_and_snippets_keep_to_one_line(found):
+    text = page(found["lmm"], "f", warning="memory out of range: weight norm 1e+05 is above 10")
+    assert text.index("memory out of range") < text.index("<main>")
+    assert "memory out of range" not in page(found["lmm"], "f")
+    assert not any("\n" in code for code in re.findall(r"<code>(.*?)</code>", text, re.S))
+
+
+@pytest.mark.parametrize(("value", "text"), [(241.154, "241"), (0.012345, "0.0123"), (15_900.0, "15.9K")])
+def test_numbers_have_three_digits(value, text):
+    assert rounded(value) == text
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])

@@ -274,7 +274,7 @@ def test_every_view_says_what_becomes_of_the_papers_directions(root):
     cell = (
         "-1.00 [-1.01, -0.99] p<0.001 agrees",
         "-1.00 [-1.01, -0.99] p$<$0.001 agrees",
-        '<td class="p">p&lt;0.001',
+        '<span class="p">p&lt;0.001',
     )
     assert all(one in each for one, each in zip(cell, texts.values(), strict=True))
     assert all("Holm-adjusted over the 1 comparison" in each for each in texts.values())

@@ -60,11 +60,12 @@ def inspect(
         found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
     if len(found.tokens) > cfg.trained_context:
         click.echo(beyond_training(len(found.tokens), cfg.trained_context), err=True)
-    if message := out_of_range(found.largest(), healthy_limits(model)):
+    message = out_of_range(found.largest(), healthy_limits(model))
+    if message:
         click.echo(message, err=True)
     if position is not None and position >= len(found.tokens):
         raise UsageError(f"--position: {position} is beyond the {len(found.tokens)} tokens read, from 0 on")
-    write_text(out, page(found, file.name, position))
+    write_text(out, page(found, file.name, position, message or ""))
     if arrow:
         write_arrow(found, arrow)
     for path in (out, *([arrow] if arrow else [])):

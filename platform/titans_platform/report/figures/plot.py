@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from titans_platform.report.figures.data import Axis, Series, Value
 from titans_platform.report.figures.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
@@ -96,6 +96,7 @@ def lines(
     ghosts: Sequence[Line] = (),
     logarithmic: bool = False,
     limits: tuple[float, float] | None = None,
+    log_y: bool = False,
 ) -> None:
     """Lines through the means with their standard deviations; other lines in pale grey behind.
 
@@ -105,7 +106,12 @@ def lines(
         axis.plot([*line.means], [*line.means.values()], color=LIGHT["ghost"], linewidth=0.7, zorder=1)
     for line in shown:
         _line(axis, line, band=len(shown) == 1)
-    axis.yaxis.set_major_locator(MaxNLocator(5))
+    if log_y:
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_locator(LogLocator(numticks=6))
+    else:
+        axis.yaxis.set_major_locator(MaxNLocator(5))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y)))
     if limits:
         axis.set_ylim(*limits)

@@ -5,8 +5,10 @@ Shapes: T tokens, H heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,13 @@ from titans_platform.report.figures import plot
 from titans_platform.report.figures.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
 from titans_platform.report.numbers.inspected import Inspected
 from titans_platform.report.render.html import render
-from titans_platform.text import number
+from titans_platform.text import count
 
 PAGE = "inspect.html"
 POINTS = 60
 """Points of a line; each is the mean of the tokens between it and the one before."""
+FAR_APART = 20.0
+"""Largest over smallest value from which a scale is logarithmic."""
 AROUND = 8
 """Tokens shown before and after one that a read finds."""
 CHARTS = {
@@ -58,8 +62,15 @@ class Read:
     near: list[list[tuple[int, float, float | None]]]
 
 
-def page(found: Inspected, source: str, position: int | None = None) -> str:
-    """The page, which needs nothing beside it; ``position`` is the token whose reads it opens with."""
+def page(found: Inspected, source: str, position: int | None = None, warning: str = "") -> str:
+    """The page, which needs no other file.
+
+    Args:
+        found: The text that was read.
+        source: Name of the file.
+        position: The token whose reads are shown first; None: the last.
+        warning: Printed at the top, e.g. that the memory's norms are out of range.
+    """
     chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
     kept = kept_shares(found.traces).tolist()
     data = {
@@ -71,6 +82,7 @@ def page(found: Inspected, source: str, position: int | None = None) -> str:
         PAGE,
         found=found,
         source=source,
+        warning=warning,
         shades=shades(found),
         chosen=chosen,
         around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),
@@ -111,13 +123,26 @@ def shades(found: Inspected) -> list[Shade]:
 
 
 def _shade(key: str, title: str, about: str, values: Tensor) -> Shade:
-    """From the 2nd to the 98th percentile, so that a few tokens do not leave the others pale."""
-    known = values[~values.isnan()].double()
-    low, high = (float(known.quantile(q)) for q in (0.02, 0.98)) if len(known) else (0.0, 0.0)
-    strength = ((values - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num()
-    return Shade(
-        key, title, about, [round(x, 2) for x in strength.tolist()], (number(low, 3), number(high, 3))
-    )
+    """From the 2nd to the 98th percentile, at most Tukey's outer fence, so that a burst leaves no token pale.
+
+    Logarithmic where these are far apart: where all tokens after a burst have large values.
+    """
+    known = values[values.isfinite()].double()
+    quantiles = [float(known.quantile(q)) for q in (0.02, 0.25, 0.75, 0.98)] if len(known) else [0.0] * 4
+    low, first, third, high = quantiles
+    if third > first and high > (fence := third + 3 * (third - first)):
+        high, about = fence, f"{about}; the strongest colour: {rounded(fence)} and above"
+    if 0 < FAR_APART * low < high:
+        strength, about = (values / low).log() / math.log(high / low), f"{about}; logarithmic scale"
+    else:
+        strength = (values - low) / max(high - low, 1e-12)
+    shown = [round(x, 2) for x in strength.clamp(0, 1).nan_to_num().tolist()]
+    return Shade(key, title, about, shown, (rounded(low), rounded(high)))
+
+
+def rounded(value: float) -> str:
+    """A number in three digits: 0.0123, 241, 15.9K."""
+    return count(value) if abs(value) >= 1e4 else f"{value:.3g}"
 
 
 def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
@@ -149,9 +174,9 @@ def summary(trace: MemoryTrace) -> list[str]:
     kept = 100 * kept_shares([trace]).mean().item()
     return [
         trace.name,
-        *(number(x, 3) for x in means),
+        *map(rounded, means),
         f"{kept:.0f}%",
-        *(f"{x:.3g}" for x in (*gates, *norms)),
+        *map(rounded, (*gates, *norms)),
     ]
 
 
@@ -172,7 +197,13 @@ def _by_head(title: str, values_TH: Tensor) -> Panel:
     ]
     means = values_TH.nanmean(0).tolist()
     alt = f"{title} by token: " + ", ".join(f"head {i} {mean:.3g} on average" for i, mean in enumerate(means))
-    return panel(title, alt, plot.lines, "token", shown=lines)
+    return panel(title, alt, partial(plot.lines, log_y=_far_apart(lines)), "token", shown=lines)
+
+
+def _far_apart(lines: Sequence[Line]) -> bool:
+    """Whether the lines need a logarithmic scale."""
+    means = [mean for line in lines for mean in line.means.values()]
+    return bool(means) and 0 < FAR_APART * min(means) < max(means)
 
 
 def _fates(trace: MemoryTrace) -> Panel:
@@ -182,9 +213,8 @@ def _fates(trace: MemoryTrace) -> Panel:
         for name, (key, colour) in named.items()
     ]
     ends = ", ".join(f"{name} {getattr(trace, key).mean().item():.3g}" for name, (key, _) in named.items())
-    return panel(
-        "Error of a token's pair", f"Error by token, on average {ends}", plot.lines, "token", shown=lines
-    )
+    alt, draw = f"Error by token, on average {ends}", partial(plot.lines, log_y=_far_apart(lines))
+    return panel("Error of a token's pair", alt, draw, "token", shown=lines)
 
 
 def binned(values: NDArray[np.floating], points: int = POINTS) -> dict[float, tuple[float, ...]]:

@@ -51,11 +51,11 @@ def cells_csv(report: Report) -> str:
     columns = report.table.columns
     names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
     lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
-    for row, result in ((line, result) for line in report.rows for result in line.results):
+    for name, result in ((row.name, result) for row in report.rows for result in row.results):
         values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
         numbers = [value if value is None else factor * value for factor, value in values]
         # its own row, where a line of the table has several
-        lines.append([result.row or row.name, *(getattr(result, name) for name in names), *numbers])
+        lines.append([result.row or name, *(getattr(result, name) for name in names), *numbers])
     return _csv(lines)
 
 
