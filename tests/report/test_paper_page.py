@@ -11,7 +11,6 @@ from titans_platform import cli
 from titans_platform.report.publish import paper_page
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.overview import overview, studies_of_the_paper
-from titans_platform.study.schedule import MANIFEST
 
 
 @pytest.fixture
@@ -20,7 +19,8 @@ def begun(tmp_path):
     folder = tmp_path / "studies" / "ablation-smoke"
     folder.mkdir(parents=True)
     cells = [{"cell": name, "row": "LMM", "seed": seed} for seed, name in enumerate(("a" * 12, "b" * 12))]
-    (folder / MANIFEST).write_text(json.dumps({"cells": cells}))
+    record = {"study": "ablation", "scale": "smoke", "commit": "c0ffee", "cells": cells}
+    (folder / "cells.json").write_text(json.dumps(record))
     done = RunFolder(tmp_path, "a" * 12)
     done.path.mkdir(parents=True)
     (done.path / "result.json").write_text(json.dumps({"cell": "a" * 12, "columns": {}}))

@@ -14,8 +14,7 @@ from titans_platform.files import write_json
 from titans_platform.report.numbers.table import build_table
 from titans_platform.report.publish import log_report, make, write_report
 from titans_platform.report.report import build_report
-from titans_platform.study.grid import Cell
-from titans_platform.study.plan import StudyRun
+from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.tracking import Store, open_store
 
@@ -57,8 +56,8 @@ def study_run(root, store) -> StudyRun:
 @pytest.mark.slow
 def test_a_cells_run_has_the_units_of_the_table(study_run, store):
     report = build_report(build_table(study_run))
-    log_report(store, report, write_report(report, study_run.folder))
-    parent = log_report(store, report, write_report(report, study_run.folder))
+    log_report(store, report, write_report(report, study_run.folder.path))
+    parent = log_report(store, report, write_report(report, study_run.folder.path))
     run_id = report.table.results[0]["mlflow_run_id"]
     run = store.client.get_run(run_id)
     assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
@@ -77,6 +76,6 @@ def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_pat
     assert "\n" not in str(caught.value)
     run = replace(study_run, root=copy)
     make(run, Console())
-    assert (run.folder / "table.csv").is_file()
+    assert (run.folder.path / "table.csv").is_file()
     assert "copied or moved" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before

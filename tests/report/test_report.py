@@ -24,8 +24,7 @@ from titans_platform.report.render import text as export
 from titans_platform.report.render.html import report_page
 from titans_platform.report.report import Links, build_report
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.grid import Cell, expand
-from titans_platform.study.plan import StudyRun
+from titans_platform.study.grid import Cell, StudyRun, expand
 from titans_platform.study.spec import Axis, Column, Expectation, Row, Scale, Study
 from titans_platform.study.tracker import params
 

@@ -25,8 +25,7 @@ from titans_platform.report.render.text import terminal
 from titans_platform.report.report import build_report
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.result import TaskScore
-from titans_platform.study.grid import Cell
-from titans_platform.study.plan import StudyRun
+from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row, Scale, Study
 
 MEASURES = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in ("lm_ppl", "reasoning_acc")})

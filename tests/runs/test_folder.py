@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from titans_platform.cli.live import StudyView
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, NotWritable, StorageError, UsageError
 from titans_platform.files import file_lock, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Node, Resources, concurrency
-from titans_platform.study.grid import Cell
-from titans_platform.study.ledger import Marks
-from titans_platform.study.plan import StudyRun, make_plan
-from titans_platform.study.schedule import only_driver
+from titans_platform.study.grid import Cell, StudyRun
+from titans_platform.study.plan import Plan, make_plan
 from titans_platform.study.spec import Column, Row, Scale, Study
-from titans_platform.study.status import View, cell_statuses
+from titans_platform.study.status import cell_statuses
+from titans_platform.study.timings import Stopwatch
 from titans_platform.text import clock
 from titans_platform.tracking import open_store
 
@@ -186,9 +186,9 @@ def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
 @pytest.mark.slow
 def test_one_driver_a_study(tmp_path):
     run = study_of(tmp_path)
-    with only_driver(run), pytest.raises(UsageError, match="another sweep run"), only_driver(run):
+    with run.folder.lock(), pytest.raises(UsageError, match="another sweep run"), run.folder.lock():
         pass
-    with only_driver(run):
+    with run.folder.lock():
         pass
 
 
@@ -207,7 +207,7 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
     write_json(cells[0].folder(tmp_path).path / "progress.json", half)
     with cells[0].folder(tmp_path).hold():
-        view = View(study_of(tmp_path, *cells), cells, Marks())
+        view = StudyView(Plan(study_of(tmp_path, *cells), 1), Stopwatch())
         view.started = time.monotonic() - 10
         assert view.eta(cell_statuses(cells, tmp_path)) is None
         assert "1 running, 1 missing" in view.plain()
@@ -230,7 +230,7 @@ def test_clock(seconds, text):
 def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
     (tmp_path / "file").write_text("")
     run, line = study_of(tmp_path / root), r"^--root: .* cannot be written \(.*\); give another$"
-    with pytest.raises(UsageError, match=line), only_driver(run):
+    with pytest.raises(UsageError, match=line), run.folder.lock():
         pass
     with pytest.raises(UsageError, match=line), RunFolder(run.root, "abc").hold():
         pass

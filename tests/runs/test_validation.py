@@ -11,7 +11,7 @@ import pytest
 
 from tests.small import RUN
 from titans_core.presets import preset
-from titans_platform.cli.train import shown
+from titans_platform.cli.live import progress_line
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
@@ -55,7 +55,7 @@ def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
     assert {key: results[0][key] for key in NUMBERS} == {key: results[1][key] for key in NUMBERS}
 
 
-def test_it_is_logged_and_shown(book, tmp_path):
+def test_it_is_logged_and_progress_line(book, tmp_path):
     cfg = run_on(book, every=2)
     prepare(cfg.data, tmp_path)
     store = open_store(tmp_path)
@@ -67,7 +67,7 @@ def test_it_is_logged_and_shown(book, tmp_path):
     assert math.exp(curve[-1][1]) == pytest.approx(result["columns"]["ppl"], rel=1e-6)
     state = spec.folder.progress()
     assert state is not None
-    assert f"validation {curve[-1][1]:.3f}" in shown(state)
+    assert f"validation {curve[-1][1]:.3f}" in progress_line(state)
     # the data are the run's inputs
     (used,) = store.client.get_run(result["mlflow_run_id"]).inputs.dataset_inputs
     assert used.dataset.name == "files:book.txt"

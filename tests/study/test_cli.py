@@ -82,7 +82,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(tiny, capsys):
             "reasoning.0.task",
         ),
         (("run", "tiny", "--scale", "small", "--seeds", "3-1"), "names no seed"),
-        (("run", "tiny", "--scale", "small", "--rows", ""), "names no row"),
+        (("run", "tiny", "--scale", "small", "--rows", ""), "give the name of a row"),
         (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
         (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
     ],

@@ -22,7 +22,7 @@ from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import expand, load_study
-from titans_platform.study.status import read_status
+from titans_platform.study.status import counts, read_status
 from titans_platform.tracking import open_store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -95,8 +95,8 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
     try:
         pid = until(lambda: worker_of(folders["LMM"]))
         status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
-        assert status["running"]
-        assert status["counts"]["running"] == 1
+        assert status.running
+        assert counts(status.cells)["running"] == 1
         os.kill(pid, signal.SIGKILL)
         # another process goes on with it
         until(lambda: worker_of(folders["LMM"]) not in (None, pid))
@@ -108,7 +108,7 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
     # no process of a dead driver's Ray goes on, least of all one that writes into a run
     until(lambda: not [pid for pid in ray_pids if alive(pid)], timeout=60)
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
-    assert not read_status(str(tmp_path / "tiny.yaml"), "small", root)["running"]
+    assert not read_status(str(tmp_path / "tiny.yaml"), "small", root).running
 
     code, out = end(driver(tmp_path))
     assert code == 4, out
@@ -123,8 +123,8 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
     _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)
     status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
-    assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
-    assert "loss nan" in next(cell["reason"] for cell in status["cells"] if cell["state"] == "failed")
+    assert counts(status.cells) == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
+    assert "loss nan" in next(cell.reason for cell in status.cells if cell.state == "failed")
 
     code, again = end(driver(tmp_path, "--rows", "LMM,Linear Memory"))
     # all that was asked for is done; the table shows the row that failed all the same

@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.study.cells import check
-from titans_platform.study.grid import chosen_rows, expand, load_study
-from titans_platform.study.plan import StudyRun
-from titans_platform.study.search import check_space
+from titans_platform.study.grid import StudyRun, chosen_rows, expand, load_study
+from titans_platform.study.plan import check, check_space
 from titans_platform.study.spec import Row
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
@@ -108,7 +106,10 @@ def test_a_name_may_hold_commas_and_a_line_means_all_of_its_rows(asked, chosen):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"axes": {"depth": {"field": "model.memory.depth"}}, "scales": SMALL}, "an axis has either a field"),
+        (
+            {"axes": {"depth": {"field": "model.memory.depth"}}, "scales": SMALL},
+            "give either a field with values",
+        ),
         (
             {"axes": {"depth": {"field": "model.memory.depth", "values": [0]}}, "scales": SMALL},
             "model.memory.depth",
@@ -117,7 +118,7 @@ def test_a_name_may_hold_commas_and_a_line_means_all_of_its_rows(asked, chosen):
             {"axes": {"depth": {"field": "model.memory.dept", "values": [1]}}, "scales": SMALL},
             "did you mean depth",
         ),
-        ({"axes": {"a": {"field": "seed", "values": [1], "label": "a"}}, "scales": SMALL}, "should hold {}"),
+        ({"axes": {"a": {"field": "seed", "values": [1], "label": "a"}}, "scales": SMALL}, "needs {}"),
         ({"axes": {"lenght": GRID["axes"]["length"]}}, "axis (scale long) 'length'"),
         ({"axes": {}, "scales": {"small": {}}}, "rows: a study needs rows"),
     ],
@@ -139,8 +140,8 @@ def test_every_shipped_study_is_valid_at_every_scale(name):
             check(cells)
         configs = {json.dumps(cell.config.model_dump(mode="json"), sort_keys=True) for cell in cells}
         assert len(configs) == len(cells), (scale, "two cells are one")
-        if search := study.search_at(scale):
-            assert len(check_space(StudyRun(study, scale, Path(), "c0ffee"), search)) > 3
+        if study.search_at(scale):
+            assert len(check_space(StudyRun(study, scale, Path(), "c0ffee").with_search())) > 3
 
 
 @pytest.fixture(scope="module")

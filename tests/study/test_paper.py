@@ -80,7 +80,7 @@ def test_a_row_is_left_out_where_the_paper_does_not_have_it():
 
 @pytest.mark.parametrize("name", ["dna", "forecasting", "language", "long_context", "throughput"])
 def test_every_scale_of_the_papers_studies_is_valid(name):
-    from titans_platform.study.cells import check
+    from titans_platform.study.plan import check
 
     study = load_study(name)
     for scale in study.scales:

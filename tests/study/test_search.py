@@ -10,9 +10,9 @@ import pytest
 from tests.small import RUN
 from titans_platform import cli
 from titans_platform.errors import UsageError
-from titans_platform.study.grid import load_study
-from titans_platform.study.plan import StudyRun
-from titans_platform.study.search import check_space, read_search, set_line
+from titans_platform.study.grid import StudyRun, load_study
+from titans_platform.study.plan import check_space
+from titans_platform.study.search import set_line
 from titans_platform.study.spec import Parameter, Search
 
 STUDY = {
@@ -56,7 +56,7 @@ def call(*more: str) -> int:
 
 def searched(folder):
     study = load_study("hunt.yaml")
-    found = read_search(StudyRun(study, "small", folder / "runs", "c0ffee"))
+    found = StudyRun(study, "small", folder / "runs", "c0ffee").with_search().search
     assert found is not None
     return found
 
@@ -126,7 +126,7 @@ def test_a_space_is_checked_to_its_corners(hunt, space, said):
 
 def _checked(folder) -> None:
     study = load_study("hunt.yaml")
-    check_space(StudyRun(study, "small", folder, "c0ffee"), study.search_at("small"))
+    check_space(StudyRun(study, "small", folder, "c0ffee").with_search())
 
 
 def test_a_dry_run_tells_of_the_search(hunt, capsys):

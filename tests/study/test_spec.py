@@ -163,8 +163,8 @@ def test_a_study_like_another_says_what_differs(tmp_path):
         ("Linear Memory at 0.1", 9, 0.1, 5),
     ]
     for wrong, said in (
-        ({"like": 3}, "like: should be the name of a study"),
-        ({"like": str(other)}, "like: rates.yaml is what this study is made from"),
+        ({"like": 3}, "like: 3 should be the name of a study"),
+        ({"like": str(other)}, "like: rates.yaml is like this study"),
         ({"scales": {"small": {"rows": {"LMN": {}}}}}, "did you mean LMM"),
     ):
         other.write_text(yaml.safe_dump({**laid, **wrong}))
@@ -209,7 +209,7 @@ class TestAblation:
 
     @pytest.mark.parametrize("scale", SCALES)
     def test_every_scale_is_valid_and_its_rows_differ(self, ablation, scale):
-        from titans_platform.study.cells import check
+        from titans_platform.study.plan import check
 
         cells = expand(ablation, scale)
         check(cells)

@@ -1,4 +1,4 @@
-"""`titans paper`: one page of the paper's tables and figures."""
+"""`titans paper`: a page with all of the paper's tables and figures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from titans_platform.cli import root_option
     help="Where the page is written  [paper.html under --root]",
 )
 def paper(root: Path, out: Path | None) -> None:
-    """Write one HTML page of all the paper's tables and figures: our numbers beside the paper's.
+    """Write one HTML page with all of the paper's tables and figures: our numbers beside the paper's.
 
-    Ours are from what has been run under --root. The scales that the paper's numbers belong to are there in
-    any case, ours as missing.
+    Ours are the results under --root. The paper's own scales are always listed; what has not been run is
+    marked as missing.
 
     \b
     Example:

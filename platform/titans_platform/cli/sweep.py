@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.table import Table as RichTable
 
 from titans_platform.cli import (
     checkpoint_option,
@@ -21,30 +21,32 @@ from titans_platform.cli import (
     root_option,
     set_option,
 )
-from titans_platform.errors import UsageError
+from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.report.numbers.table import Table
-    from titans_platform.study.plan import StudyRun
+    from titans_platform.study.grid import StudyRun
+    from titans_platform.study.plan import Plan
     from titans_platform.study.spec import Study
+    from titans_platform.study.status import StudyStatus
 
 MAX_SEEDS = 1000
-"""Seeds of one command; more are a slip of the keyboard, and would be counted for minutes."""
+"""Seeds of one command; more are taken for a typing error."""
 LONG = ("data.sources.", "eval.")
 """Fields too long for `sweep show`."""
 
 
 def split(values: tuple[str, ...]) -> list[str]:
-    """Names given one by one or with commas."""
+    """Names, given one by one or separated by commas."""
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
     """The rows of --rows; none given means all. Raises UsageError."""
     if values and not split(values):
-        raise UsageError("--rows: names no row; give a name, or leave the option out for all")
-    # a name may hold a comma: only the study knows
+        raise UsageError("--rows: is empty; give the name of a row, or leave the option out for all rows")
+    # a name may contain a comma: only the study knows
     return list(values)
 
 
@@ -69,7 +71,7 @@ def study_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def sweep() -> None:
-    """Studies: a grid of runs trained, measured and put in a table beside the paper's.
+    """Studies: train and evaluate a grid of runs and put it in a table beside the paper's.
 
     \b
     Example:
@@ -179,9 +181,9 @@ def _task_text(task: TaskConfig) -> str:
     return f"{task.task}{kind}{lengths}"
 
 
-@sweep.command(short_help="Run the cells that are missing, then draw table and figure.")
+@sweep.command(short_help="Run the cells that have no result, then write table and figures.")
 @study_options
-@click.option("--rerun-stale", is_flag=True, help="Run again the cells that another commit made.")
+@click.option("--rerun-stale", is_flag=True, help="Also run the cells again that another commit made.")
 @click.option("--concurrency", type=click.IntRange(1), help="Cells at once; as many as fit by default.")
 @checkpoint_option
 @cluster_option
@@ -195,10 +197,10 @@ def run(
     as_json: bool,
     **chosen: Any,
 ) -> int:
-    """Run the cells of STUDY (a name, or a YAML file) that are missing, then draw its table and figure.
+    """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
-    A cell's name is a hash of all that decides its numbers, so the same command again runs nothing twice
-    and goes on from the last checkpoint of what was interrupted. Exit code 4: some of the cells asked for
+    A cell is named by a hash of its config, data and code version, so the same command again runs nothing
+    twice and resumes interrupted cells from their last checkpoints. Exit code 4: some of the cells asked for
     have no result; the table always shows the whole study.
 
     \b
@@ -207,66 +209,206 @@ def run(
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
+    from titans_platform.cli.live import StudyDisplay, say
     from titans_platform.runs.ray_session import joined
-    from titans_platform.study.drive import dry_run as show_plan
-    from titans_platform.study.drive import run_study
+    from titans_platform.study.plan import make_plan
+    from titans_platform.study.timings import Stopwatch
 
-    began = time.time()
-    console, opened = _console(as_json), _opened(**chosen)
+    stopwatch = Stopwatch()
+    console, study = _console(as_json), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
-        return run_study_on(cluster, click.get_current_context(), opened.cells)
+        return run_study_on(cluster, click.get_current_context(), study.cells)
     if dry_run:
-        found, refusal = show_plan(opened, rerun_stale, concurrency, console, quiet=as_json)
-        if as_json:
-            echo_json(found)
-        if refusal:
-            raise refusal
-        return 0
+        return _dry_run(study, rerun_stale, concurrency, console, as_json)
     # half a second of imports that a plan need not wait for
     from titans_platform.report.publish import make as report_study
+    from titans_platform.runs.reporter import send_left
+    from titans_platform.study.run import run_plan, summary
+    from titans_platform.tracking import check_store
 
     with joined(chosen["root"]):
-        table = run_study(
-            opened,
-            console,
-            lambda whole, ran: report_study(whole, console, link=ran),
-            rerun_stale=rerun_stale,
-            concurrency=concurrency,
-            began=began,
-        )
+        plan = make_plan(study, rerun_stale, concurrency)
+        if plan.warning:
+            say(console, plan.warning)
+        if plan.todo:
+            # refused before time is spent on data
+            check_store(study.root)
+            send_left(study.root)
+        with study.folder.lock():
+            plan = run_plan(plan, StudyDisplay(console), stopwatch)
+            table = report_study(plan.study, console, link=bool(plan.todo))
+            for line in summary(plan, stopwatch):
+                say(console, line)
     return _exit_code(table, as_json)
 
 
-@sweep.command(short_help="Tell how a study is going, running or dead.")
+def _dry_run(
+    study: StudyRun, rerun_stale: bool, concurrency: int | None, console: Console, as_json: bool
+) -> int:
+    """Print what would run and how long it may take; write nothing. Raises what a run would raise."""
+    from titans_platform.study.plan import Plan, check_without_data, estimate, make_plan
+
+    refusal = None
+    try:
+        plan = make_plan(study, rerun_stale, concurrency)
+        check_without_data(study)
+    except TitansError as error:
+        # the rest is worth seeing all the same
+        refusal, plan = error, Plan(study, 0, rerun_stale)
+    with console.status("timing an optimiser step of each row"):
+        guess = estimate(plan) if plan.concurrency else None
+    record = _plan_record(plan) | {
+        "estimate_seconds": guess.seconds if guess else None,
+        "estimate_basis": guess.basis if guess else str(refusal),
+        "warning": plan.warning or None,
+        "refused": str(refusal) if refusal else None,
+    }
+    if as_json:
+        echo_json(record)
+    else:
+        _print_plan(record, console)
+    if refusal:
+        raise refusal
+    return 0
+
+
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    """The plan as a JSON value: its cells with their sizes and states, and what is left of a search."""
+    from titans_platform.runs.cost import sizes
+
+    study, search = plan.study, plan.study.search
+    cells = [
+        {
+            "cell": cell.name,
+            "row": cell.row,
+            "seed": cell.seed,
+            "parameters": sizes(cell.config).parameters,
+            "tokens": cell.config.tokens,
+            "state": "stale" if cell in plan.stale else cell.folder(study.root).state(),
+        }
+        for cell in study.cells
+    ]
+    trials = {
+        "trials": search.search.trials,
+        "finished": search.finished,
+        "rungs": search.milestones,
+        "tokens_at_most": search.tokens_of_grid,
+        "tokens_least": search.tokens_per_step * search.milestones[0] * search.search.trials,
+        "space": search.search.model_dump(mode="json")["space"],
+    } if search else None  # fmt: skip
+    return {
+        "study": study.study.name,
+        "scale": study.scale_name,
+        "cells": cells,
+        "to_run": len(plan.todo),
+        "concurrency": plan.concurrency,
+        "resources": study.resources.model_dump(),
+        "search": trials,
+    }
+
+
+def _print_plan(record: dict[str, Any], console: Console) -> None:
+    """Print the plan as text."""
+    from titans_platform.cli.live import say
+    from titans_platform.text import NONE, clock, count, plural
+
+    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("cell", "row", "seed", "parameters", "tokens", "state"):
+        grid.add_column(name, justify="right" if name in ("seed", "parameters", "tokens") else "left")
+    for cell in record["cells"]:
+        numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
+        grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
+    console.print(grid)
+    if not all(cell["cell"] for cell in record["cells"]):
+        say(console, "Cells are named once the data are prepared; the run does that first.")
+    if search := record["search"]:
+        low, high = (count(search[key]) for key in ("tokens_least", "tokens_at_most"))
+        say(
+            console,
+            f"First a search: {search['trials']} trials ({search['finished']} finished), rungs after "
+            f"{', '.join(map(str, search['rungs']))} steps, {low} to {high} tokens; the best trial becomes "
+            "a row and runs with the same seeds.",
+        )
+    resources = record["resources"]
+    workers = resources["workers"]
+    if isinstance(workers, int):
+        each = plural(workers, "worker") + (", each" if workers > 1 else "")
+    else:
+        each = f"{workers[0]} to {workers[1]} workers, each"
+    say(
+        console,
+        f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
+        f"each on {each} with {resources['cpus_per_worker']} CPU and {resources['gpus_per_worker']:g} GPU.",
+    )
+    if record["warning"]:
+        say(console, record["warning"])
+    if not record["refused"]:
+        guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
+        say(console, f"Time: about {guess} (from {record['estimate_basis']}).")
+
+
+@sweep.command(short_help="Show a study's progress, whether or not its driver is alive.")
 @click.argument("study", required=False)
 @scale_option
 @root_option
 @json_option
 def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
-    """Tell how a study is going, or all of them, from the files under --root alone.
+    """Show the progress of a study, or of all of them, from the files under --root alone.
 
-    Any machine that sees the folder can ask: while the study runs, from another shell, or after it died.
+    Works from any machine that sees the folder, while the study runs or after it died.
 
     \b
     Example:
       titans sweep status ablation --scale laptop
     """
-    from titans_platform.study.status import print_status, read_status, status_of, studies_under
+    from titans_platform.study.folder import StudyFolder
+    from titans_platform.study.status import read_status, status_of
 
     root = root.resolve()
     if study is not None:
         found = [read_status(study, scale, root)]
     else:
-        found = [status_of(label, root) for label in studies_under(root)]
+        found = [status_of(folder) for folder in StudyFolder.all(root)]
     if as_json:
-        echo_json(found if study is None else found[0])
+        records = [each.record() for each in found]
+        echo_json(records if study is None else records[0])
         return
     for each in found:
-        print_status(each, Console())
+        _print_status(each, Console())
     if not found:
         click.echo(f"no study has run under {root}")
+
+
+def _print_status(status: StudyStatus, console: Console) -> None:
+    """Print a status as text."""
+    from titans_platform.cli.live import running_line, say
+    from titans_platform.study.status import counted, counts
+    from titans_platform.study.timings import timings_line
+    from titans_platform.text import clock
+
+    driver = "a sweep run is working on it" if status.running else "no sweep run is working on it"
+    name = f"[bold]{status.folder.label}[/]"
+    cells = f"{len(status.cells)} cells, {counted(counts(status.cells))}"
+    console.print(f"{name}: {cells}; {driver}", highlight=False)
+    grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), []
+    if search := status.search:
+        lines += [search["line"], *([f"Found: {search['set']}"] if search["set"] else [])]
+    if status.timings:
+        lines.append(timings_line(status.timings))
+    for item in status.cells:
+        progress, row, seed = item.progress, item.cell.row, f"seed {item.cell.seed}"
+        if item.state == "running":
+            grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
+        elif item.state == "interrupted":
+            grid.add_row("interrupted", row, seed, f"{progress.get('step', 0)}/{progress.get('steps', '?')}")
+        elif item.state == "failed":
+            lines.append(f"failed  {row}, {seed} ({item.cell.name}): {item.reason}")
+    if grid.rows:
+        console.print(grid)
+    for line in lines:
+        say(console, line)
 
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")
@@ -274,8 +416,8 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 @click.option("--ui", metavar="ADDRESS", help="Where the page's links lead, e.g. http://127.0.0.1:5001.")
 @json_option
 def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
-    """Write the report of a study anew: one HTML page that needs nothing beside it, and the table as
-    Markdown, LaTeX and CSV. The table is the whole study's; exit code 4: cells asked for are missing.
+    """Write the report of a study again: a self-contained HTML page, and the table as Markdown, LaTeX and
+    CSV. The table is the whole study's; exit code 4: some of the cells asked for have no result.
 
     \b
     Example:
@@ -295,15 +437,15 @@ def _opened(
     overrides: tuple[str, ...],
     checkpoint_every: tuple[str, ...] = (),
 ) -> StudyRun:
-    """The study that the options of a command choose."""
-    from titans_platform.study.cells import open_study
+    """The study that a command's options choose."""
+    from titans_platform.study.plan import open_study
 
     overrides += checkpoint_every
     return open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
 
 
 def _console(as_json: bool) -> Console:
-    """The stream as it is now: while Ray runs, sys.stdout leads to its log."""
+    """A console on the stream as it is now: while Ray runs, sys.stdout is a log file."""
     return Console(file=sys.stderr if as_json else sys.stdout)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from titans_platform.cli import (
@@ -43,13 +41,10 @@ PLAN_LINES = {
     "seconds": "estimated time",
 }
 """Lines of the dry run, by the key that --json has for each."""
-PLAIN_EVERY = 15.0
-"""Seconds between lines where there is no terminal."""
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.objectives import Data
-    from titans_platform.runs.folder import RunFolder
     from titans_platform.runs.result import Measures, Result
     from titans_platform.runs.spec import Resources, Tracking
 
@@ -138,6 +133,7 @@ def train(
 def _run(
     cfg: RunConfig, root: Path, resources: Resources, name: str, profile: bool, console: Console
 ) -> Result:
+    from titans_platform.cli.live import run_display
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
@@ -163,8 +159,8 @@ def _run(
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     if line := go_on_from_shorter(spec, data.fingerprint):
         console.print(line, highlight=False, soft_wrap=True)
-    alone = nullcontext() if resources.most == 1 else ray_session(resources.cpus, resources.gpus)
-    with alone, _display(spec.folder, console):
+    alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
+    with alone, run_display(spec.folder, console):
         result = execute(spec, wait=10)
     for line in send_left(root):
         console.print(line, highlight=False, soft_wrap=True)
@@ -182,43 +178,6 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
 
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
     return Tracking(open_store(root).uri, name, None, params(Cell(name, cfg.seed, cfg), ()), tags)
-
-
-@contextmanager
-def _display(folder: RunFolder, console: Console) -> Iterator[None]:
-    """A live line fed by the run's progress.json; without a terminal, a line now and then."""
-    from titans_platform.study.status import repeating
-
-    about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
-    columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
-    printed, began = time.monotonic(), time.time()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("starting", total=None, shown="")
-
-        def update() -> None:
-            nonlocal printed
-            state = folder.progress()
-            if not state or state["age"] > time.time() - began + 1:
-                return
-            phase, step, steps, line = state["phase"], state["step"], state["steps"], shown(state)
-            bars.update(bar, description=phase, total=steps, completed=step, shown=line)
-            if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
-                printed = time.monotonic()
-                text = f"{phase} {step}/{steps}  {line}"
-                console.print(text.rstrip(), highlight=False, soft_wrap=True)
-
-        with repeating(update, 0.5):
-            yield
-
-
-def shown(state: dict[str, Any]) -> str:
-    """Loss, validation loss, rate and time left of a progress.json, as one line."""
-    if "loss" not in state:
-        return ""
-    minutes, seconds = divmod(round(state["eta_seconds"]), 60)
-    held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""
-    speed = f"{state['tokens_per_second']:,.0f} tok/s"
-    return f"loss {state['loss']:.3f}{held_out}  {speed}  {minutes}:{seconds:02d} left"
 
 
 def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, console: Console) -> None:

@@ -12,20 +12,19 @@ import click
 from rich.console import Console
 
 from titans_platform.errors import UsageError
-from titans_platform.files import read_json, write_text
+from titans_platform.files import write_text
 from titans_platform.provenance import commands
 from titans_platform.report.figures.picture import save
 from titans_platform.report.numbers.table import Table, build_table
 from titans_platform.report.render import html, text
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.runs.result import Result
-from titans_platform.study.cells import open_study
 from titans_platform.study.overview import Item
 from titans_platform.study.paper import read_paper
-from titans_platform.study.schedule import MANIFEST, SEARCH
+from titans_platform.study.plan import open_study
 
 if TYPE_CHECKING:
-    from titans_platform.study.plan import StudyRun
+    from titans_platform.study.grid import StudyRun
     from titans_platform.tracking import Store
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
@@ -53,14 +52,15 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
     report = build_report(
         table,
         store.curves(_runs(table)) if store else {},
-        read_json(run.folder / SEARCH),
-        commands(run.folder),
+        run.folder.search(),
+        commands(run.folder.path),
         _links(store, address),
     )
-    paths = write_report(report, run.folder)
+    paths = write_report(report, run.folder.path)
     if link and store:
         log_report(store, report, paths)
-    folder = run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder
+    path = run.folder.path
+    folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
     console.print(text.terminal(report, console.width))
     console.print(f"report {folder / PAGE}", highlight=False, soft_wrap=True)
@@ -76,7 +76,8 @@ def _open_store(run: StudyRun) -> Store | None:
     """
     from titans_platform.tracking import STORE, open_store
 
-    kept = (read_json(run.folder / MANIFEST) or {}).get("mlflow")
+    record = run.folder.record()
+    kept = record.mlflow if record else None
     try:
         return open_store(run.root if not kept or os.environ.get(STORE) else str(kept))
     except UsageError as error:

@@ -159,6 +159,18 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     run.close(ended=ended)
 
 
+def end_orphaned_runs(store: Store, parent: str, root: Path) -> None:
+    """End the MLflow runs below ``parent`` whose processes died."""
+    for name, run_id in store.running(parent).items():
+        folder = RunFolder(root, name)
+        state = folder.state()
+        if result := folder.result():
+            log_result(store.run(run_id), result, folder.ended())
+        elif state != "running":
+            ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
+            store.end(run_id, ends.get(state, "KILLED"), folder.ended())
+
+
 def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
     """The store that a run is logged to, and the run's id there; created the first time."""
     # a second of imports that a run which is not tracked need not wait for

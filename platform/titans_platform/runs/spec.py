@@ -48,6 +48,11 @@ class Resources(Frozen):
         return self.workers if isinstance(self.workers, int) else self.workers[1]
 
     @property
+    def several(self) -> bool:
+        """Whether there may be more than one worker, which run under Ray Train."""
+        return self.most > 1
+
+    @property
     def named(self) -> int | str:
         """What enters the run's name: not how many there happened to be."""
         return self.workers if isinstance(self.workers, int) else "elastic"
@@ -55,7 +60,7 @@ class Resources(Frozen):
     @property
     def cpus(self) -> float:
         """CPUs of all workers, with the process that drives them where there are several."""
-        return self.most * self.cpus_per_worker + DRIVER_CPU * (self.most > 1)
+        return self.most * self.cpus_per_worker + DRIVER_CPU * self.several
 
     @property
     def gpus(self) -> float:
@@ -187,7 +192,7 @@ def concurrency(resources: Resources, machine: Machine, requested: int | None = 
 
 def _fit(resources: Resources, machine: Machine) -> int:
     fit = machine.workers(resources) // resources.most
-    if machine.nodes and resources.most > 1:
+    if machine.nodes and resources.several:
         fit = min(fit, int(machine.cpus / resources.cpus))
     return fit
 
@@ -195,7 +200,7 @@ def _fit(resources: Resources, machine: Machine) -> int:
 def _shortage(resources: Resources, machine: Machine) -> str:
     """What a run takes, what there is, and what is missing."""
     cpus, gpus = resources.most * resources.cpus_per_worker, resources.gpus
-    spread = f" on {resources.most} workers" if resources.most > 1 else ""
+    spread = f" on {resources.most} workers" if resources.several else ""
     need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
     text = f"resources: a run takes {need}{spread}, there are {have}"
     if lack := _amount(max(0, cpus - machine.cpus), max(0, gpus - machine.gpus)):

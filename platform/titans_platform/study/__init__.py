@@ -1,1 +1,1 @@
-"""Studies: a grid of runs as data, run by Ray Tune, drawn as a table beside the paper's."""
+"""Studies: a grid of runs in a YAML file, run by Ray Tune, with a table beside the paper's."""

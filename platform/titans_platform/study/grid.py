@@ -1,14 +1,16 @@
-"""A study read from its file, checked whole before anything runs, and the runs it is made of."""
+"""A study read from its file and checked, and its grid of cells."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from titans_platform.config import RunConfig
+from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.loading import (
     apply_override,
@@ -21,15 +23,19 @@ from titans_platform.loading import (
     validate,
 )
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.spec import Resources
+from titans_platform.study.folder import CellRecord, StudyFolder, StudyRecord
 from titans_platform.study.paper import read_paper
+from titans_platform.study.search import FOUND, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick
 
 UNNAMED = ".unnamed"
+"""Name of a run's folder that never exists."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid; ``name`` is None until its data are prepared."""
+    """One row with one seed; ``name`` is None until its data are prepared."""
 
     row: str
     seed: int
@@ -37,12 +43,105 @@ class Cell:
     name: str | None = None
 
     def folder(self, root: Path) -> RunFolder:
-        """Where the cell lives under a storage root; before it has a name, a folder that is never there."""
+        """The run's folder under a storage root; of a cell without a name, one that never exists."""
         return RunFolder(root, self.name or UNNAMED)
 
 
+@dataclass(frozen=True)
+class StudyRun:
+    """One study at one scale under one storage root, and its cells. `plan.open_study` makes it."""
+
+    study: Study
+    scale_name: str
+    root: Path
+    commit: str
+    overrides: tuple[str, ...] = ()
+    """``--set``: they change every row, so the study has a folder and a table of its own."""
+    cells: tuple[Cell, ...] = ()
+    """The cells asked for."""
+    whole: tuple[Cell, ...] = ()
+    """All cells of the table: the scale's own, those asked for, and those of other seeds that have begun."""
+
+    search: SearchState | None = None
+    """The search and its trials when the study was opened; None for a study without one."""
+
+    @property
+    def label(self) -> str:
+        """The name of its folder and of its parent run in MLflow."""
+        # how often a run is saved changes no number
+        changes = sorted(change for change in self.overrides if not change.startswith("checkpoint."))
+        changed = f"-set-{digest(changes, 6)}" if changes else ""
+        return f"{self.study.name}-{self.scale_name}{changed}"
+
+    @property
+    def folder(self) -> StudyFolder:
+        """Where its record, logs and report go."""
+        return StudyFolder(self.root, self.label)
+
+    @property
+    def resources(self) -> Resources:
+        """What each of its cells is trained on."""
+        return self.study.scales[self.scale_name].resources
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of its table."""
+        return self.study.rows_at(self.scale_name)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns of its table."""
+        return self.study.columns_at(self.scale_name)
+
+    def config(self, row: Row) -> RunConfig:
+        """The config of a row, which need not be one of the table's. Raises UsageError."""
+        return resolve(self.study, self.scale_name, row, self.overrides)
+
+    def with_search(self) -> StudyRun:
+        """The study with the state of its search, if it has one. Raises UsageError."""
+        search = self.study.search_at(self.scale_name)
+        if search is None:
+            return self
+        config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
+        state = SearchState(self.folder, search, higher, config.tokens_per_step, config.optim.steps)
+        return replace(self, search=state.read())
+
+    def with_found(self) -> StudyRun:
+        """The study with the best trial so far as its last row; the same study where no trial is done."""
+        if self.search is None or (best := self.search.best) is None:
+            return self
+        rows = [row for row in self.study.rows if row.name != FOUND]
+        found = self.study.model_copy(update={"rows": (*rows, self.trial_row(best.params))})
+        return replace(self, study=found)
+
+    def trial_row(self, params: Mapping[str, Any]) -> Row:
+        """The study's first row with a trial's parameters laid over it."""
+        return Row(name=FOUND, set=overlay(self.rows[0].set, params))
+
+    def trial_config(self, params: Mapping[str, Any]) -> RunConfig:
+        """The config of a trial, with the seed of the search. Raises UsageError."""
+        assert self.search
+        return self.config(self.trial_row(params)).model_copy(update={"seed": self.search.search.seed})
+
+    def record(self) -> StudyRecord:
+        """The study as ``cells.json`` has it."""
+        cells = tuple(
+            CellRecord(cell=c.name, row=c.row, seed=c.seed, config=c.config.model_dump(mode="json"))
+            for c in self.whole
+        )
+        return StudyRecord(
+            study=self.study.name,
+            scale=self.scale_name,
+            set=self.overrides,
+            commit=self.commit,
+            host=platform.node(),
+            mlflow=os.environ.get("TITANS_MLFLOW"),
+            cells=cells,
+        )
+
+
 def find_study(name: str) -> Path:
-    """The file of a study given by name or by path."""
+    """The file of a study, by name or path. Raises UsageError."""
     if path := file_at(name, "study"):
         return path
     found = known_studies()
@@ -50,12 +149,12 @@ def find_study(name: str) -> Path:
 
 
 def known_studies() -> dict[str, Path]:
-    """Every study that can be given by name, and its file."""
+    """All studies that can be given by name, with their files."""
     return known_files("sweeps")
 
 
 def load_study(name: str) -> Study:
-    """Read a study by name or path; UsageError, one line, for anything wrong in it."""
+    """Read and check a study by name or path. Raises UsageError."""
     path = find_study(name)
     study = validate(Study, _read(path), path.name)
     for table in study.paper:
@@ -74,17 +173,19 @@ def load_study(name: str) -> Study:
 
 
 def _read(path: Path, *readers: Path) -> dict[str, Any]:
-    """A study file as it is written, or laid over the study it is ``like``."""
+    """The content of a study file, merged over the study that it is ``like``."""
     if path in readers:
-        raise UsageError(f"{path.name}: like: {readers[0].name} is what this study is made from")
+        raise UsageError(
+            f"{path.name}: like: {readers[0].name} is like this study; `like` must not be circular"
+        )
     study = read_yaml(path)
     if "like" not in study:
         return study
     if not isinstance(other := study.pop("like"), str):
-        raise UsageError(f"{path.name}: like: should be the name of a study, found {other!r}")
+        raise UsageError(f"{path.name}: like: {other!r} should be the name of a study")
     study = overlay(_read(find_study(other), *readers, path), study)
     scales = study.get("scales")
-    if isinstance(scales, dict):  # a scale that the other study has and this one has not is null here
+    if isinstance(scales, dict):  # null removes a scale of the other study
         study["scales"] = {name: scale for name, scale in scales.items() if scale is not None}
     return study
 
@@ -93,7 +194,7 @@ def _check_rows(known: Mapping[str, Column], rows: Sequence[Row], where: str) ->
     names = [row.name for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"{where}: rows: {twice[0]!r} is there twice; give each row its own name")
+        raise UsageError(f"{where}: rows: {twice[0]!r} is listed twice; give each row its own name")
     for row in rows:
         for part, columns in (("paper", row.paper), ("expected", row.expected)):
             for column in columns:
@@ -108,27 +209,30 @@ def expand(
     seeds: Sequence[int] = (),
     overrides: Sequence[str] = (),
 ) -> list[Cell]:
-    """The cells of a scale, seed by seed so that a whole table of one seed is there first.
+    """The cells of a scale, seed by seed, so that the table of one seed is complete first.
 
-    Every row is checked, also those that ``rows`` (see `chosen_rows`) leaves out. ``seeds`` replaces
-    the scale's own; ``overrides`` are ``a.b=c`` and come last.
+    Every row is checked, including those that ``rows`` (see `chosen_rows`) leaves out. ``seeds`` replace the
+    scale's; ``overrides`` (``a.b=c``) come last. Raises UsageError.
     """
     scale_name = study.scale_name(scale_name)
-    scale = study.scales[scale_name]
-    listed = study.rows_at(scale_name)
+    scale, listed = study.scales[scale_name], study.rows_at(scale_name)
     configs = {row.name: resolve(study, scale_name, row, overrides) for row in listed}
     _check_columns(study, scale_name, [(row, configs[row.name]) for row in listed])
-    chosen = chosen_rows(rows, listed, study.name) or set(configs)
-    ordered = [row for row in configs if row in chosen]
+    return chosen_cells(configs, chosen_rows(rows, listed, study.name), seeds or scale.seeds)
+
+
+def chosen_cells(configs: Mapping[str, RunConfig], rows: Collection[str], seeds: Iterable[int]) -> list[Cell]:
+    """Cells of ``configs`` by row, seed by seed; empty ``rows`` means all."""
     return [
-        Cell(row, seed, configs[row].model_copy(update={"seed": seed}))
-        for seed in dict.fromkeys(seeds or scale.seeds)
-        for row in ordered
+        Cell(row, seed, config.model_copy(update={"seed": seed}))
+        for seed in dict.fromkeys(seeds)
+        for row, config in configs.items()
+        if not rows or row in rows
     ]
 
 
 def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, RunConfig]]) -> None:
-    """Every line of the table measures every column, in one run or in several."""
+    """Every line of the table needs every column, from one run or several. Raises UsageError."""
     measured: dict[str, set[str]] = {}
     for row, config in configs:
         measured.setdefault(row.as_line().name, set()).update(config.eval.columns)
@@ -136,14 +240,14 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
         for column in study.columns_at(scale_name):
             if column not in columns:
                 where = f"{study.name}, row {line!r}"
-                raise UsageError(f"{where}: eval.columns.{column}: the table has this column; list its tasks")
+                raise UsageError(f"{where}: eval.columns.{column}: missing; list the tasks of this column")
 
 
 def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
-    """The rows that are asked for: by name, by the name of their line, or by a pattern with ``*``.
+    """Names of the selected rows: by name, by the name of their line, or by a pattern with ``*``.
 
-    One text may have several with commas between them; a name may hold commas itself, and capitals do not
-    count. Raises UsageError where one means no row.
+    One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
+    UsageError for a name or pattern that matches no row.
     """
     named: dict[str, set[str]] = {}
     for row in rows:
@@ -154,7 +258,7 @@ def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[st
 
 
 def _names(text: str, known: Collection[str]) -> Iterator[str]:
-    """The parts between commas, as many of them together as make a known name."""
+    """Split at commas, but keep a known name that contains commas together."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     while parts:
         sizes = range(len(parts), 1, -1)
@@ -173,7 +277,7 @@ def _matching(name: str, known: list[str], where: str) -> list[str]:
 
 
 def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a row at a scale, every key and shape checked. Raises UsageError."""
+    """The config of a row at a scale, validated. Raises UsageError."""
     where = f"{study.name}, scale {scale_name}, row {row.name!r}"
     fragment: dict[str, Any] = {}
     try:
@@ -188,7 +292,7 @@ def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = 
 
 
 def _lay(below: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """One more layer; a ``model.preset`` in it replaces the whole model below."""
+    """Merge one more layer; a ``model.preset`` in it replaces the whole model below."""
     layer = overlay({}, layer)
     model = layer.get("model")
     if isinstance(model, dict) and "preset" in model:

@@ -1,4 +1,4 @@
-"""The paper's tables and figures, which study runs each, and what of it has been run under a root."""
+"""The paper's tables and figures: which study reproduces each, and how much of it has been run."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titans_platform.files import read_json
 from titans_platform.runs.folder import RunFolder
+from titans_platform.study.folder import StudyFolder
 from titans_platform.study.grid import known_studies, load_study
 from titans_platform.study.paper import Printed, read_paper
-from titans_platform.study.schedule import MANIFEST
 from titans_platform.study.spec import Study
 
 
 @dataclass(frozen=True)
 class Item:
-    """A table or figure of the paper, or several that one study runs."""
+    """A table or figure of the paper, or several of the same study."""
 
     names: tuple[str, ...]
     printed: tuple[Printed, ...]
     study: Study | None
-    """None where there is no such study here."""
+    """None if the project has no such study yet."""
     ran: dict[str, tuple[int, int]]
-    """Finished cells, and all that were asked for, of each scale that has been run."""
+    """Finished and requested cells of each scale that has been run."""
 
     @property
     def title(self) -> str:
-        """What stands over it in the paper."""
+        """Its caption in the paper."""
         return "; ".join(dict.fromkeys(each.title for each in self.printed))
 
     @property
@@ -38,15 +37,15 @@ class Item:
         return [size for size in sizes if self.study and size in self.study.scales]
 
     def record(self) -> dict[str, Any]:
-        """What it says of its study, as a JSON value."""
+        """The state of its study as a JSON value."""
         ran = {scale: {"done": done, "cells": cells} for scale, (done, cells) in self.ran.items()}
         return {"paper": self.names, "ran": ran}
 
     def lines(self) -> list[str]:
-        """For a terminal: what it is, then how it stands."""
+        """Lines for a terminal: the title, then the state of its study."""
         head = f"{' and '.join(self.names)}: {self.title}"
         if self.study is None:
-            return [head, f"  no study {self.printed[0].study} here yet"]
+            return [head, f"  study {self.printed[0].study} does not exist yet"]
         return [head, f"  study {self.study.name}; scales {', '.join(map(self._scale, self.study.scales))}"]
 
     def _scale(self, name: str) -> str:
@@ -55,9 +54,9 @@ class Item:
 
 
 def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
-    """Every table and figure of the paper in its order; what one study runs together where it comes first.
+    """All tables and figures in the paper's order; those of one study are together.
 
-    ``studies`` are those that can be run, by name.
+    ``studies`` are the available ones, by name.
     """
     by_study: dict[str, list[tuple[str, Printed]]] = {}
     for name, each in read_paper().items.items():
@@ -71,7 +70,7 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
 
 
 def studies_of_the_paper() -> dict[str, Study]:
-    """The studies here that run a table or figure, by name. Raises UsageError for a wrong file."""
+    """The studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
     wanted = {each.study for each in read_paper().items.values()}
     return {name: load_study(name) for name in known_studies() if name in wanted}
 
@@ -79,7 +78,7 @@ def studies_of_the_paper() -> dict[str, Study]:
 def _ran(study: Study, root: Path) -> dict[str, tuple[int, int]]:
     ran = {}
     for scale in study.scales:
-        if manifest := read_json(root / "studies" / f"{study.name}-{scale}" / MANIFEST):
-            states = [RunFolder(root, cell["cell"]).state() for cell in manifest["cells"] if cell["cell"]]
-            ran[scale] = states.count("done"), len(manifest["cells"])
+        if record := StudyFolder(root, f"{study.name}-{scale}").record():
+            states = [RunFolder(root, cell.cell).state() for cell in record.cells if cell.cell]
+            ran[scale] = states.count("done"), len(record.cells)
     return ran

@@ -1,4 +1,4 @@
-"""What the paper prints: its tables in numbers, its figures by title, and which study here runs each."""
+"""The paper's numbers: its tables and figures, and which study reproduces each."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Printed(Frozen):
 
     title: str
     study: str
-    """The study that runs it here, which need not be there yet."""
+    """The study that reproduces it, which may not exist yet."""
     columns: tuple[str, ...] = ()
     size: str = ""
-    """The scale of the study that the numbers belong to."""
+    """The scale of the study that corresponds to the numbers."""
     rows: dict[str, Numbers] = Field(default_factory=dict)
     sizes: dict[str, dict[str, Numbers]] = Field(default_factory=dict)
-    """In place of size and rows: a table that is printed once for each of several sizes."""
+    """Instead of size and rows: the rows by size, for a table with several model sizes."""
     references: dict[str, str] = Field(default_factory=dict)
-    """Rows that no study runs: why they stand here, and where their numbers come from."""
+    """Rows that no study runs: why they are listed, and the source of their numbers."""
 
     @model_validator(mode="after")
     def _whole(self) -> Printed:
@@ -39,17 +39,17 @@ class Printed(Frozen):
         return self
 
     def by_size(self) -> dict[str, dict[str, Numbers]]:
-        """Its rows, for each size that it is printed for."""
+        """Its rows by model size."""
         return self.sizes or {self.size: self.rows}
 
     def numbers(self, row: str, size: str) -> dict[str, float | None]:
-        """What stands in a row by column; of a table of several sizes that of ``size``. Empty without it."""
+        """The numbers of a row by column, of a table with several sizes at ``size``; empty without them."""
         rows = self.sizes.get(size, {}) if self.sizes else self.rows
         return dict(zip(self.columns, rows[row], strict=True)) if row in rows else {}
 
 
 class Paper(Frozen):
-    """All of it."""
+    """All tables and figures of the paper."""
 
     source: str
     tables: dict[str, Printed]
@@ -57,31 +57,31 @@ class Paper(Frozen):
 
     @property
     def items(self) -> dict[str, Printed]:
-        """Tables, then figures, by name: ``Table 1``."""
+        """Tables, then figures, by display name: ``Table 1``."""
         return {spoken(key): item for key, item in (self.tables | self.figures).items()}
 
 
 def spoken(key: str) -> str:
-    """`table_1` as the paper has it."""
+    """The display name of a key: ``table_1`` is ``Table 1``."""
     return key.replace("_", " ").capitalize()
 
 
 @cache
 def read_paper() -> Paper:
-    """The paper's tables and figures, from the file beside this one."""
+    """Read ``paper.yaml``."""
     return validate(Paper, read_yaml(FILE), FILE.name)
 
 
 def printed(
     tables: Sequence[str], size: str, row: str, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, float | None]:
-    """The paper's number for each of a row's columns, where its tables have one.
+    """The paper's numbers of a row by column; columns without one are left out.
 
     Args:
         tables: keys of `Paper.tables`, e.g. ``table_1``.
-        size: which part of a table that is printed for several sizes.
-        row: a row's name, as the paper has it.
-        columns: for each column the printed ones whose mean it is.
+        size: the model size, for a table with several.
+        row: a row's name in the paper.
+        columns: for each column the paper's columns to average.
     """
     found: dict[str, float | None] = {}
     for table in tables:

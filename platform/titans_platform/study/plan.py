@@ -1,151 +1,321 @@
-"""A study at one scale: what of it is missing, how many cells run at once, how long that may take."""
+"""`open_study` reads and checks a study, `make_plan` says what has to run, `estimate` how long that takes."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from titans_platform.config import RunConfig, digest
+from titans_platform.errors import UsageError
+from titans_platform.objectives import Data, build_objective
+from titans_platform.provenance import commit
+from titans_platform.runs.check import check_batch, check_resources, check_start
+from titans_platform.runs.cost import machine_memory, seconds_per_token, sizes, training_flops
+from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import available
-from titans_platform.runs.spec import Machine, Resources, concurrency
-from titans_platform.study.grid import Cell, resolve
-from titans_platform.study.spec import Column, Row, Study
+from titans_platform.runs.result import Result
+from titans_platform.runs.spec import Machine, concurrency
+from titans_platform.study.grid import Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
 
-TIMED = 5
-"""Rows that are timed, spread over the grid: a deep memory takes longer than a linear one."""
-STARTUP, CELL_OVERHEAD = 15.0, 2.0
-"""Seconds before the first step, and of each cell beside training and evaluation (measured on two cores)."""
+TIMING_SECONDS = 20.0
+"""Rows are timed for so long at most; the rest of them get the mean."""
+STARTUP, CELL_OVERHEAD = 20.0, 4.0
+"""Seconds before the first step, and of each cell beside training and evaluation, measured on two cores."""
+GIB = 2**30
 
 
-@dataclass(frozen=True)
-class StudyRun:
-    """One study at one scale under one storage root, and its cells."""
+def open_study(
+    name: str,
+    scale: str,
+    root: Path,
+    *,
+    rows: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+) -> StudyRun:
+    """Read and check a study and expand it to cells. Cells whose data are prepared have names.
 
-    study: Study
-    scale_name: str
-    root: Path
-    commit: str
-    overrides: tuple[str, ...] = ()
-    """What --set changed for every row: the table of another study than the file's own."""
-    cells: tuple[Cell, ...] = ()
-    """The cells asked for."""
-    whole: tuple[Cell, ...] = ()
-    """All cells of the table: the scale's own, those asked for, and those of other seeds that have begun."""
+    A search that is over is part of it: the best trial is a row. Raises UsageError.
+    """
+    file = load_study(name)
+    study = StudyRun(file, file.scale_name(scale), root.resolve(), commit(), tuple(overrides)).with_search()
+    if study.search:
+        for config in check_space(study):
+            sizes(config)
+        # before it is over, another trial may still be the best
+        study = study.with_found() if study.search.over else study
+    whole = expand(study.study, scale, overrides=overrides)
+    check(whole)
+    configs = {cell.row: cell.config for cell in whole}
+    chosen = chosen_rows(rows, study.rows, file.name)
+    cells = chosen_cells(configs, chosen, seeds or study.study.scales[study.scale_name].seeds)
+    # names of the scale's own cells come first, then those of other seeds
+    keyed = {(cell.row, cell.seed): cell for cell in (*whole, *_of_other_seeds(study, configs), *cells)}
+    return name_cells(replace(study, cells=tuple(cells), whole=tuple(keyed.values())))
 
-    @property
-    def label(self) -> str:
-        """The name of its folder and of its parent run."""
-        # how often a run is saved changes no number
-        changes = sorted(change for change in self.overrides if not change.startswith("checkpoint."))
-        changed = f"-set-{digest(changes, 6)}" if changes else ""
-        return f"{self.study.name}-{self.scale_name}{changed}"
 
-    @property
-    def folder(self) -> Path:
-        """Where its manifest, logs and views go."""
-        return self.root / "studies" / self.label
+def _of_other_seeds(study: StudyRun, configs: dict[str, RunConfig]) -> list[Cell]:
+    """Cells that earlier runs of the study were asked for and started, with whatever seed."""
+    record, found = study.folder.record(), []
+    for entry in record.cells if record else ():
+        # under this name or an older one
+        known = entry.cell and RunFolder(study.root, entry.cell).state() != "missing"
+        if known and entry.row in configs:
+            config = configs[entry.row].model_copy(update={"seed": entry.seed})
+            found.append(Cell(entry.row, entry.seed, config))
+    return found
 
-    @property
-    def resources(self) -> Resources:
-        """What each of its cells is trained on."""
-        return self.study.scales[self.scale_name].resources
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows of its table."""
-        return self.study.rows_at(self.scale_name)
+def check_space(study: StudyRun) -> list[RunConfig]:
+    """Configs at the corners of the search's space, all valid. Raises UsageError that names the corner."""
+    assert study.search
+    corners = []
+    for params in study.search.search.corners():
+        try:
+            corners.append(study.trial_config(params))
+        except UsageError as error:
+            at = ", ".join(f"{key}={value}" for key, value in params.items())
+            raise UsageError(f"search.space at {at}: {error}") from None
+    return corners
 
-    @property
-    def columns(self) -> dict[str, Column]:
-        """The columns of its table."""
-        return self.study.columns_at(self.scale_name)
 
-    def config(self, row: Row) -> RunConfig:
-        """The config of a row, which need not be one of the table's. Raises UsageError."""
-        return resolve(self.study, self.scale_name, row, self.overrides)
+def check(cells: Iterable[Cell]) -> None:
+    """Check each row's variant, tasks and options. Raises UsageError."""
+    for row, config in _by_row(cells).items():
+        with _naming(row):
+            build_objective(config).check()
+
+
+def check_without_data(study: StudyRun) -> None:
+    """Check sources, batch and resources, as far as that needs no data. Raises UsageError, ClusterError."""
+    for row, config in _by_row(study.cells).items():
+        with _naming(row):
+            check_resources(config, study.resources)
+    for row, config in _by_row(cell for cell in study.cells if not cell.name).items():
+        with _naming(row):
+            build_objective(config).check_sources()
+
+
+def check_with_data(study: StudyRun) -> None:
+    """What a worker would find out, before any cell starts. Raises UsageError."""
+    for row, config in _by_row(study.cells).items():
+        with _naming(row):
+            check_batch(config, study.resources)
+            check_start(config)
+            objective = build_objective(config)
+            objective.check(objective.open(study.root))
+
+
+def _by_row(cells: Iterable[Cell]) -> dict[str, RunConfig]:
+    return {cell.row: cell.config for cell in cells}
+
+
+@contextmanager
+def _naming(row: str) -> Iterator[None]:
+    """Put the row's name before a UsageError."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"row {row!r}: {error}") from None
+
+
+Prepare = Callable[[RunConfig], Data]
+
+
+def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
+    """Name the cells asked for, whose data ``prepare`` makes, and all others whose data are there."""
+    from titans_platform.data import NotPrepared
+
+    known: dict[str, Data] = {}
+    starts: dict[str | None, str | None] = {}
+
+    def named(cell: Cell, open_data: Prepare) -> Cell:
+        config = cell.config
+        key = digest([config.data.model_dump(mode="json"), config.objective.model_dump(mode="json")])
+        if key not in known:
+            known[key] = open_data(config)
+        if config.start_from not in starts:
+            # finding a checkpoint hashes it, so once
+            starts[config.start_from] = located(config, study.root).start_from
+        config = config.model_copy(update={"start_from": starts[config.start_from]})
+        name = build_objective(config).run_name(known[key].fingerprint, study.resources.named)
+        return replace(cell, config=config, name=name)
+
+    def all_named(cells: Iterable[Cell], open_data: Prepare) -> tuple[Cell, ...]:
+        found = []
+        for cell in cells:
+            with suppress(NotPrepared):
+                cell = named(cell, open_data)
+            found.append(cell)
+        return tuple(found)
+
+    at_hand = lambda config: build_objective(config).open(study.root)  # noqa: E731
+    cells = all_named(study.cells, prepare or at_hand)
+    return replace(study, cells=cells, whole=all_named(study.whole, at_hand))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study is about to do."""
+    """A study and how it is about to run."""
 
-    todo: tuple[Cell, ...]
-    """The cells asked for that are to be run."""
-    stale: tuple[Cell, ...]
-    """Finished cells that another commit made."""
+    study: StudyRun
     concurrency: int
+    """Cells at once; 0 where they cannot be placed."""
+    rerun_stale: bool = False
+    warning: str = ""
+    """One line for the user, or empty."""
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of all cells that run at once."""
+        return math.ceil(self.study.resources.cpus * self.concurrency)
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of all cells that run at once."""
+        return self.study.resources.gpus * self.concurrency
+
+    @cached_property
+    def results(self) -> list[tuple[Cell, Result | None]]:
+        """The cells asked for with their results."""
+        return [(cell, cell.folder(self.study.root).result()) for cell in self.study.cells]
+
+    @cached_property
+    def stale(self) -> tuple[Cell, ...]:
+        """Finished cells that another commit made."""
+        return tuple(cell for cell, found in self.results if found and found.commit != self.study.commit)
+
+    @cached_property
+    def todo(self) -> tuple[Cell, ...]:
+        """The cells to run: those without a result, with ``rerun_stale`` also the stale ones."""
+        again = self.stale if self.rerun_stale else ()
+        return tuple(cell for cell, found in self.results if found is None or cell in again)
 
 
 def make_plan(
-    run: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
+    study: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
 ) -> Plan:
-    """What is missing, and with ``rerun_stale`` what another commit made; ``requested`` cells at once.
+    """Place the study on ``machine``: by default this one, or the cluster of the job.
 
-    Cells are placed on ``machine``, where None on what there is. Raises UsageError, for a cluster
-    ClusterError, where they cannot be.
+    ``requested`` cells run at once, by default as many as fit; fewer where finished cells show that these
+    exceed the memory. Raises UsageError, for a cluster ClusterError, where not one cell fits, or not as many
+    as requested.
     """
-    results = [(cell, cell.folder(run.root).result()) for cell in run.cells]
-    stale = tuple(cell for cell, result in results if result and result.commit != run.commit)
-    todo = tuple(cell for cell, result in results if result is None or (rerun_stale and cell in stale))
-    return Plan(todo, stale, concurrency(run.resources, machine or available(run.resources), requested))
+    machine = machine or available(study.resources)
+    plan = Plan(study, concurrency(study.resources, machine, requested), rerun_stale)
+    return plan if machine.nodes else _within_memory(plan, requested, machine_memory())
+
+
+def _within_memory(plan: Plan, requested: int | None, memory: int) -> Plan:
+    """The plan with as many cells at once as fit into ``memory`` bytes, by the peak of the finished ones."""
+    peaks = [found.peak_rss_bytes or 0 for _, found in plan.results if found]
+    cell = max(peaks, default=0) * plan.study.resources.most
+    if plan.concurrency * cell <= memory:
+        return plan
+    fit = max(1, memory // cell)
+    text = (
+        f"{plan.concurrency} cells at once need {plan.concurrency * cell / GIB:.1f} GiB of memory "
+        f"({cell / GIB:.1f} GiB each, measured), this machine has {memory / GIB:.1f}"
+    )
+    if requested:
+        raise UsageError(f"--concurrency {requested}: {text}; give {fit}")
+    return replace(plan, concurrency=fit, warning=f"{text}; {fit} at a time")
 
 
 class Estimate(NamedTuple):
-    """Wall-clock seconds a plan may take, or None, and what that rests on."""
+    """Wall-clock seconds a plan may take, or None, and what that is based on."""
 
     seconds: float | None
     basis: str
 
 
-def estimate(run: StudyRun, plan: Plan) -> Estimate:
-    """From finished cells of this study and scale; without any, from a few steps timed on the spot."""
+def estimate(plan: Plan) -> Estimate:
+    """From finished cells of this study and scale; without any, from optimiser steps timed now.
+
+    A search before the cells is included.
+    """
     if not plan.todo:
         return Estimate(0.0, "nothing to run")
-    known = _finished_seconds(run)
-    if known:
-        overall = statistics.fmean(statistics.fmean(times) for times in known.values())
-        each = [statistics.fmean(known.get(cell.row, [overall])) for cell in plan.todo]
-        done = sum(len(times) for times in known.values())
-        return Estimate(_wall(plan, each), f"{done} finished cells")
-    return _calibrated(plan)
+    known = _finished_seconds(plan.study)
+    found = _from_finished(plan, known) if known else _from_timed_steps(plan)
+    search = plan.study.search
+    if found.seconds is None or search is None or search.over:
+        return found
+    # a rung trains about as long as the first one; the best trial becomes a row with all seeds
+    run = search.search.rungs * search.milestones[0] / search.steps
+    trials = (search.search.trials - search.finished) * run
+    cells = len(plan.todo) + len({cell.seed for cell in plan.study.cells})
+    return found._replace(seconds=found.seconds * (trials + cells) / len(plan.todo))
 
 
-def _wall(plan: Plan, each: Sequence[float]) -> float:
-    """Start-up, the average load of a slot, and never less than the longest cell."""
-    loads = [seconds + CELL_OVERHEAD for seconds in each]
-    return STARTUP + max(sum(loads) / plan.concurrency, max(loads))
+def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
+    """Seconds of cells that train and evaluate for so long: start-up, then the mean load of a slot.
+
+    Never less than the longest cell.
+    """
+    loads = [seconds + CELL_OVERHEAD for seconds in cells]
+    return STARTUP + max(sum(loads) / concurrency, max(loads))
 
 
-def _finished_seconds(run: StudyRun) -> dict[str, list[float]]:
-    """Seconds of the finished cells of each row."""
+def _finished_seconds(study: StudyRun) -> dict[str, list[float]]:
+    """Seconds of training and evaluation of the finished cells, by row."""
     found: dict[str, list[float]] = {}
-    for cell in run.cells:
-        result = cell.folder(run.root).shown_result()
+    for cell in study.cells:
+        result = cell.folder(study.root).shown_result()
         if result and result.train_seconds:
             found.setdefault(cell.row, []).append(result.seconds)
     return found
 
 
-def _calibrated(plan: Plan) -> Estimate:
-    from titans_platform.runs.cost import seconds_per_token, training_flops
+def _from_finished(plan: Plan, known: dict[str, list[float]]) -> Estimate:
+    overall = statistics.fmean(statistics.fmean(times) for times in known.values())
+    each = [statistics.fmean(known.get(cell.row, [overall])) for cell in plan.todo]
+    done = sum(len(times) for times in known.values())
+    return Estimate(wall_seconds(each, plan.concurrency), f"{done} finished cells")
 
+
+def _from_timed_steps(plan: Plan) -> Estimate:
+    """Time a step of each row's own model: a deep memory takes several times as long as a Transformer."""
     rows = {cell.row: cell.config for cell in plan.todo}
-    timed = dict(list(rows.items())[:: -(-len(rows) // TIMED)])
-    seconds = [seconds_per_token(config) for config in timed.values()]
-    if None in seconds:
-        flops = {row: training_flops(config) for row, config in rows.items()}
-        if None in flops.values():
-            return Estimate(None, "no cell is finished yet, and the objective has no sample rows to time")
-        steps = [cell.config.optim.steps * cell.config.optim.global_batch_size for cell in plan.todo]
-        total = sum((flops[cell.row] or 0) * rows for cell, rows in zip(plan.todo, steps, strict=True))
-        return Estimate(None, f"no cell is finished yet; {total:.1e} FLOP of training in all")
-    per_token = statistics.fmean(filter(None, seconds))
-    each = [per_token * (cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo]
-    of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} rows"
-    return Estimate(_wall(plan, each), f"two optimiser steps of {of} timed now")
+    timed: dict[str, float] = {}
+    began = time.monotonic()
+    for row in _spread(list(rows)):
+        per_token = seconds_per_token(rows[row])
+        if per_token is None:
+            return Estimate(None, _without_timing(plan, rows))
+        timed[row] = per_token
+        if time.monotonic() - began > TIMING_SECONDS:
+            break
+    mean = statistics.fmean(timed.values())
+    # a forward pass takes a third of an optimiser step
+    each = [
+        timed.get(cell.row, mean) * (cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo
+    ]
+    of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
+    return Estimate(wall_seconds(each, plan.concurrency), f"optimiser steps of {of} timed now")
+
+
+def _spread(rows: Sequence[str], parts: int = 5) -> list[str]:
+    """The rows in an order whose beginning is spread over all of them."""
+    stride = -(-len(rows) // parts)
+    return [row for first in range(stride) for row in rows[first::stride]]
+
+
+def _without_timing(plan: Plan, rows: dict[str, RunConfig]) -> str:
+    flops = {row: training_flops(config) for row, config in rows.items()}
+    if None in flops.values():
+        return "no cell is finished yet, and the objective has no sample rows to time"
+    steps = [(cell.row, cell.config.optim) for cell in plan.todo]
+    total = sum((flops[row] or 0) * optim.steps * optim.global_batch_size for row, optim in steps)
+    return f"no cell is finished yet; {total:.1e} FLOP of training in all"
 
 
 def eval_tokens(config: RunConfig) -> float:

@@ -1,122 +1,56 @@
-"""Running a study's cells: what is missing becomes trials of Ray Tune, what is done is left alone."""
+"""Cells and trials of a search as trials of Ray Tune."""
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from titans_platform.errors import Interrupted, TitansError, UsageError
-from titans_platform.files import file_lock, write_json
+from titans_platform.errors import Interrupted, TitansError
+from titans_platform.objectives import build_objective
+from titans_platform.runs.execute import execute, kept_steps
 from titans_platform.runs.folder import Busy, RunFolder
-from titans_platform.runs.ray_session import die_with_parent, ray_session
-from titans_platform.runs.spec import DRIVER_CPU, RunSpec
-from titans_platform.study.ledger import Marks
-from titans_platform.study.plan import Plan, StudyRun
-from titans_platform.study.tracker import tracked
+from titans_platform.runs.load import located
+from titans_platform.runs.notice import end_at_checkpoints
+from titans_platform.runs.ray_session import die_with_parent
+from titans_platform.runs.result import Result
+from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec
+from titans_platform.study.grid import Cell, StudyRun
+from titans_platform.study.plan import Plan
+from titans_platform.study.search import SearchState, number_trial, tune_sampler
+from titans_platform.study.tracker import Tracker
 
-MANIFEST, STUDY = "cells.json", "study.json"
-SEARCH = "search.json"
-"""The record of a study's search: its trials, a line on how it went, and what it found."""
-MAX_DEATHS = 3
-"""Times a trial whose process died is started again without having come further."""
-
-
-@contextmanager
-def only_driver(run: StudyRun) -> Iterator[None]:
-    """Keep a second driver off the same study; the lock dies with the process."""
-    # longer than another shell's sweep status looks at it
-    with file_lock(run.folder / "lock", timeout=2) as got:
-        if not got:
-            raise UsageError(f"{run.label}: another sweep run works on it under {run.root}; see sweep status")
-        yield
+MAX_FAILURES = 3
+"""How often Tune restarts a trial whose process died, while no new checkpoint is written."""
 
 
-def write_manifest(run: StudyRun) -> None:
-    """Write which cells the study has, and what it is, for `sweep status` and for reports."""
-    listed = [
-        {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
-        for c in run.whole
-    ]
-    manifest = {
-        "study": run.study.name,
-        "scale": run.scale_name,
-        "set": list(run.overrides),
-        "commit": run.commit,
-        "host": platform.node(),
-        "mlflow": os.environ.get("TITANS_MLFLOW"),
-        "cells": listed,
-    }
-    write_json(run.folder / STUDY, run.study.model_dump(mode="json"))
-    write_json(run.folder / MANIFEST, manifest)
+def run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
+    """Run each spec as a trial, first come first served. A cell that fails does not stop the others.
 
-
-def run_cells(run: StudyRun, plan: Plan, marks: Marks) -> None:
-    """Run the plan's missing cells. A cell that fails is written down and stops no other one."""
-    for cell in plan.todo:
-        cell.folder(run.root).forget_failure()
-    marks.mark("MLflow runs")
-    with output_to(run.folder / "ray.log"), tracked(run) as tracker:
-        specs = [tracker.spec(cell, f"{cell.row} · seed {cell.seed}", run.rows) for cell in plan.todo]
-        for cell in plan.stale:
-            if cell in plan.todo:
-                cell.folder(run.root).set_aside()
-        marks.mark("start of Ray")
-        with ray_for(run, plan):
-            marks.mark("cells")
-            _tune(run, plan, specs)
-            marks.mark("end of Ray")
-        marks.mark("report")
-
-
-@contextmanager
-def output_to(path: Path) -> Iterator[None]:
-    """Send what Ray prints to a file; the console that draws was opened before and stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
-        yield
-
-
-@contextmanager
-def ray_for(run: StudyRun, plan: Plan) -> Iterator[None]:
-    """A Ray session as large as the plan needs; inside a job the cluster's."""
-    resources = run.resources
-    cpus = resources.most * resources.cpus_per_worker * plan.concurrency + (resources.most > 1)
-    with ray_session(cpus, resources.gpus * plan.concurrency):
-        yield
-
-
-def _tune(run: StudyRun, plan: Plan, specs: Sequence[RunSpec]) -> None:
-    """Every run as a trial, first come first served.
-
-    One whose process kept dying is begun again for as long as it comes further in between.
+    A cell whose process keeps dying is restarted for as long as it writes new checkpoints in between.
     """
     from ray import tune
-
-    from titans_platform.runs.execute import kept_steps
 
     left = list(specs)
     while left:
         space = {"spec": tune.grid_search(left)}
         folders, kept = [spec.folder for spec in left], {spec.name: kept_steps(spec) for spec in left}
-        results = run_trials(run, _trial, space, plan.concurrency, lambda folders=folders: folders)
+        results = _run_trials(plan, _run_cell, space, lambda folders=folders: folders)
         died = [result.config["spec"] for result in results if result.error is not None]
         left = [spec for spec in died if kept_steps(spec) > kept[spec.name]]
         for spec in died:
             if spec not in left:
-                # it could not record it itself
-                error = TitansError(f"its process died {MAX_DEATHS + 1} times")
-                spec.folder.record_failure(error, run.commit)
+                # a process that dies cannot record it itself
+                error = TitansError(
+                    f"its worker died {MAX_FAILURES + 1} times without a new checkpoint; "
+                    f"see {plan.study.folder.path / 'ray.log'}"
+                )
+                spec.folder.record_failure(error, plan.study.commit)
 
 
-def _trial(space: dict[str, Any]) -> dict[str, Any]:
-    """Run one cell on a worker. A failure is in its folder and is not raised: Tune would try again."""
-    from titans_platform.runs.execute import execute
-
+def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
+    """Run one cell on a worker. A failure is recorded in its folder, not raised: Tune would retry it."""
     die_with_parent()
     try:
         execute(space["spec"])
@@ -127,50 +61,140 @@ def _trial(space: dict[str, Any]) -> dict[str, Any]:
     return {"state": "done"}
 
 
-def run_trials(
-    run: StudyRun,
+@dataclass(frozen=True)
+class TrialContext:
+    """What all trials of a search share."""
+
+    tracker: Tracker
+    data_fingerprint: str
+
+
+def run_search(plan: Plan, tracker: Tracker) -> None:
+    """Run the trials that the search still needs; the data must be prepared and a Ray session open."""
+    from ray.tune.schedulers import ASHAScheduler
+
+    study, state = plan.study, plan.study.search
+    assert state
+    mode = "max" if state.higher_is_better else "min"
+    asha = ASHAScheduler(
+        time_attr="steps",
+        metric="value",
+        mode=mode,
+        grace_period=state.milestones[0],
+        max_t=state.milestones[-1],
+        reduction_factor=state.search.reduction,
+    )
+    fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
+    _run_trials(
+        plan,
+        _run_trial,
+        {"context": TrialContext(tracker, fingerprint)},
+        lambda: [RunFolder(study.root, path.stem) for path in study.folder.trials.glob("*.json")],
+        search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
+        scheduler=asha,
+        num_samples=state.search.trials,
+    )
+
+
+def _run_trial(space: dict[str, Any]) -> None:
+    """Train the parameters in ``space`` on a worker, from rung to rung; report the metric to ASHA."""
+    from ray import tune
+
+    die_with_parent()
+    params = dict(space)
+    context: TrialContext = params.pop("context")
+    study = context.tracker.study
+    state = study.search
+    assert state
+    spec = _trial_spec(context, study, state, params)
+    try:
+        for step in state.search.milestones(spec.config.optim.steps):
+            value = _measure(spec, Rung(step, state.search.metric))
+            if value is None:
+                return
+            tune.report({"steps": step, "value": value})
+    except SystemExit:
+        # Tune ends a trial by this, inside of report
+        if not spec.folder.result():
+            spec.folder.stop("ASHA")
+        raise
+
+
+def _trial_spec(
+    context: TrialContext, study: StudyRun, state: SearchState, params: dict[str, Any]
+) -> RunSpec:
+    config = located(study.trial_config(params), study.root)
+    name = build_objective(config).run_name(context.data_fingerprint, study.resources.named)
+    title = f"trial {number_trial(study.folder, name, params)}"
+    # the fields that the search varies are columns in MLflow
+    varied = study.trial_row(next(iter(state.search.corners())))
+    return context.tracker.spec(Cell(title, config.seed, config, name), title, [varied])
+
+
+def _measure(spec: RunSpec, rung: Rung) -> float | None:
+    """The metric at a rung, from the folder or by training up to it; None where the trial has ended."""
+    folder, last = spec.folder, rung.step == spec.config.optim.steps
+    if last and (result := folder.result()):
+        return result.columns[rung.column]
+    if (known := folder.rungs().get(rung.step)) is not None:
+        return known
+    if folder.was_stopped():
+        return None
+    try:
+        found = execute(spec) if last else execute(spec, rung)
+    except TitansError as error:
+        if not isinstance(error, Busy | Interrupted):
+            # a learning rate that diverges would diverge again
+            folder.stop(str(error))
+        return None
+    except Exception:
+        return None
+    return (found.columns if isinstance(found, Result) else found)[rung.column]
+
+
+def _run_trials(
+    plan: Plan,
     trainable: Callable[[dict[str, Any]], Any],
     space: dict[str, Any],
-    slots: int,
-    runs: Callable[[], Sequence[RunFolder]],
+    folders: Callable[[], Sequence[RunFolder]],
     **config: Any,
 ) -> Any:
-    """The results of Tune's trials of ``trainable`` over ``space``; ``config`` is for its TuneConfig.
+    """Run ``trainable`` over ``space`` with Tune and return its results; ``config`` goes to its TuneConfig.
 
-    ``runs`` gives their folders: when interrupted, those in progress end at a checkpoint. Tune keeps nothing:
-    what a trial leaves is in its run's folder.
+    On Ctrl-C the runs in ``folders()`` end at a checkpoint. Tune's own files are deleted: the state of a
+    trial is in its run's folder.
     """
     from ray import tune
 
-    alone = run.resources.most == 1
-    share = {"CPU": run.resources.cpus_per_worker, "GPU": run.resources.gpus_per_worker} if alone else {}
-    storage = run.folder / "tune"
+    resources, storage = plan.study.resources, plan.study.folder.tune
+    needed = {"CPU": DRIVER_CPU}
+    if not resources.several:
+        share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+        needed = {kind: amount for kind, amount in share.items() if amount}
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(trainable, {k: v for k, v in share.items() if v} or {"CPU": DRIVER_CPU}),
+        tune.with_resources(trainable, needed),
         param_space=space,
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=slots,
+            max_concurrent_trials=plan.concurrency,
             # the next cell finds torch imported
             reuse_actors=True,
-            # the default holds every value of the grid, here a whole config
+            # by default the name holds every value of the grid, here a whole config
             trial_name_creator=lambda trial: trial.trial_id,
             trial_dirname_creator=lambda trial: trial.trial_id,
             **config,
         ),
         run_config=tune.RunConfig(
-            name="tune",
-            storage_path=str(run.folder),
+            name=storage.name,
+            storage_path=str(storage.parent),
             verbose=0,
-            failure_config=tune.FailureConfig(max_failures=MAX_DEATHS),
+            failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
         ),
     )
     try:
         results = tuner.fit()
     except KeyboardInterrupt:
-        from titans_platform.runs.notice import end_at_checkpoints
-
-        end_at_checkpoints(runs())
+        end_at_checkpoints(folders())
         raise
     shutil.rmtree(storage, ignore_errors=True)
     return results

@@ -1,10 +1,8 @@
-"""What a study file holds: a grid of runs as data. `study.grid` reads it and makes its cells.
+"""The schema of a study file: a grid of runs. `study.grid` reads the file and expands it to cells.
 
-A run is ``base``, then the scale's fragment, then the row's ``set``, then ``--set`` of the command line,
-each laid over the one before. A study that is ``like`` another says only what differs: it is laid over that
-study's file, mappings key by key, lists whole. Rows are listed one by one (``rows``), or are the product of
-``axes``, or both: every listed row at every point of the axes. A run's name comes later, when the data are
-prepared and have a fingerprint.
+The config of a run is ``base``, overridden by the scale, then by the row's ``set``, then by ``--set``. A
+study that is ``like`` another overrides that study's file: mappings key by key, lists whole. Rows are listed
+(``rows``), or the product of ``axes``, or both: every listed row at every point of the axes.
 """
 
 from __future__ import annotations
@@ -17,43 +15,39 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
-from titans_platform.loading import (
-    nearest,
-    overlay,
-    validate,
-)
+from titans_platform.loading import nearest, overlay, validate
 from titans_platform.runs.spec import Resources
 from titans_platform.study.paper import printed
 
 Fragment = dict[str, JsonValue]
 MAX_CORNERS = 512
-"""Corners of a space that are checked; of a larger one each parameter's ends, one at a time."""
+"""Corners of a search space that are checked; in a larger one each parameter's ends, one at a time."""
 
 
 class Axis(Frozen):
-    """One direction of a grid: a field and its values, or points by name, each with all that it sets."""
+    """One axis of a grid: a field and its values, or named points, each with all fields that it sets."""
 
     title: str = ""
     field: str = ""
-    """The field that ``values`` are given to, e.g. model.memory.depth."""
+    """The field that takes ``values``, e.g. model.memory.depth."""
     values: tuple[JsonValue, ...] = ()
     points: dict[str, Fragment] = Field(default_factory=dict)
-    """In place of field and values: a name, and the fields it sets."""
+    """Instead of field and values: names, and the fields that each sets."""
     label: str = "{}"
-    """How a value stands in a row's name: `depth {}`."""
+    """Format of a value in a row's name: `depth {}`."""
     across: bool = False
-    """A line of the table has the rows of all its values, and each of them measures columns of its own."""
+    """The values share one line of the table: each is a run of its own that measures its own columns."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Axis:
         if bool(self.field) != bool(self.values) or bool(self.field) == bool(self.points):
-            raise ValueError("field: an axis has either a field with its values, or points")
+            raise ValueError("field: give either a field with values, or points")
         if "{}" not in self.label:
-            raise ValueError(f"label: {self.label!r} should hold {{}}, where the value stands")
+            raise ValueError(f"label: {self.label!r} needs {{}} for the value")
         return self
 
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
-        """Each value and what it sets; a point named by a number is that number."""
+        """Each value with the fields it sets; a point named by a number has that number as its value."""
         if self.points:
             return [(_number(name), change) for name, change in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
@@ -67,12 +61,12 @@ def _number(name: str) -> JsonValue:
 
 
 class Parameter(Frozen):
-    """What a field may be: a number between two, or one of several values."""
+    """The range of a searched field: from low to high, or one of several choices."""
 
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """Drawn evenly in its logarithm."""
+    """Log-uniform in place of uniform."""
     choices: tuple[bool | int | float | str | None, ...] = ()
 
     @model_validator(mode="after")
@@ -88,22 +82,22 @@ class Parameter(Frozen):
         return self
 
     def ends(self) -> tuple[Any, ...]:
-        """The values that a check of the whole space needs to see."""
+        """The values that a check of the search space needs."""
         return self.choices or (self.low, self.high)
 
 
 class Search(Frozen):
-    """Trials that a sampler proposes, most of them stopped early by how they do at the rungs."""
+    """A hyperparameter search: Optuna proposes trials, ASHA stops most of them early."""
 
     metric: str
-    """The column that is made better; measured at every rung."""
+    """The column to optimise; measured at every rung."""
     trials: PositiveInt = 16
     seed: int = 1000
-    """Seed of the sampler and of the trials; none of those that the table's rows are run with."""
+    """Seed of the sampler and of the trials; different from the seeds of the table's rows."""
     reduction: Annotated[int, Field(ge=2)] = 3
-    """Of the trials that reach a rung, one in so many goes on; the next rung has so many times the tokens."""
+    """ASHA's reduction factor: one trial of so many is promoted, to so many times the steps."""
     rungs: PositiveInt = 3
-    """Rungs, the end of the training included."""
+    """Number of rungs, the last step included."""
     space: Annotated[dict[str, Parameter], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -115,13 +109,13 @@ class Search(Frozen):
         return self
 
     def milestones(self, steps: int) -> list[int]:
-        """The optimiser steps that are rungs, as ASHA counts them, and the end."""
+        """The optimiser steps of the rungs, as ASHA counts them, and the last step."""
         first = max(1, steps // self.reduction ** (self.rungs - 1))
         rungs = [first * self.reduction**i for i in range(self.rungs - 1)]
         return [rung for rung in rungs if rung < steps] + [steps]
 
     def corners(self) -> Iterator[dict[str, Any]]:
-        """Settings that together see every value at the edge of the space."""
+        """Parameters at the corners of the space, which together have every boundary value."""
         ends = {key: parameter.ends() for key, parameter in self.space.items()}
         count = 1
         for values in ends.values():
@@ -134,34 +128,34 @@ class Search(Frozen):
 
 
 class Column(Frozen):
-    """How a column is shown, and which way is better."""
+    """How a column is shown, and whether higher or lower is better."""
 
     title: str
     unit: str = ""
     factor: float = 1.0
-    """What a measured value is multiplied by to be shown: 100 for a share in percent."""
+    """Multiplies a measured value for display: 100 for percent."""
     higher_is_better: bool = True
     decimals: Annotated[int, Field(ge=0)] = 1
     paper: tuple[str, ...] = ()
-    """Columns of the paper's tables whose mean stands beside it; of its own name where empty."""
+    """Columns of the paper's tables whose mean is shown beside it; empty: the column of the same name."""
 
     def titled(self, name: str = "") -> str:
-        """The title, or another name, with the unit."""
+        """The title, or ``name``, with the unit."""
         return f"{name or self.title} ({self.unit})" if self.unit else name or self.title
 
     @property
     def arrow(self) -> str:
-        """The way that is better, as a sign."""
+        """An arrow in the direction that is better."""
         return "↑" if self.higher_is_better else "↓"
 
     @property
     def better(self) -> str:
-        """The way that is better, in words."""
+        """The direction that is better, in words."""
         return "higher is better" if self.higher_is_better else "lower is better"
 
     @property
     def heading(self) -> str:
-        """The title with the unit and the way that is better."""
+        """The title with the unit and the direction that is better."""
         return f"{self.titled()} {self.arrow}"
 
 
@@ -170,9 +164,9 @@ class Scale(Frozen):
 
     about: str = ""
     comparable: bool = False
-    """Whether the columns measure what the paper's do; where not, the table says so."""
+    """Whether the columns measure the same as the paper's; if not, the table says so."""
     note: str = ""
-    """What the columns are at this scale, printed under the table."""
+    """A description of the columns at this scale, printed below the table."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     resources: Resources = Resources()
     model: Fragment = Field(default_factory=dict)
@@ -183,83 +177,82 @@ class Scale(Frozen):
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
     paper: str = ""
-    """Which size of the paper's tables stands beside its numbers; its own name where empty."""
+    """The size in the paper's tables to compare with; empty: the one named like the scale."""
     columns: dict[str, Column] = Field(default_factory=dict)
-    """The columns of the table at this scale, where they are not the study's."""
+    """The columns at this scale, if they differ from the study's."""
     rows: dict[str, Fragment | None] = Field(default_factory=dict)
-    """What rows of the study set at this scale, by name, over what they set at every scale; a row that is
-    null is left out."""
+    """What rows also set at this scale, by name; a row that is null is left out."""
     axes: dict[str, Axis] = Field(default_factory=dict)
-    """Axes of the study that are others at this scale."""
+    """Axes that differ from the study's at this scale."""
     search: Fragment = Field(default_factory=dict)
-    """What of the study's search is another at this scale; of its space, parameter by parameter."""
+    """Overrides of the study's search at this scale; its space is merged parameter by parameter."""
 
     def fragment(self) -> dict[str, Any]:
-        """The part of a RunConfig this scale lays over the base."""
+        """The fields of a RunConfig that this scale overrides."""
         names = ("model", "data", "optim", "eval", "objective", "checkpoint")
         parts = {name: getattr(self, name) for name in names}
         return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
 
 
 class Expectation(Frozen):
-    """Which way a row should go from the first one, said before it is run."""
+    """Whether a row should be better or worse than the first one, stated before it is run."""
 
     better: bool
     because: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
-    """A derivation, or whose result it is."""
+    """A derivation, or the source of the claim."""
 
 
 class Row(Frozen):
-    """One row of the table: a name, what it changes, what the paper printed for it."""
+    """One row of the table: a name, the fields it changes, the paper's numbers."""
 
     name: str
     set: Fragment = Field(default_factory=dict)
     paper: dict[str, float | None] = Field(default_factory=dict)
     expected: dict[str, Expectation] = Field(default_factory=dict)
-    """By column, where the paper has no number."""
+    """By column, for columns without a number in the paper."""
     reference: bool = False
-    """A row shown for comparison that the paper's table does not have: left out of best and worst."""
+    """A row for comparison that the paper's table does not have; excluded from best and worst."""
     axes: dict[str, JsonValue] = Field(default_factory=dict)
-    """Where the row stands in the grid: its value on each axis. The study's axes give it."""
+    """Its value on each axis; set from the study's axes."""
     line: str = ""
-    """The line of the table it is a part of, with the rows at other values of an axis that is across."""
+    """The line of the table that it shares with the rows at other values of an ``across`` axis."""
 
     def as_line(self) -> Row:
-        """The row as its line of the table has it: what it sets is that of one row of several."""
+        """The row as a line of the table; a line of several rows sets nothing of its own."""
         return self.model_copy(update={"name": self.line, "set": {}}) if self.line else self
 
 
 class Study(Frozen):
-    """A study file, whole."""
+    """A study file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-    """A word of letters, digits, `-` and `_`: it names a folder and a run in MLflow."""
+    """Letters, digits, `-` and `_`: it names a folder and a run in MLflow."""
     description: str = ""
     paper: tuple[str, ...] = ()
-    """The paper's tables, as `study.paper` names them, whose numbers stand beside rows of the same name."""
+    """Tables of the paper, by their key in `study.paper`; their rows are matched by name."""
     columns: Annotated[dict[str, Column], Field(min_length=1)]
     base: Fragment = Field(default_factory=dict)
     scales: Annotated[dict[str, Scale], Field(min_length=1)]
     rows: tuple[Row, ...] = ()
     axes: dict[str, Axis] = Field(default_factory=dict)
-    """Directions of a grid; each listed row (one without a name where none is) is run at all their points."""
+    """Axes of a grid; each listed row runs at all points. Without listed rows, all points are the rows."""
     search: Search | None = None
-    """A search whose best configuration becomes a row below the listed ones."""
+    """A search; its best trial becomes the last row."""
 
     @model_validator(mode="after")
     def _has_rows(self) -> Study:
         if not self.rows and not self.axes:
-            raise ValueError("rows: a study needs rows, or axes whose product they are")
+            raise ValueError("rows: a study needs rows or axes")
         return self
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:
-        """The rows of the table at a scale: those listed, at every point of the axes."""
+        """The rows of the table at a scale: the listed ones at every point of the axes."""
         axes, rows = self.axes_at(scale_name), self.rows_of(scale_name) or [Row(name="")]
         grid = list(product(*(axis.steps() for axis in axes.values())))
         return tuple(_at_point(row, axes, point) for row in rows for point in grid)
 
     def rows_of(self, scale_name: str) -> list[Row]:
-        """The listed rows, but those a scale leaves out: with what they set there and the paper's numbers."""
+        """The listed rows of a scale, with the scale's overrides and the paper's numbers."""
         size, given = self.scale(scale_name).paper or scale_name, self.scale(scale_name).rows
         columns = {key: column.paper or (key,) for key, column in self.columns_at(scale_name).items()}
         rows = []
@@ -288,16 +281,16 @@ class Study(Frozen):
         return validate(Search, merged, f"{self.name}, scale {scale_name}, search")
 
     def scale_name(self, name: str) -> str:
-        """The name as the file spells it; UsageError with the nearest name where there is none."""
+        """The name as spelled in the file. Raises UsageError with the nearest name."""
         return pick(name, self.scales, "scale", self.name)
 
     def scale(self, name: str) -> Scale:
-        """A scale by name; UsageError with the nearest name where there is none."""
+        """A scale by name. Raises UsageError with the nearest name."""
         return self.scales[self.scale_name(name)]
 
 
 def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValue, Fragment]]) -> Row:
-    """The row at one point of the grid, named by both."""
+    """The row at one point of the grid; its name is that of both."""
     words, change, at = [row.name] * bool(row.name), overlay({}, row.set), dict(row.axes)
     line = list(words)
     for (key, axis), (value, sets) in zip(axes.items(), point, strict=True):
@@ -313,7 +306,7 @@ def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValu
 
 
 def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
-    """``name`` if it is known, in any capitals; else a UsageError that names the nearest one."""
+    """The known name that equals ``name`` but for case. Raises UsageError with the nearest one."""
     folded = {item.casefold(): item for item in known}
     if name.casefold() not in folded:
         raise UsageError(f"{where}: no {what} {name!r}; {nearest(name, folded.values())}")

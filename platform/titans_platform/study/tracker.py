@@ -6,20 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titans_core.config import ModelConfig
-from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.reporter import log_result
+from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.runs.spec import RunSpec, Tracking
-from titans_platform.study.grid import Cell
-from titans_platform.study.plan import StudyRun
+from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Row
 from titans_platform.text import flatten
-
-if TYPE_CHECKING:
-    from titans_platform.tracking import Store
 
 MEMORY = "model.memory."
 ALWAYS = {
@@ -37,65 +31,53 @@ ALWAYS = {
 
 @dataclass(frozen=True)
 class Tracker:
-    """The study's parent run in MLflow: what a worker needs to log its cell below it."""
+    """The study's parent run in MLflow; cells are logged below it."""
 
-    run: StudyRun
+    study: StudyRun
     uri: str
     parent: str
     """Its run id."""
 
     def spec(self, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
-        """The run of a named cell, logged as ``title`` with the fields that ``rows`` change as columns."""
-        run = self.run
+        """The spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are params."""
+        study = self.study
         assert cell.name is not None
-        tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": run.scale_name}
+        tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
         tracking = Tracking(self.uri, title, self.parent, params(cell, rows), tags)
-        labels = {"study": run.study.name, "row": cell.row}
-        return RunSpec(cell.config, run.root, cell.name, run.commit, run.resources, tracking, labels)
+        labels = {"study": study.study.name, "row": cell.row}
+        return RunSpec(cell.config, study.root, cell.name, study.commit, study.resources, tracking, labels)
 
 
 @contextmanager
-def tracked(run: StudyRun) -> Iterator[Tracker]:
-    """Open the study's parent run, which the driver does before a worker writes to the store.
+def tracked(study: StudyRun) -> Iterator[Tracker]:
+    """Open the study's parent run before any worker writes to the store.
 
-    What cells left open under it is ended before and after: a killed driver's too. Raises UsageError.
+    MLflow runs of cells that a killed driver left open are ended, before and after. Raises UsageError.
     """
     from titans_platform.tracking import open_store
 
-    store = open_store(run.root)
-    parent = store.study_run(run.label, {"titans.scale": run.scale_name, "titans.commit": run.commit})
-    _settle(store, parent, run.root)
+    store = open_store(study.root)
+    parent = store.study_run(study.label, {"titans.scale": study.scale_name, "titans.commit": study.commit})
+    end_orphaned_runs(store, parent, study.root)
     try:
-        yield Tracker(run, store.uri, parent)
+        yield Tracker(study, store.uri, parent)
     except BaseException:
-        # a study that ends by itself is closed with its table; this one would be shown as running
+        # a study that is done is closed with its table; this one would stay RUNNING
         store.end(parent, "KILLED")
         raise
     finally:
-        _settle(store, parent, run.root)
-
-
-def _settle(store: Store, parent: str, root: Path) -> None:
-    """End the runs of cells whose process had no chance to."""
-    for name, run_id in store.running(parent).items():
-        folder = RunFolder(root, name)
-        state = folder.state()
-        if result := folder.result():
-            log_result(store.run(run_id), result, folder.ended())
-        elif state != "running":
-            ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
-            store.end(run_id, ends.get(state, "KILLED"), folder.ended())
+        end_orphaned_runs(store, parent, study.root)
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
-    """Row, seed, the fields that every study is looked at by, and those that these rows change.
+    """MLflow params of a cell: row, seed, the fields of every study, and those that ``rows`` change.
 
-    A model without a neural memory has none of the memory's fields.
+    Fields of the neural memory are left out for a model without one.
     """
-    config = flatten(cell.config.model_dump(mode="json"))
-    if not _has_memory(cell.config.model.model_copy(update={"n_layers": 1}).model_dump_json()):
-        config = {field: value for field, value in config.items() if not field.startswith(MEMORY)}
-    named = {name: config[field] for name, field in fields(rows).items() if field in config}
+    memory = _has_memory(cell.config.model.model_copy(update={"n_layers": 1}).model_dump_json())
+    columns, config = fields(rows), flatten(cell.config.model_dump(mode="json"))
+    known = {field for field in config if memory or not field.startswith(MEMORY)}
+    named = {name: config[field] for name, field in columns.items() if field in known}
     return {"row": cell.row, "seed": cell.seed} | named
 
 
@@ -111,7 +93,7 @@ def _has_memory(model: str) -> bool:
 
 
 def fields(rows: Iterable[Row]) -> dict[str, str]:
-    """The config's fields by the name of their column: the last word, or the whole where two share it."""
+    """Config fields by column name: the field's last word, or all of it where two fields share the word."""
     changed = dict.fromkeys(key for row in rows for key in flatten(row.set))
     more = [key for key in changed if key not in ALWAYS.values()]
     last = [key.rpartition(".")[2] for key in more]

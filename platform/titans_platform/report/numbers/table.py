@@ -13,8 +13,7 @@ from typing import Any, TypeGuard
 from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
 from titans_platform.runs.result import Result, TaskScore
-from titans_platform.study.grid import Cell
-from titans_platform.study.plan import StudyRun
+from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row
 from titans_platform.study.status import CellStatus, cell_statuses
 

@@ -1,7 +1,7 @@
-"""Where a study's time went: what its cells took for themselves, and what was spent around them.
+"""Where the time of a study goes: training and evaluation of its cells, and the overhead around them.
 
-Counted in seconds of a slot, of which as many run side by side as cells do: wall time x concurrency is the
-whole, a cell's own are its training loop and its evaluation, and everything else is overhead.
+In seconds of a slot. As many slots run side by side as cells do, so all slots together have wall time x
+concurrency. What is neither training nor evaluation is overhead.
 """
 
 from __future__ import annotations
@@ -18,49 +18,55 @@ from titans_platform.files import read_json
 from titans_platform.runs.folder import TIME
 from titans_platform.study.grid import Cell
 
-LEDGER = "ledger.json"
-"""The record of the latest run, in the study's folder."""
 OWN = ("train", "evaluate")
+"""Phases of a cell that are not overhead."""
 
 
 @dataclass
-class Marks:
-    """When each part of a study began, the command that runs it first."""
+class Stopwatch:
+    """When each part of a command started; each part ends when the next one starts."""
 
     began: float = field(default_factory=time.time)
+    """Seconds since 1970."""
     at: dict[str, float] = field(default_factory=dict)
 
-    def mark(self, name: str) -> None:
-        """A part begins now; the one before has ended."""
+    def start(self, name: str) -> None:
+        """Start a part and end the one before it."""
         self.at[name] = time.time()
+
+    def reset(self, name: str) -> None:
+        """Forget all parts and start with this one."""
+        self.began = time.time()
+        self.at = {name: self.began}
 
     @property
     def now(self) -> str:
-        """What is going on while no cell runs; empty before the first part."""
+        """What happens while no cell runs; empty before the first part."""
         name = next(reversed(self.at), "")
         return "start of workers" if name == "cells" else name
 
     def spans(self) -> dict[str, tuple[float, float]]:
-        """When each part began and ended; the last goes on."""
+        """Start and end of each part; the last one ends now."""
         times = [self.began, *self.at.values(), time.time()]
         return dict(zip(("the command", *self.at), pairwise(times), strict=True))
 
 
-def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
-    """The ledger of a run of ``cells``, those that ended in it counted."""
+def timings(stopwatch: Stopwatch, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
+    """The time of a run of ``cells``, of those that ended in it."""
     spans = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
-    spans = [span for span in spans if span["began"] >= marks.began]
-    # the phases of the cells, summed
+    spans = [span for span in spans if span["began"] >= stopwatch.began]
+    # phases inside of cells, summed over cells
     inside: Counter[str] = Counter()
     for span in spans:
         inside.update(span["seconds"])
     own = sum(inside.pop(name, 0.0) for name in OWN)
-    driver = marks.spans()
+    driver = stopwatch.spans()
     first, last = driver.pop("cells")
+    busy = sum(span["ended"] - span["began"] for span in spans)
     parts = {name: slots * (ended - began) for name, (began, ended) in driver.items()}
-    parts |= _without_cell(spans, slots, first, last) | inside
-    parts["start of a cell"] = max(0.0, _busy(spans) - own - sum(inside.values()))
-    wall, count = time.time() - marks.began, len(spans)
+    parts |= _idle(spans, slots, first, last, busy) | inside
+    parts["start of a cell"] = max(0.0, busy - own - sum(inside.values()))
+    wall, count = time.time() - stopwatch.began, len(spans)
     overhead = wall * slots - own
     return {
         "cells": count,
@@ -73,22 +79,20 @@ def account(marks: Marks, cells: Sequence[Cell], root: Path, slots: int) -> dict
     }
 
 
-def _busy(spans: Sequence[dict[str, Any]]) -> float:
-    return sum(span["ended"] - span["began"] for span in spans)
-
-
-def _without_cell(spans: Sequence[dict[str, Any]], slots: int, first: float, last: float) -> dict[str, float]:
-    """The seconds of slots without a cell from ``first`` to ``last``, before, between and after them."""
+def _idle(
+    spans: Sequence[dict[str, Any]], slots: int, first: float, last: float, busy: float
+) -> dict[str, float]:
+    """Seconds of slots without a cell between ``first`` and ``last``: before, between and after cells."""
     begins = sorted(span["began"] for span in spans)[:slots]
     ends = sorted(span["ended"] for span in spans)[-slots:]
     never = (slots - len(begins)) * (last - first)
     before, after = sum(b - first for b in begins), sum(last - e for e in ends)
-    between = slots * (last - first) - before - after - never - _busy(spans)
+    between = slots * (last - first) - before - after - never - busy
     return {"start of workers": before, "between cells": max(0.0, between), "idle at the end": after + never}
 
 
-def ledger_line(record: dict[str, Any]) -> str:
-    """The ledger in a sentence, the largest parts first."""
+def timings_line(record: dict[str, Any]) -> str:
+    """The timings in one sentence, the largest parts first."""
     if not record["cells"]:
         return "Overhead: no cell ended in this run."
     parts = sorted(record["parts_seconds_a_cell"].items(), key=lambda part: -part[1])

@@ -1,0 +1,250 @@
+"""Live displays: a study's cells, a search, one run. Without a terminal they print a line now and then."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.search import SearchState
+from titans_platform.study.spec import Column
+from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
+from titans_platform.study.timings import Stopwatch
+from titans_platform.text import clock, count, number
+
+if TYPE_CHECKING:
+    from titans_platform.study.plan import Plan
+
+PLAIN_EVERY = 15.0
+"""Seconds between lines where there is no terminal."""
+
+
+@contextmanager
+def repeating(call: Callable[[], None], every: float) -> Iterator[None]:
+    """Call ``call`` every ``every`` seconds in a thread, and once more at the end of the block."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(every):
+            call()
+        call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class StudyDisplay:
+    """Shows a study while it runs (`study.run.Display`)."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    @contextmanager
+    def preparing(self) -> Iterator[Callable[[str], None]]:
+        """A spinner with a line."""
+        with self.console.status("preparing data") as status:
+            yield status.update
+
+    @contextmanager
+    def searching(self, plan: Plan, state: SearchState) -> Iterator[None]:
+        """A line on the search whenever it changes."""
+        rungs = "/".join(map(str, state.milestones))
+        printed = ""
+        with (
+            self._kept(plan),
+            self.console.status(f"searching: {state.search.trials} trials, rungs at {rungs} steps") as status,
+        ):
+
+            def tell() -> None:
+                nonlocal printed
+                line = state.read().line
+                if line == printed:
+                    return
+                printed = line
+                status.update(line)
+                if not self.console.is_terminal:
+                    say(self.console, line)
+
+            with repeating(tell, 2.0):
+                yield
+
+    @contextmanager
+    def running(self, plan: Plan, stopwatch: Stopwatch) -> Iterator[None]:
+        """All cells in one bar, and a line for each running cell."""
+        view = StudyView(plan, stopwatch)
+        with self._kept(plan):
+            if self.console.is_terminal:
+                with Live(get_renderable=view.render, console=self.console, refresh_per_second=2,
+                          transient=True, redirect_stdout=False, redirect_stderr=False):  # fmt: skip
+                    yield
+                return
+            printed = time.monotonic()
+
+            def tell() -> None:
+                nonlocal printed
+                lines = view.news()
+                if time.monotonic() - printed >= PLAIN_EVERY:
+                    lines.append(view.plain())
+                    printed = time.monotonic()
+                for line in lines:
+                    say(self.console, line)
+
+            with repeating(tell, 1.0):
+                yield
+
+    @contextmanager
+    def _kept(self, plan: Plan) -> Iterator[None]:
+        """On Ctrl-C, say how much is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            cells = plan.study.cells
+            done = sum(cell.folder(plan.study.root).result() is not None for cell in cells)
+            say(self.console, f"{done} of {len(cells)} cells are done and kept")
+            raise
+
+
+class StudyView:
+    """What is shown of a study while a plan runs; measures in the units of the table."""
+
+    def __init__(self, plan: Plan, stopwatch: Stopwatch):
+        self.study, self.todo, self.stopwatch = plan.study, plan.todo, stopwatch
+        self.started = time.monotonic()
+        self._at_start = {
+            item.cell.name: 0.0 if item.state in ("done", "failed") else item.fraction
+            for item in cell_statuses(self.todo, self.study.root)
+        }
+        self._printed: set[str | None] = set()
+
+    def eta(self, statuses: Sequence[CellStatus]) -> float | None:
+        """Seconds that are left, from the work done since the start; None before there is any."""
+        mine = [item for item in statuses if item.cell.name in self._at_start]
+        work = sum(item.fraction - self._at_start[item.cell.name] for item in mine)
+        left = sum(1 - item.fraction for item in mine)
+        return left * (time.monotonic() - self.started) / work if work > 0.02 else None
+
+    def render(self) -> RenderableType:
+        """A line and a bar for all cells, a line for each running one."""
+        statuses = cell_statuses(self.study.cells, self.study.root)
+        share = sum(item.fraction for item in statuses) / len(statuses) if statuses else 1.0
+        head = Table.grid(expand=True)
+        head.add_column(ratio=1, no_wrap=True)
+        head.add_column(justify="right", no_wrap=True)
+        name = f"{self.study.study.name} at {self.study.scale_name}"
+        title = Text(f"{name}: {len(statuses)} cells, {counted(counts(statuses))}", style="bold")
+        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(statuses))} left")
+        bar = ProgressBar(total=1.0, completed=share, complete_style="green")
+        return Group(head, bar, self._running(statuses))
+
+    def _elapsed(self) -> str:
+        return clock(time.monotonic() - self.started)
+
+    def _running(self, statuses: Sequence[CellStatus]) -> RenderableType:
+        lines = Table.grid(padding=(0, 2, 0, 0))
+        longest = max((len(cell.row) for cell in self.study.cells), default=0)
+        lines.add_column(no_wrap=True, min_width=longest)
+        for justify in ("left", "right", "right", "right", "right"):
+            lines.add_column(justify=justify, no_wrap=True)
+        for item in statuses:
+            if item.state == "running":
+                lines.add_row(*running_line(item))
+        return lines if lines.rows else Text(self.stopwatch.now, style="dim")
+
+    def news(self) -> list[str]:
+        """A line for each cell that ended since the last call."""
+        ended = [
+            item for item in cell_statuses(self.todo, self.study.root) if item.state in ("done", "failed")
+        ]
+        new = [item for item in ended if item.cell.name not in self._printed]
+        self._printed |= {item.cell.name for item in new}
+        return [self._ended(item) for item in new]
+
+    def _ended(self, item: CellStatus) -> str:
+        who = f"{item.cell.row}, seed {item.cell.seed}"
+        result = item.cell.folder(self.study.root).result()
+        if result is None:
+            return f"failed  {who}: {item.reason}"
+        values = ", ".join(self._measured(key, value) for key, value in result.columns.items())
+        return f"done    {who}: {values} ({clock(result.seconds)})"
+
+    def _measured(self, key: str, value: float) -> str:
+        column = self.study.columns.get(key) or Column(title=key, decimals=2)
+        text = number(column.factor * value if math.isfinite(value) else None, column.decimals)
+        return f"{key} {text} {column.unit}".rstrip()
+
+    def plain(self) -> str:
+        """The state in one line, for logs."""
+        statuses = cell_statuses(self.study.cells, self.study.root)
+        running = [running_line(item) for item in statuses if item.state == "running"]
+        cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
+        line = f"[{self._elapsed()}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
+        doing = cells or self.stopwatch.now
+        return f"{line} | {doing}" if doing else line
+
+
+def running_line(item: CellStatus) -> list[str]:
+    """Row, seed, step, loss, speed and time left of a running cell."""
+    p, who = item.progress, [item.cell.row, f"seed {item.cell.seed}"]
+    steps = p.get("steps") or item.cell.config.optim.steps
+    if not p:
+        return [*who, "starting", "", "", ""]
+    if str(p.get("phase") or "").startswith("eval") or p.get("step") == steps:
+        return [*who, "evaluating", "", "", ""]
+    loss = f"loss {float(p['loss']):.3f}" if p.get("loss") is not None else ""
+    speed = f"{count(int(p['tokens_per_second']))} tok/s" if p.get("tokens_per_second") else ""
+    return [*who, f"{p.get('step', 0)}/{steps}", loss, speed, clock(p.get("eta_seconds"))]
+
+
+@contextmanager
+def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
+    """A bar for one run, fed by its progress.json."""
+    about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
+    columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
+    printed, began = time.monotonic(), time.time()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("starting", total=None, shown="")
+
+        def update() -> None:
+            nonlocal printed
+            state = folder.progress()
+            if not state or state["age"] > time.time() - began + 1:
+                return
+            phase, step, steps, line = state["phase"], state["step"], state["steps"], progress_line(state)
+            bars.update(bar, description=phase, total=steps, completed=step, shown=line)
+            if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
+                printed = time.monotonic()
+                say(console, f"{phase} {step}/{steps}  {line}".rstrip())
+
+        with repeating(update, 0.5):
+            yield
+
+
+def progress_line(state: dict[str, Any]) -> str:
+    """Loss, validation loss, speed and time left of a progress.json, in one line."""
+    if "loss" not in state:
+        return ""
+    minutes, seconds = divmod(round(state["eta_seconds"]), 60)
+    held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""
+    speed = f"{state['tokens_per_second']:,.0f} tok/s"
+    return f"loss {state['loss']:.3f}{held_out}  {speed}  {minutes}:{seconds:02d} left"

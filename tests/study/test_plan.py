@@ -1,0 +1,106 @@
+"""How long a plan takes, and how many cells fit into memory: the arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from titans_platform.config import RunConfig
+from titans_platform.errors import UsageError
+from titans_platform.files import write_json
+from titans_platform.runs import cost
+from titans_platform.runs.spec import Machine
+from titans_platform.study import plan as module
+from titans_platform.study.grid import Cell, StudyRun
+from titans_platform.study.plan import CELL_OVERHEAD, STARTUP, Plan, estimate, eval_tokens, make_plan
+from titans_platform.study.spec import Column, Row, Scale, Study
+
+ROWS = ("fast", "slow", "slower")
+GIB = 2**30
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Three rows of two seeds each, told apart by their width."""
+    columns = {"acc": Column(title="Accuracy")}
+    file = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=tuple(map(_row, ROWS)))
+    cells = tuple(
+        Cell(
+            row,
+            seed,
+            RunConfig.model_validate({"seed": seed, "model": {"d_model": width}}),
+            f"{row}{seed}",
+        )
+        for seed in (0, 1)
+        for row, width in zip(ROWS, (16, 32, 64), strict=True)
+    )
+    return StudyRun(file, "small", tmp_path, "c0ffee", cells=cells, whole=cells)
+
+
+def _row(name: str) -> Row:
+    return Row(name=name)
+
+
+def finish(study: StudyRun, cell: Cell, **numbers: float) -> None:
+    write_json(
+        cell.folder(study.root).path / "result.json", {"cell": cell.name, "commit": "c0ffee"} | numbers
+    )
+
+
+def test_each_row_is_timed_with_its_own_model(study, monkeypatch):
+    per_token = {16: 1e-5, 32: 3e-5, 64: 9e-5}
+    timed = []
+
+    def seconds_per_token(config: RunConfig) -> float:
+        timed.append(config.model.d_model)
+        return per_token[config.model.d_model]
+
+    monkeypatch.setattr(module, "seconds_per_token", seconds_per_token)
+    config = study.cells[0].config
+    tokens = config.tokens + eval_tokens(config) / 3
+    found = estimate(Plan(study, 2))
+    assert sorted(timed) == [16, 32, 64]
+    each = sum(2 * seconds * tokens for seconds in per_token.values())
+    assert found.seconds == pytest.approx(STARTUP + (each + 6 * CELL_OVERHEAD) / 2)
+    assert found.basis == "optimiser steps of 3 of 3 rows timed now"
+
+
+def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
+    monkeypatch.setattr(module, "TIMING_SECONDS", -1.0)
+    monkeypatch.setattr(module, "seconds_per_token", lambda config: 1e-5)
+    config = study.cells[0].config
+    each = 1e-5 * (config.tokens + eval_tokens(config) / 3) + CELL_OVERHEAD
+    found = estimate(Plan(study, 6))
+    assert found.seconds == pytest.approx(STARTUP + each)
+    assert found.basis == "optimiser steps of fast timed now"
+
+
+def test_finished_cells_are_a_better_basis(study):
+    finish(study, study.cells[0], train_seconds=30.0, eval_seconds=10.0)
+    found = estimate(Plan(study, 1))
+    # five cells are left, and rows without a finished cell get the mean of those with one
+    assert found.seconds == pytest.approx(STARTUP + 5 * (40 + CELL_OVERHEAD))
+    assert found.basis == "1 finished cells"
+
+
+def test_the_fastest_step_counts(tiny_run, monkeypatch):
+    """What other processes take of the machine during single steps does not reach the estimate."""
+    clock = iter([0.0, 9.0, 9.0, 9.5, 9.5, 12.5])
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(cost.Trainer, "step", lambda self: None)
+    rows = tiny_run.optim.global_batch_size
+    assert cost.seconds_per_token(tiny_run) == pytest.approx(0.5 / (rows * tiny_run.row_tokens))
+
+
+def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):
+    finish(study, study.cells[0], peak_rss_bytes=3 * GIB)
+    monkeypatch.setattr(module, "machine_memory", lambda: 8 * GIB)
+    plan = make_plan(study, machine=Machine(cpus=4))
+    assert plan.concurrency == 2
+    assert plan.warning == (
+        "4 cells at once need 12.0 GiB of memory (3.0 GiB each, measured), this machine has 8.0; 2 at a time"
+    )
+    with pytest.raises(UsageError, match=r"--concurrency 3: 3 cells at once need 9.0 GiB .* give 2$"):
+        make_plan(study, requested=3, machine=Machine(cpus=4))
+    assert make_plan(study, requested=2, machine=Machine(cpus=4)).warning == ""
+    monkeypatch.setattr(module, "machine_memory", lambda: 64 * GIB)
+    assert make_plan(study, machine=Machine(cpus=4)).concurrency == 4
