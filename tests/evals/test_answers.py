@@ -13,7 +13,7 @@ from tests.evals.small import questions
 from titans_platform.config import TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import build_generated
-from titans_platform.evals.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
+from titans_platform.evals.tasks.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
 
 BYTE = load_tokenizer("byte")
 

@@ -17,8 +17,8 @@ from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import build_generated, build_task, encode_item, evaluate
-from titans_platform.evals.babilong import parts_of
 from titans_platform.evals.items import count_tokens
+from titans_platform.evals.tasks.babi import parts_of
 
 BYTE = load_tokenizer("byte")
 PEOPLE, PLACES = ("Mary", "John", "Daniel"), ("garden", "office", "kitchen", "hallway")

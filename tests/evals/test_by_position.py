@@ -20,8 +20,16 @@ from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
 from titans_platform.data import load_tokenizer, prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer, build_task, evaluate
-from titans_platform.evals.by_position import BLOCKS, ByPosition, ratio, read_by_position, tokens_to_read
-from titans_platform.evals.long_texts import LongText, long_texts, longest_text
+from titans_platform.evals.tasks.by_position import (
+    BLOCKS,
+    ByPosition,
+    LongText,
+    long_texts,
+    longest_text,
+    ratio,
+    read_by_position,
+    tokens_to_read,
+)
 from titans_platform.objectives import build_objective
 
 BYTE = load_tokenizer("byte")

@@ -1,4 +1,4 @@
-"""Tasks that read files: bAbI, multiple choice, LAMBADA, and the adapter to lm-evaluation-harness."""
+"""Tasks that read files: bAbI, and the adapter to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer, build_generated, build_task, encode_item, evaluate
+from titans_platform.evals.items import prose_of
 from titans_platform.evals.lm_harness import MISSING, HarnessModel, harness_model
 from titans_platform.evals.scoring import encode_pair
 
@@ -148,101 +149,30 @@ def test_a_line_without_its_number_is_named(tmp_path):
         _ = task.chance
 
 
-# --- multiple choice and LAMBADA
-
-RECORDS = {
-    "hellaswag": {"ctx": "He runs [step] x", "label": 1, "endings": ["aa", "qq", "bb", "cc"]},
-    "piqa": {"goal": "g", "sol1": "zz", "sol2": "qq", "label": 1},
-    "arc": {"question": "w?", "choices": ["qq", "bb", "cc"], "gold": 0},
-    "winogrande": {"sentence": "The _ is big.", "option1": "cat", "option2": "dog", "answer": "2"},
-    "siqa": {
-        "context": "c.", "question": "w?", "answerA": "aa", "answerB": "bb", "answerC": "qq", "label": "3",
-    },
-    "boolq": {"passage": "p.", "question": "is it?", "answer": "yes"},
-}  # fmt: skip
-
-
-def write_jsonl(path, records):
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("form", "good"), [*((f, "q") for f in ("hellaswag", "piqa", "arc", "siqa")), ("boolq", "yes")]
-)
-@pytest.mark.parametrize("metric", ["acc", "acc_norm"])
-def test_the_likeliest_choice_is_taken(form, good, metric, tmp_path):
-    path = write_jsonl(tmp_path / "part.jsonl.gz", [RECORDS[form]] * 3)
-    found = evaluate(
-        Likes(good), PREPARED, one("multiple_choice", {"path": path, "format": form, "metric": metric}), 100
-    )
-    assert found["columns"]["col"] == 1.0
-    assert list(found["tasks"]) == ["col/part@100"]
-
-
-def test_winogrande_compares_what_either_name_leads_to(tmp_path):
-    path = write_jsonl(tmp_path / "w.jsonl.gz", [RECORDS["winogrande"]])
-    options = {"path": path, "format": "winogrande"}
-    assert (
-        evaluate(Parrot("The dog is big."), PREPARED, one("multiple_choice", options), 99)["columns"]["col"]
-        == 1
-    )
-    assert (
-        evaluate(Parrot("The cat is big."), PREPARED, one("multiple_choice", options), 99)["columns"]["col"]
-        == 0
-    )
-
-
-def test_acc_norm_divides_by_length(tmp_path):
-    record = {"question": "w?", "choices": ["x", "qqqqqqqqqqqqqqqq"], "gold": 1}
-    path = write_jsonl(tmp_path / "a.jsonl.gz", [record])
-
-    def value(metric):
-        options = {"path": path, "format": "arc", "metric": metric}
-        return evaluate(Likes("q"), PREPARED, one("multiple_choice", options), 99)["columns"]["col"]
-
-    assert (value("acc"), value("acc_norm")) == (0.0, 1.0)
-
-
-def test_chance_of_choices(tmp_path):
-    def chance(form, records):
-        path = write_jsonl(tmp_path / f"{form}.jsonl.gz", records)
-        return build_task(TaskConfig(task="multiple_choice", options={"path": path, "format": form})).chance
-
-    assert chance("hellaswag", [RECORDS["hellaswag"]]) == 1 / 4
-    mixed = [RECORDS["arc"], {**RECORDS["arc"], "choices": ["a", "b"]}]
-    assert chance("arc", mixed) == pytest.approx((1 / 3 + 1 / 2) / 2)
-    # always saying yes gets what share of the answers is yes
-    yes, no = RECORDS["boolq"], {**RECORDS["boolq"], "answer": False}
-    assert chance("boolq", [yes, yes, yes, no]) == 3 / 4
+# --- text and JSON lines
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"goal": "g"}', "is not piqa's: KeyError 'sol1'"),
-        ('{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}', "a label beyond its choices"),
         ("{", r"p\.jsonl, line 1"),
+        ("[]", "not a JSON object"),
         ("", "holds no records"),
+        ("{}", "holds no text"),
     ],
 )
 def test_bad_records_name_file_and_fault(content, message, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
     with pytest.raises(UsageError, match=message):
-        evaluate(Likes("a"), PREPARED, one("multiple_choice", {"path": str(path), "format": "piqa"}), 99)
+        prose_of(str(path))
 
 
-def test_lambada_asks_for_the_last_word(tmp_path):
-    path = write_jsonl(tmp_path / "l.jsonl.gz", [{"text": "the cat sat"}, {"text": "one two three"}])
-    found = evaluate(Parrot("the cat sat"), PREPARED, one("lambada", {"path": path}), 99)
-    assert found["columns"]["col"] == 0.5
-    ppl = evaluate(Likes("q"), PREPARED, one("lambada", {"path": path, "metric": "ppl"}), 99)
-    rest = -math.log(1 / (BYTE.vocab_size - 1 + math.exp(5)))
-    # " sat" has four bytes, " three" six
-    assert ppl["columns"]["col"] == pytest.approx(math.exp(rest * 5), rel=1e-4)
-    assert ppl["chance"]["col"] == pytest.approx(BYTE.vocab_size**5, rel=1e-6)
+def test_prose_has_single_spaces_and_may_be_compressed(tmp_path):
+    path = tmp_path / "p.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in ("It  rained.", "The\nship sailed."))
+    assert prose_of(str(path)) == "It rained. The ship sailed. "
 
 
 def test_a_context_keeps_the_spaces_it_ends_with_for_the_answer():

@@ -22,7 +22,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.reasoning import PEOPLE, PLACES, THINGS
+from titans_platform.evals.tasks.reasoning import PEOPLE, PLACES, THINGS
 
 BYTE = load_tokenizer("byte")
 

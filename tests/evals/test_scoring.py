@@ -11,8 +11,8 @@ import torch
 from titans_core import BLOCKS, LanguageModel
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import Request, Scorer, scoring
-from titans_platform.evals.shared_prefix import PASS_TOKENS as PASS
-from titans_platform.evals.shared_prefix import Group, alike, batch_groups, forks, group_rows
+from titans_platform.evals.scoring import PASS_TOKENS as PASS
+from titans_platform.evals.scoring import Group, alike, batch_groups, forks, group_rows
 
 BYTE = load_tokenizer("byte")
 
@@ -51,7 +51,7 @@ def small(tiny_run, variant):
 @pytest.mark.parametrize("max_length", [40, 1000])
 def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monkeypatch):
     # so that small batches have several forks and several passes at each
-    monkeypatch.setattr("titans_platform.evals.shared_prefix.PASS_TOKENS", 6)
+    monkeypatch.setattr("titans_platform.evals.scoring.PASS_TOKENS", 6)
     asked, model = requests(), small(tiny_run, variant)
     with torch.inference_mode():
         found = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)

@@ -24,7 +24,7 @@ from titans_platform.text import plural
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.data import PreparedData
-    from titans_platform.evals.by_position import ByPosition
+    from titans_platform.evals.tasks.by_position import ByPosition
     from titans_platform.objectives import Objective
 
 ROWS = 64
@@ -99,10 +99,14 @@ def _data(
 def _read(model: Any, data: PreparedData, cfg: RunConfig, asked: Asked, console: Console) -> ByPosition:
     import torch
 
-    from titans_platform.evals.by_position import read_by_position, tokens_to_read
-    from titans_platform.evals.long_texts import long_texts, longest_text
     from titans_platform.evals.runner import evaluating
     from titans_platform.evals.scoring import Scorer
+    from titans_platform.evals.tasks.by_position import (
+        long_texts,
+        longest_text,
+        read_by_position,
+        tokens_to_read,
+    )
 
     row = cfg.data.sequence_length
     rows = asked.rows or max(2, min(ROWS, longest_text(data) // row))

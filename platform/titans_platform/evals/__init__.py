@@ -1,25 +1,8 @@
-"""Evaluation: a registry of tasks, each with its chance level, and `evaluate`, which measures columns.
-
-A new task is one file with a class under `@register`, and its name in the import below; a task outside this
-package is named by its import path, `task: my_lab.tasks:MyTask`, and needs neither.
-"""
+"""Evaluation: a registry of tasks, each with its chance level, and `evaluate`, which measures columns."""
 
 from __future__ import annotations
 
-from titans_platform.evals import (  # noqa: F401 - which register their tasks
-    babilong,
-    by_position,
-    functions,
-    lm_harness,
-    needle,
-    perplexity,
-    reasoning,
-    recall,
-    resets,
-    texts,
-    throughput,
-    words,
-)
+from titans_platform.evals import lm_harness, tasks  # noqa: F401 - which register their tasks
 from titans_platform.evals.items import Item, encode_item
 from titans_platform.evals.registry import (
     TASKS,

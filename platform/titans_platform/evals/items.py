@@ -5,13 +5,18 @@ No word of the filler is a person, a place or a thing of the reasoning tasks, so
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
+import lzma
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from titans_platform.errors import UsageError
 
@@ -239,3 +244,48 @@ def _joined(make: Callable[[], str], characters: int) -> str:
         parts.append(make())
         total += 1 + len(parts[-1])
     return " ".join(parts)[total - characters :]
+
+
+def read_text(path: str) -> str:
+    """Text of a UTF-8 file, plain, .gz or .xz. Raises UsageError where it cannot be read."""
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix, open)
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise UsageError(f"options.path: cannot read {path}: {error}") from None
+
+
+def read_jsonl(path: str) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file. Raises UsageError: cannot be read, empty, or a line is no JSON object."""
+    records = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UsageError(f"options.path: {path}, line {number}: {error.msg}") from None
+            if not isinstance(record, dict):
+                raise UsageError(f"options.path: {path}, line {number}: not a JSON object")
+            records.append(record)
+    if not records:
+        raise UsageError(f"options.path: {path} holds no records")
+    return records
+
+
+def cycle(text: str, start: int, characters: int) -> str:
+    """`characters` characters of `text` from `start` on, round and round."""
+    return (text * ((start + characters) // len(text) + 1))[start : start + characters]
+
+
+@lru_cache(maxsize=4)
+def prose_of(path: str) -> str:
+    """The file's text with runs of white space made one space, as RULER does with its essays."""
+    if ".jsonl" in path:
+        text = " ".join(str(record.get("text", "")) for record in read_jsonl(path))
+    else:
+        text = read_text(path)
+    text = re.sub(r"\s+", " ", text).strip() + " "
+    if text == " ":
+        raise UsageError(f"options.path: {path} holds no text")
+    return text

@@ -1,6 +1,12 @@
 """Forward passes for evaluation, shared by the workers of a process group: each measures its share of the
 batches, and all get every result.
 
+Rows that begin alike read their beginning once: the choices of a question, whose context is the same.
+Neighbours in sorted order make a group. A batch reads the beginnings of its groups together, the longer ones
+on after the shorter ones have ended, and copies the state at its `forks` for the rows of the groups that end
+there. A fork lies before the end of a beginning where each row of its group reading the rest costs less than
+another pass.
+
 Shapes: B rows, T tokens, V vocabulary.
 """
 
@@ -22,7 +28,6 @@ from titans_core.backbone import ModelState
 from titans_core.generation import PIECE
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
-from titans_platform.evals.shared_prefix import Fork, Group, alike, batch_groups, forks, group_rows
 
 IDS_AT_ONCE, LOGITS_AT_ONCE = {"cpu": 1024}, {"cpu": 2**18}
 """Ids of the vocabulary whose logits are made together, and logits: what a processor's cache holds."""
@@ -32,9 +37,12 @@ AT_ONCE_BYTES = 2**28
 """What they and their states may take."""
 TOKEN_BYTES = 16
 """A token as it comes and as it goes to the model, two integers."""
+PASS_TOKENS = 256
+"""What a pass costs beside its tokens, in tokens: what would save fewer is not worth a pass of its own."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def measure_shared(batches: Iterable[Batch], measure: Callable[[Batch], Result]) -> list[Result]:
@@ -185,7 +193,7 @@ class Scorer:
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
         """Scores in the order of `requests`; contexts lose their beginning where a row exceeds `max_length`.
 
-        What rows have in common at their beginning is read once (`shared_prefix`), and logits are made of the
+        What rows have in common at their beginning is read once (`group_rows`), and logits are made of the
         tokens scored alone. Rows of similar length share a pass, padded on the right, which a causal model
         does not see. Every worker of a process group calls this with the same requests.
         """
@@ -316,3 +324,94 @@ def token_scores(parts: Iterable[Tensor], targets_N: Tensor) -> tuple[Tensor, Te
         first_N[first_N.clone()] = logits_NV[first_N].argmax(-1) == place_N[first_N]
         greedy_N, best_N, start = greedy_N | first_N, best_N.maximum(top_N), start + logits_NV.shape[1]
     return chosen_N - torch.stack(totals).logsumexp(0), greedy_N & (chosen_N == best_N)
+
+
+class Group(NamedTuple):
+    """Rows that begin alike."""
+
+    shared: int
+    """Tokens of the common beginning."""
+    rows: tuple[int, ...]
+
+
+class Fork(NamedTuple):
+    """Where a batch copies states, and for which groups."""
+
+    position: int
+    groups: tuple[Group, ...]
+
+
+def group_rows(rows: Sequence[list[int]], most: Sequence[int]) -> list[Group]:
+    """Each row in one group, so that few tokens are read.
+
+    Args:
+        rows: tokens.
+        most: of each row, how many of its tokens may be shared.
+    """
+    groups: list[Group] = []
+    for i in sorted(range(len(rows)), key=lambda i: rows[i]):
+        if groups:
+            shared, members = groups[-1]
+            common = _common(rows[members[-1]], rows[i], min(shared, most[i]))
+            # the members read on from an earlier place; the new one saves what it shares
+            if common > (len(members) - 1) * (shared - common):
+                groups[-1] = Group(common, (*members, i))
+                continue
+        groups.append(Group(most[i], (i,)))
+    return [group if len(group.rows) > 1 else group._replace(shared=0) for group in groups]
+
+
+def batch_groups(groups: Sequence[Group], lengths: Sequence[int], budget: int) -> list[list[Group]]:
+    """Groups of like lengths together, the longest beginnings first, up to ``budget`` tokens a batch."""
+
+    def tokens(group: Group) -> int:
+        return group.shared + sum(lengths[row] - group.shared for row in group.rows)
+
+    order = sorted(groups, key=lambda group: (-group.shared, -lengths[group.rows[0]]))
+    batches: list[list[Group]] = []
+    left = 0
+    for group in order:
+        if not batches or tokens(group) > left:
+            batches.append([])
+            left = budget
+        batches[-1].append(group)
+        left -= tokens(group)
+    return batches
+
+
+def forks(batch: Sequence[Group]) -> list[Fork]:
+    """Where the states of a batch are copied, in order."""
+    order = sorted(batch, key=lambda group: group.shared)
+    parts = _parts(order, lambda first, group: (group.shared - first.shared) * (len(group.rows) - 1))
+    return [Fork(part[0].shared, tuple(part)) for part in parts]
+
+
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Which rows of these lengths one pass takes, the longest first; shorter ones are padded."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return _parts(order, lambda first, row: lengths[first] - lengths[row])
+
+
+def _parts(order: Sequence[T], waste: Callable[[T, T], int]) -> list[list[T]]:
+    """``order`` cut wherever a part would waste more than a pass; ``waste(first of the part, another)``."""
+    parts: list[list[T]] = []
+    wasted = 0
+    for item in order:
+        wasted += waste(parts[-1][0], item) if parts else 0
+        if not parts or wasted > PASS_TOKENS:
+            parts.append([])
+            wasted = 0
+        parts[-1].append(item)
+    return parts
+
+
+def _common(a: list[int], b: list[int], most: int) -> int:
+    """Tokens that ``a`` and ``b`` begin with alike, ``most`` at most."""
+    low, high = 0, min(most, len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

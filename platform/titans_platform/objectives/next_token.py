@@ -16,8 +16,8 @@ from titans_platform.data.sources import FilesSource
 from titans_platform.data.streams import Streams
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
-from titans_platform.evals.by_position import ByPositionTask
-from titans_platform.evals.perplexity import Perplexity
+from titans_platform.evals.tasks.by_position import ByPositionTask
+from titans_platform.evals.tasks.perplexity import Perplexity
 from titans_platform.objectives.base import Input, Objective, Report, register
 from titans_platform.training.loop import CrossEntropy, Stream
 

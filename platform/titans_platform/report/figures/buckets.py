@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
+from titans_platform.evals.tasks.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report.figures import plot
 from titans_platform.report.figures.data import Axis, FigureData, Series
 from titans_platform.report.figures.picture import (

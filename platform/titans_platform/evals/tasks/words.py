@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of
-from titans_platform.evals.recall import BLANK, symbols
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.evals.tasks.recall import BLANK, symbols
 from titans_platform.text import plural
 
 LAST_LETTERS = (1, 2, 4, 6)

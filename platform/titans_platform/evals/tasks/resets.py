@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.recall import Block, KeyValue, PairOptions, key_and_pairs, spread
 from titans_platform.evals.registry import Heuristic, register
+from titans_platform.evals.tasks.recall import Block, KeyValue, PairOptions, key_and_pairs, spread
 
 MARK, NO_VALUE = "\n", "-"
 

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.recall import Associative, Block, QueryOptions, key_and_pairs
 from titans_platform.evals.registry import Heuristic, register
+from titans_platform.evals.tasks.recall import Associative, Block, QueryOptions, key_and_pairs
 
 BEND = 2.0
 """Scale of what goes into tanh: at 1 a linear map does nearly as well as the net, at 3 near inputs differ."""

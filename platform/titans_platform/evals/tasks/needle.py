@@ -25,14 +25,15 @@ from titans_platform.evals.items import (
     NOUNS,
     Item,
     Tokenizer,
+    cycle,
     fill,
     item_of,
     murmur,
     prose,
+    prose_of,
     scatter,
 )
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
-from titans_platform.evals.texts import cycle, prose_of
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 COMPACT_NOISE = "grass is green sky is blue sun is yellow "

@@ -1,24 +1,28 @@
-"""BABILong (Kuratov et al. 2024, arXiv 2406.10149): the facts of a bAbI question hidden in the text of books.
+"""Questions of bAbI from its files, and BABILong (Kuratov et al. 2024, arXiv 2406.10149): the facts of a bAbI
+question hidden in the text of books.
 
-A row is the book's sentences with the facts between them, in their order and at uniformly random places, then
-the question. Without a book it is the paper's 0K. `babilong_hub` reads the authors' own files from the Hub.
+A row of BABILong is the book's sentences with the facts between them, in their order and at uniformly random
+places, then the question. Without a book it is the paper's 0K. `babilong_hub` reads the authors' own files.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, one_line
-from titans_platform.evals.items import Item, Tokenizer, count_tokens, fill, item_of, scatter
-from titans_platform.evals.registry import register
-from titans_platform.evals.texts import Babi, BabiOptions, cycle, prose_of
+from titans_platform.evals.items import Item, Tokenizer, count_tokens, cycle, fill, item_of, prose_of, scatter
+from titans_platform.evals.registry import FLOOR_ITEMS, GeneratedTask, Heuristic, register
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10
@@ -26,6 +30,142 @@ HELD_OUT = 10
 SEAM = 8
 """Tokens more that a subword tokenizer may need where pieces meet."""
 ENDS = re.compile(r"[.!?] ")
+
+
+class BabiOptions(Frozen):
+    """Which questions of which file."""
+
+    path: str
+    """A .zip or .tar(.gz) of bAbI files, a folder of them, or one file."""
+    kind: str = "qa1"
+    """Task of bAbI; files whose name begins with it and an underscore are read."""
+    split: str = "train"
+    """Part of the file's name: train, valid or test."""
+
+
+@register
+class Babi(GeneratedTask):
+    """Story, question, answer as the files have them, no filler; stories longer than a row are left out."""
+
+    name = "babi"
+    Options = BabiOptions
+
+    def __init__(self, options: BabiOptions) -> None:
+        super().__init__(options)
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def chance(self) -> float:
+        """One over the number of different answers."""
+        return 1 / len({item.pieces[-1][0] for item in self._questions()})
+
+    @property
+    def heuristics(self) -> Mapping[str, Heuristic]:
+        """Answers that the story names, whatever is asked."""
+        return {"any answer named in the story": self._named, "the answer named last": self._named_last}
+
+    def _words(self, before: str) -> list[str]:
+        """Words of the story that are the answer of some question, in order."""
+        answers = answers_of(self._questions())
+        return [word for word in re.findall(r"\w+", self._story(before)) if word in answers]
+
+    def _named(self, before: str) -> list[str]:
+        return sorted(set(self._words(before)))
+
+    def _named_last(self, before: str) -> list[str]:
+        return self._words(before)[-1:]
+
+    def _story(self, before: str) -> str:
+        """The text before an answer without its question."""
+        return before.rpartition("\n")[0]
+
+    def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
+        """Questions as the files have them, of any length: what hides them has no part in the heuristics."""
+        questions = self._questions()
+        yield from random.Random(0).sample(questions, min(FLOOR_ITEMS, len(questions)))
+
+    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+        """A question drawn from those of at most `length` tokens, shorter ones included."""
+        questions = self._questions()
+
+        def fits(index: int) -> bool:
+            if index not in self._sizes:
+                self._sizes[index] = count_tokens(questions[index], tokenizer)
+            return self._sizes[index] <= length
+
+        order = range(len(questions))
+        for index in rng.sample(order, min(len(order), 200)):
+            if fits(index):
+                return questions[index]
+        fitting = [index for index in order if fits(index)]
+        if not fitting:
+            raise UsageError(
+                f"lengths: no story of {self.options.kind} in {self.options.path} fits in {length} tokens"
+            )
+        return questions[rng.choice(fitting)]
+
+    def _questions(self) -> tuple[Item, ...]:
+        return babi_questions(self.options.path, self.options.kind, self.options.split)
+
+
+@lru_cache(maxsize=8)
+def answers_of(questions: tuple[Item, ...]) -> frozenset[str]:
+    """Every answer of the questions."""
+    return frozenset(item.pieces[-1][0].strip() for item in questions)
+
+
+@lru_cache(maxsize=8)
+def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
+    """Every question of the files of a kind and split. Raises UsageError: none there, or cannot be read."""
+    pattern = re.compile(rf"{re.escape(kind)}_.*{re.escape(split)}.*\.txt$")
+    try:
+        files = _babi_files(Path(path), lambda name: bool(pattern.match(Path(name).name)))
+        texts = [(name, raw.decode()) for name, raw in files]
+    except (OSError, UnicodeDecodeError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise UsageError(f"options.path: cannot read {path}: {error}") from None
+    found = tuple(item for name, text in texts for item in _parse_babi(text, name))
+    if not found:
+        raise UsageError(f"options.kind: no {kind}_*{split}*.txt with questions in {path}")
+    return found
+
+
+def _babi_files(path: Path, wanted: Callable[[Path | str], bool]) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the wanted files of a folder, of an archive, or of the one at `path`."""
+    if path.is_dir():
+        yield from ((file.name, file.read_bytes()) for file in sorted(path.rglob("*.txt")) if wanted(file))
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            yield from ((name, archive.read(name)) for name in sorted(archive.namelist()) if wanted(name))
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if wanted(member.name) and (file := archive.extractfile(member)) is not None:
+                    yield member.name, file.read()
+    elif wanted(path):
+        yield path.name, path.read_bytes()
+
+
+def _parse_babi(text: str, name: str) -> Iterator[Item]:
+    """Items of one file: lines `n sentence` or `n question<TAB>answer<TAB>facts`; n = 1 begins a story.
+
+    Raises:
+        UsageError: a line has no number.
+    """
+    story: list[str] = []
+    for row, line in enumerate(text.splitlines(), start=1):
+        number, _, rest = line.strip().partition(" ")
+        if not line.strip():
+            continue
+        if not number.isdigit():
+            raise UsageError(f"options.path: {name}, line {row}: a bAbI line begins with its number")
+        if number == "1":
+            story = []
+        question, *answer = rest.split("\t")
+        if answer:
+            prompt = "".join(f"{sentence}\n" for sentence in story) + question.strip()
+            yield item_of([(prompt, False), (f" {answer[0].strip()}", True)])
+        else:
+            story.append(rest)
 
 
 class BabilongOptions(BabiOptions):

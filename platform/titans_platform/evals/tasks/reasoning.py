@@ -22,7 +22,7 @@ from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.evals.items import Item, Tokenizer, fill, item_of, murmur, prose, scatter
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
-from titans_platform.evals.story import (
+from titans_platform.evals.tasks.story import (
     HEURISTICS,
     MARKS,
     NUMBERS,
@@ -150,7 +150,7 @@ class Reasoning(GeneratedTask):
             "two_facts": min(3, options.things),
             "three_facts": 4,
             "yes_no": 2,
-            "counting": options.max_count + 1,
+            "counting": min(options.people, options.max_count + 1),
         }[options.kind]
 
     def _open_story(
