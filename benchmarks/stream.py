@@ -22,7 +22,7 @@ from rich.console import Console
 
 from titans_core import LanguageModel, ModelState
 from titans_core.config import ModelConfig
-from titans_core.generation import read_pieces
+from titans_core.generation import prefill
 from titans_core.presets import preset as sized
 from titans_kernels.bench.process import Answering, peak_bytes
 from titans_kernels.bench.timing import Failed
@@ -92,7 +92,7 @@ class Reader:
         while place.at < end:
             piece = self._piece(place.at, min(PIECE, end - place.at))
             began = time.process_time()
-            _, place.state = read_pieces(self.model, piece, place.state)
+            _, place.state = prefill(self.model, piece, place.state)
             place.at += piece.shape[1]
             yield time.process_time() - began
 

@@ -16,52 +16,52 @@ from torch.nn import functional as F
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RotaryEmbedding, rotate
-from titans_core.projections import ConvState, Projections, per_row
+from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import document_borders
 
 
 class KeyCache(NamedTuple):
-    """Keys (rotated) and values a later query may still see, [B, H, S, E] each."""
+    """KV cache: rotated keys and values, [B, H, S, E] each."""
 
     k: Tensor
     v: Tensor
 
     def extended(self, new: KeyCache) -> KeyCache:
-        """These and, after them, the keys and values of later tokens."""
+        """Append the keys and values of later tokens."""
         return KeyCache(*(torch.cat(pair, 2) for pair in zip(self, new, strict=True)))
 
 
 class AttentionState(NamedTuple):
-    """What a sequence leaves behind: keys and values, and the last inputs of the convolution."""
+    """Attention's state: the KV cache and the last inputs of the convolution."""
 
     keys: KeyCache | None
     conv_state: ConvState
     held_B: Tensor | None = None
-    """[B] how many of the last keys a row sees, where some rows began later than others; None: all."""
+    """[B] number of most recent keys that each row may attend to, after rows were reset; None for all."""
 
 
 class SegmentState(NamedTuple):
-    """What MAC's attention leaves behind: keys of the open segment, and inputs of both convolutions."""
+    """State of MAC's attention: the KV cache of the open segment, and the inputs of both convolutions."""
 
     reads: AttentionState
     tokens: AttentionState
 
     @staticmethod
     def after(prefix: AttentionState, batch: int) -> SegmentState:
-        """At the start of ``batch`` sequences, after the persistent tokens; reads have no queries."""
-        tokens = per_row(prefix.conv_state, batch)
+        """The state after the persistent tokens, for ``batch`` sequences; reads have no queries."""
+        tokens = expand_rows(prefix.conv_state, batch)
         reads = {name: inputs for name, inputs in tokens.items() if name != "q"}
         return SegmentState(AttentionState(None, reads), AttentionState(None, tokens))
 
     def closed(self) -> SegmentState:
-        """At the end of a segment: convolutions run on, keys do not."""
+        """The state at the end of a segment: convolution inputs are kept, keys are dropped."""
         return SegmentState(*(AttentionState(None, part.conv_state) for part in self))
 
 
 class Attention(Projections):
     """Causal attention with rotary positions; memory is linear in T at a fixed window.
 
-    Queries, keys and values are those of Section 4.4, each part where its switch in `AttentionConfig` is on.
+    Queries, keys and values as in Section 4.4, with the parts that `AttentionConfig` switches on.
     Scores of normalised queries and keys are ``scale_H * sqrt(E)`` times their cosine; the scale is learned.
     """
 
@@ -101,21 +101,21 @@ class Attention(Projections):
         rotary = self._rotary(position_BT)
         plain_q, q, k = q, rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
-            seen = _beside_prefix(plain_q, q, KeyCache(k, v), prefix)
+            seen = _with_unrotated_prefix(plain_q, q, KeyCache(k, v), prefix)
             return self._output(_packed(*seen, window, documents)[..., : self.head_dim]), None
         keys = KeyCache(k, v) if state.keys is None else state.keys.extended(KeyCache(k, v))
         S, T = keys.k.shape[2], k.shape[2]
-        seen = _beside_prefix(plain_q, q, keys, prefix)
-        y = _windowed(*seen, window, S - T, _hidden(state.held_B, S - T, T))[..., : self.head_dim]
+        seen = _with_unrotated_prefix(plain_q, q, keys, prefix)
+        y = _windowed(*seen, window, S - T, _hidden_keys(state.held_B, S - T, T))[..., : self.head_dim]
         keep = S if window is None else min(S, window - 1)
-        # once a row has given all the keys that are kept, it sees them all
+        # a row that has filled the window since its reset attends to all of it
         held = None if state.held_B is None or keep <= T else (state.held_B + T).clamp(max=keep)
         return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state, held)
 
     def reset(
         self, state: AttentionState, reset_B: Tensor, prefix_PD: Tensor | None = None
     ) -> AttentionState:
-        """``state`` with rows ``reset_B`` [B] as after the persistent prefix: they see none of the keys."""
+        """``state`` with rows ``reset_B`` [B] as after the persistent prefix; masks their cached keys."""
         conv_state = reset_rows(state.conv_state, reset_B, self.start(prefix_PD)[1].conv_state)
         if state.keys is None:
             return state._replace(conv_state=conv_state)
@@ -170,7 +170,7 @@ class Attention(Projections):
         """Each of ``names``, [B, H, T, E] and not yet rotated, and the next state of the convolution."""
         found, conv_state = self.project(x_BTD, names, conv_state, documents)
         parts = {name: y.transpose(1, 2) for name, y in zip(names, found, strict=True)}
-        # a copy: a view would keep q and k alive as long as the cache
+        # a copy: a view would keep q and k in memory as long as the cache
         parts["v"] = v = parts["v"].clone(memory_format=torch.contiguous_format)
         if self.scale_H is not None and "q" in parts:  # scores are divided by sqrt(E)
             parts["q"] = parts["q"] * (self.head_dim * self.scale_H)[:, None, None]
@@ -188,32 +188,32 @@ class Attention(Projections):
         )
 
 
-def _beside_prefix(
+def _with_unrotated_prefix(
     plain_q: Tensor, q: Tensor, keys: KeyCache, prefix: KeyCache | None
 ) -> tuple[Tensor, Tensor, Tensor, KeyCache | None]:
-    """Queries, keys, values and prefix such that a query meets the prefix without its own position.
+    """Queries, keys, values and prefix in twice the width, so that only tokens see rotated queries.
 
-    Persistent tokens have no position: were a rotated query to meet their keys, its score would depend on how
-    far into the text it stands, and be one that no training row has shown. So queries are rotated and plain
-    side by side, keys of tokens meet the first half and those of the prefix the second.
+    Persistent tokens have no position. A rotated query would score them by its distance from the start of the
+    text, beyond the training length out of distribution. So a query is its rotated and its plain version
+    concatenated; keys of tokens are zero-padded in the second half, those of the prefix in the first.
     """
     if prefix is None:
         return q, keys.k, keys.v, None
     E = q.shape[-1]
     left, right = (lambda x: F.pad(x, (0, E))), (lambda x: F.pad(x, (E, 0)))
-    # scores are divided by the root of a width that is now twice as large
+    # compensates for the attention scale, whose width has doubled
     q = 2**0.5 * torch.cat([q, plain_q], -1)
     return q, left(keys.k), left(keys.v), KeyCache(right(prefix.k), left(prefix.v))
 
 
 def _last(x: Tensor, keep: int) -> Tensor:
-    """The last ``keep`` tokens of [B, H, S, E], copied: a view would keep the others alive."""
+    """The last ``keep`` tokens of [B, H, S, E], copied: a view would keep the others in memory."""
     S = x.shape[2]
     return x if keep == S else x[:, :, S - keep :].clone()
 
 
-def _hidden(held_B: Tensor | None, before: int, T: int) -> Tensor | None:
-    """[B, before + T] bool: the cached keys that a row does not see, having begun after them."""
+def _hidden_keys(held_B: Tensor | None, before: int, T: int) -> Tensor | None:
+    """[B, before + T] bool mask of the cached keys from before a row's reset."""
     if held_B is None:
         return None
     key = torch.arange(before + T, device=held_B.device)
@@ -224,16 +224,16 @@ def _windowed(
     q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, window: int | None, before: int,
     hidden_BS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queries are the last T of ``before + T`` keys, of which rows may not see all; [B, H, T, E]."""
+    """Sliding-window attention of the last T of ``before + T`` tokens; [B, H, T, E]."""
     T = q.shape[2]
     if window is None or window >= before + T:
         return _dense(q, k, v, prefix, hidden_BS)
-    if T == 1:  # a decode step sees every key that is left in the window
+    if T == 1:  # a decode step attends to the whole window
         hidden_BS = None if hidden_BS is None else hidden_BS[:, -window:]
         return _dense(q, k[:, :, -window:], v[:, :, -window:], prefix, hidden_BS)
-    # dummy queries for the cached tokens keep the blocks aligned; at most a window of them
+    # padding queries for the cached tokens, at most a window of them, keeps the blocks aligned
     q = F.pad(q, (0, 0, before, 0))
-    # hidden keys are those of another document
+    # masked keys are treated as another document
     return _blocked(q, k, v, window, prefix, None if hidden_BS is None else hidden_BS.long())[:, :, before:]
 
 
@@ -262,9 +262,9 @@ def _dense(
 def _blocked(
     q: Tensor, k: Tensor, v: Tensor, w: int, prefix: KeyCache | None, index_BT: Tensor | None
 ) -> Tensor:
-    """Sliding window in blocks of w queries against 2 w keys: linear in T, no T x T mask.
+    """Sliding window in blocks of w queries and 2 w keys: linear in T, without a T x T mask.
 
-    ``index_BT``: the document of each token; a query sees its own document only.
+    ``index_BT`` is each token's document; attention does not cross documents.
     """
     B, T = q.shape[0], q.shape[2]
     blocks = -(-T // w)
@@ -273,7 +273,7 @@ def _blocked(
     k, v = (torch.cat([F.pad(x, (0,) * 6 + (1, -1)), x], 3) for x in (k, v))  # [B, blocks, H, 2w, E]
     query, key = torch.arange(w, device=q.device)[:, None], torch.arange(-w, w, device=q.device)
     mask = ((key <= query) & (key > query - w)).expand(1, blocks, w, 2 * w).clone()
-    mask[:, 0, :, :w] = False  # nothing stands before the first block
+    mask[:, 0, :, :w] = False  # there are no keys before the first block
     if index_BT is not None:
         own = F.pad(index_BT, (0, pad), value=-1).unflatten(1, (blocks, w))
         both = torch.cat([F.pad(own, (0, 0, 1, -1), value=-2), own], 2)
@@ -300,26 +300,26 @@ def _packed(
     B, T = documents.index_BT.shape
     if prefix is None and documents.cu_seqlens.numel() - 1 == B:  # each row is one document
         return _dense(q, k, v, prefix)
-    if prefix is None and _flash_takes(q):
+    if prefix is None and _flash_supports(q):
         return _varlen(q, k, v, documents.cu_seqlens)
-    if torch.compiler.is_compiling():  # which knows no lengths
+    if torch.compiler.is_compiling():  # lengths are data-dependent
         return _masked(q, k, v, prefix, documents.index_BT)
     lengths = [end - start for start, end in pairwise(document_borders(documents.cu_seqlens, B * T))]
-    # split and cat: the gradient of a slice, or of a write to one, would be as large as the whole batch
+    # split and cat: the gradient of each slice would be a tensor of the whole batch's size
     parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, k, v))
     y = torch.cat([_dense(q, k, v, prefix) for q, k, v in zip(*parts, strict=True)], 2)
     return y[0].unflatten(1, (B, T)).transpose(0, 1)
 
 
-def _flash_takes(q: Tensor) -> bool:
-    """Whether the kernel for documents of any lengths does: it knows half precision on a GPU alone."""
+def _flash_supports(q: Tensor) -> bool:
+    """Whether varlen flash attention supports q: half precision on a GPU."""
     low = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """All documents in one kernel, [B, H, T, E]; none of them is longer than a row."""
-    from torch.nn.attention.varlen import varlen_attn  # which imports the compiler, seconds of it
+    """Varlen flash attention over all documents, none longer than a row; [B, H, T, E]."""
+    from torch.nn.attention.varlen import varlen_attn  # imports the compiler, which takes seconds
 
     B, _, T, _ = q.shape
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -329,7 +329,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, index_BT: Tensor) -> Tensor:
-    """Row by row with a mask of T x T: the same for any documents."""
+    """Dense attention with a T x T mask, whose shape does not depend on the documents."""
     mask = (index_BT[:, None, :, None] == index_BT[:, None, None]).tril()
     if prefix is not None:
         B, P = index_BT.shape[0], prefix.k.shape[2]

@@ -1,4 +1,4 @@
-"""What models share: the stack of blocks, the state it carries between calls, what weight decay may touch."""
+"""What models share: the stack of blocks, the state carried between calls, the optimiser's groups."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from titans_core.layers import RMSNorm
 
 
 class ModelState(NamedTuple):
-    """What a sequence leaves behind: tokens seen so far, and the state of each block."""
+    """The recurrent state of a batch: tokens read so far, and the state of each block."""
 
     position: int
     blocks: tuple[Any, ...]
 
     def detach(self) -> ModelState:
-        """This state without the graph that made it."""
+        """The state without its autograd graph, for truncated backpropagation."""
         cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
         return ModelState(self.position, tree_map(cut, self.blocks))
 
     def take(self, rows: Sequence[int]) -> ModelState:
-        """A copy of the state of these rows of the batch, in this order; a row may come several times."""
-        copies: dict[int, Tensor] = {}  # what two parts of a state share they go on sharing
+        """A copy of the state of these rows of the batch, in this order; rows may repeat."""
+        copies: dict[int, Tensor] = {}  # tensors that two parts share stay shared
         places: dict[torch.device, Tensor] = {}
 
         def taken(x: Any) -> Any:
@@ -44,27 +44,27 @@ class ModelState(NamedTuple):
         return ModelState(self.position, tree_map(taken, self.blocks))
 
     def split(self, sizes: Sequence[int]) -> list[ModelState]:
-        """The state of so many neighbouring rows of the batch each, as views."""
+        """Split along the batch into ``sizes`` rows each, as views."""
         leaves, spec = tree_flatten(self.blocks)
         parts = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
         return [ModelState(self.position, tree_unflatten(part, spec)) for part in zip(*parts, strict=True)]
 
     @staticmethod
     def cat(states: Sequence[ModelState]) -> ModelState:
-        """The state of a batch from those of its parts, which all stand at one position."""
+        """Concatenate states at the same position along the batch."""
         join = lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]  # noqa: E731
         first, *others = (state.blocks for state in states)
         return ModelState(states[0].position, tree_map(join, first, *others) if others else first)
 
 
 class Model(nn.Module):
-    """What a run trains: a module that knows its size, what a sequence costs it, and which weights decay."""
+    """A trainable module with its parameter count, state size and optimiser groups."""
 
     added: ClassVar[tuple[str, ...]] = ()
-    """How names of weights begin that a checkpoint to start from need not have: they keep their values."""
+    """Prefixes of weights that a checkpoint to start from may lack: they keep their initial values."""
 
     def num_parameters(self) -> int:
-        """Trained numbers, a tied embedding counted once."""
+        """Number of trainable parameters, a tied embedding counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def state_bytes(self, length: int) -> int:
@@ -72,10 +72,10 @@ class Model(nn.Module):
         return 0
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: decay pulls on the matrices of linear layers and on nothing else.
+        """Optimiser groups: weight decay applies to the matrices of linear layers only.
 
-        Norms, biases, convolutions, gates' biases, persistent tokens, the embedding of tokens (and a head
-        tied to it) and M_0 keep their scale: it means something in each of them.
+        Norms, biases, convolutions, persistent tokens, the token embedding (and a head tied to it) and M_0
+        are excluded, since their scale matters.
         """
         decayed = {id(m.weight) for m in self.modules() if isinstance(m, nn.Linear)}
         decayed -= {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
@@ -86,12 +86,12 @@ class Model(nn.Module):
 
 
 class Backbone(Model):
-    """Blocks of one variant and a final norm, between an embedding and a head that the data decide.
+    """Blocks of one variant and a final norm, between an embedding and a head.
 
-    A subclass gives both, calls `encode` between them in its ``forward``, and inherits the rest.
+    A subclass provides both and calls `encode` between them in its ``forward``.
 
     Raises:
-        ValueError: for an unknown variant, or what its `Block.check` refuses.
+        ValueError: the variant is unknown, or its `Block.check` refuses the config.
     """
 
     def __init__(self, config: ModelConfig, embedding: nn.Module, head: nn.Module):
@@ -114,15 +114,15 @@ class Backbone(Model):
         """[B, T, D] embedded tokens to [B, T, D] normalised features, and the state after the last token.
 
         Args:
-            x_BTD: what the embedding gave.
-            state: from an earlier call: the sequence goes on, cut anywhere.
+            x_BTD: embedded tokens.
+            state: from an earlier call, to continue its sequences; a sequence may be split anywhere.
             document_starts: [B, T] bool, True where a packed document begins; memory, convolutions,
-                attention and positions start afresh there. Cannot be combined with ``state``, and leaves
-                none. A compiled model takes `Documents.from_starts` of it, made outside: how many there
-                are is data.
-            reset_B: [B] bool, rows that begin a new sequence at this call in spite of ``state``; positions
-                run on, and are seen only relative to each other. The state must stand on a border of chunks
-                and segments.
+                attention and positions are reset there. Not with ``state``, and no state is returned. A
+                compiled model takes ``Documents.from_starts(document_starts)``, computed outside, since the
+                number of documents depends on the data.
+            reset_B: [B] bool, rows that start a new sequence at this call although a state is given. Their
+                positions run on, since attention sees relative positions only. The state must be on a border
+                of chunks and segments.
 
         Raises:
             ValueError: there is no row or no token, ``document_starts`` and ``state`` are both given, or rows
@@ -151,7 +151,7 @@ def _positions(
 ) -> tuple[Positions, int]:
     if starts is not None:
         documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
-        if documents.one_a_row:  # a plain batch, which needs no packing
+        if documents.one_per_row:  # a plain batch, which needs no packing
             return Positions(documents.position_BT[:1]), 0
         return Positions(documents.position_BT, documents), 0
     start = 0 if state is None else state.position

@@ -41,7 +41,7 @@ class SequenceClassifier(LanguageModel):
         super().__init__(config)
         self.pooling: Pooling = pooling
         self.classifier = nn.Linear(config.d_model, classes)
-        # every class alike at first; and nothing that weight decay could pull on before there are labels
+        # uniform predictions at first
         nn.init.zeros_(self.classifier.weight)
         nn.init.zeros_(self.classifier.bias)
 
@@ -60,13 +60,13 @@ class SequenceClassifier(LanguageModel):
             out = super().forward(tokens_BT, state, **kwargs)
             if out.losses is None:
                 return out
-            return out._replace(losses=out.losses + self._idle(self.classifier))
+            return out._replace(losses=out.losses + self._zero_gradient(self.classifier))
         x_BTD, _ = self.features(tokens_BT)
         logits = self.classifier(pool(x_BTD, lengths_B, self.pooling))
-        return ClassOutput(logits + self._idle(self.head))
+        return ClassOutput(logits + self._zero_gradient(self.head))
 
-    def _idle(self, head: nn.Module) -> Tensor:
-        """0 with a gradient for a head that the loss does not use: workers exchange all gradients."""
+    def _zero_gradient(self, head: nn.Module) -> Tensor:
+        """0, with zero gradients for an unused head: DDP expects a gradient for every parameter."""
         return 0 * torch.stack([p.sum() for p in head.parameters()]).sum()
 
 
@@ -75,7 +75,7 @@ def pool(x_BTD: Tensor, lengths_B: Tensor, pooling: Pooling) -> Tensor:
     if pooling == "last":
         return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), lengths_B - 1]
     own_BT = torch.arange(x_BTD.shape[1], device=x_BTD.device) < lengths_B[:, None]
-    # not a product with 0: padding may hold anything
+    # not a product with 0: features of padding may be inf or NaN
     return x_BTD.masked_fill(~own_BT[..., None], 0).sum(1) / lengths_B[:, None].to(x_BTD.dtype)
 
 
@@ -111,7 +111,7 @@ class ConvClassifier(Model):
         self.classifier = nn.Linear(self.HIDDEN, classes)
 
     def forward(self, tokens_BT: Tensor, *, lengths_B: Tensor) -> ClassOutput:
-        """Logits of the classes; what stands after a sequence's end is not read.
+        """Logits of the classes; tokens after a sequence's end are ignored.
 
         Raises:
             ValueError: there is no row or no token.

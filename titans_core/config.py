@@ -1,4 +1,4 @@
-"""What a model is, in data: every component a field that can be switched off."""
+"""Configs of models: every component is a field that can be switched off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
-"""Features or layers: far beyond what any machine holds, and still small enough to be counted."""
+"""Number of features or layers, bounded so that a mistyped value is refused."""
 
 
 class Frozen(BaseModel):
@@ -38,49 +38,50 @@ class MemoryConfig(Frozen):
     activation: Literal["silu", "gelu", "identity"] = "silu"
     """Non-linearity between the layers of the memory."""
     residual: Literal["none", "input", "norm"] = "none"
-    """What is around the layers f of the memory: nothing, ``x + f(x)``, or ``x + LN(f(x))`` with a trained
-    weight and bias of each head, as in the later published version and in TTT."""
+    """Residual connection around the layers f of the memory: none, ``x + f(x)``, or ``x + LN(f(x))`` with a
+    learned weight and bias per head, as in the later published version and in TTT."""
     momentum: bool = True
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
     """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
     decay_per: Literal["head", "channel"] = "head"
-    """alpha_t as one number a head, or one for each channel that a layer of the memory gives out (a hidden
-    layer of a larger expansion has as many neighbours of one alpha). Slower."""
+    """One alpha_t per head, or one per output channel of each layer of the memory (with an expansion, as many
+    neighbouring hidden channels share one). Per channel is slower."""
     forget_to: Literal["zero", "initial"] = "zero"
-    """What forgetting leads to: zero, the paper's rule, or the learned initial weights M_0. Over a long text
-    decay to zero forgets M_0 too, and a deep memory at zero learns nothing more; with initial, a memory that
-    forgets all is as it was before the first token."""
+    """What weights decay to: zero, as in the paper, or the learned initial weights M_0. Over a long text,
+    decay to zero also erases M_0, and a deep memory at zero cannot learn any more; with initial, a memory
+    that has
+    forgotten everything is back at its start."""
     conv: bool = True
     """Causal depthwise convolution after each of the q, k, v projections."""
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
     qk_norm: bool = True
     """L2-normalise queries and keys."""
     value_norm: bool = True
-    """L2-normalise values, so that a bound on the surprise means the same in every layer."""
+    """L2-normalise values, so that surprise_bound has the same meaning in every layer."""
     output_norm: bool = True
     output_gate: bool = True
     gates_per: Literal["token", "chunk"] = "token"
-    """alpha, eta, theta as functions of the token, or one value a chunk (Section 3.2)."""
+    """Gates alpha, eta and theta per token, or one value per chunk (Section 3.2)."""
     max_theta: Annotated[float, Field(gt=0)] = 0.1
-    """Upper end of the inner learning rate theta_t. A chunk of b like tokens takes b full steps at once,
-    so what is stable falls with chunk_size: 0.1 suits 64, 0.5 suits 16."""
+    """Maximum of the inner learning rate theta_t. A chunk of b similar tokens takes b full steps from
+    the same weights, so larger chunks need a smaller maximum: 0.1 suits a chunk_size of 64, 0.5 one of 16."""
     alpha_bias: float = -6.0
-    """Where forgetting starts, before the sigmoid: -6 is 0.25% a token, so that M_0 outlives the row."""
+    """Initial bias of alpha before the sigmoid: -6 forgets 0.25% per token, so that M_0 outlasts a row."""
     eta_bias: float = 0.0
-    """Where momentum starts: 0 keeps half of the past surprise."""
+    """Initial bias of eta: 0 keeps half of the past surprise."""
     theta_bias: float = -1.0
-    """Where the inner learning rate starts: -1 is 0.27 of max_theta."""
+    """Initial bias of theta: -1 is 0.27 of max_theta."""
     surprise_bound: Annotated[float, Field(gt=0)] | None = 1.0
-    """Bound c on each token's surprise; None is the paper's unbounded rule."""
+    """Bound on the norm of each token's surprise; None is the paper's unbounded rule."""
     write_budget: Annotated[float, Field(gt=0)] | None = None
-    """Full steps that a direction of key space is written at most within a chunk: a token whose key earlier
-    tokens of its chunk have written along takes a smaller step. Repeated tokens can then not make the memory
-    diverge, which surprise_bound alone does not prevent; keep both. None is the paper's rule."""
+    """Maximum number of full steps along any direction of key space within a chunk: a token whose key is like
+    earlier keys of its chunk takes a smaller step. Prevents repeated tokens from making the memory
+    diverge,
+    which surprise_bound alone does not; keep both. None is the paper's rule."""
     backend: Literal["auto", "reference", "autograd", "chunked", "native", "online", "triton"] = "auto"
     rule: str = "paper"
-    """What a token does to the memory: paper, gated_delta, huber, yaad, or ``module:Name`` of a
-    `titans_kernels.Rule`."""
+    """The update rule: paper, gated_delta, huber, yaad, or ``module:Name`` of a `titans_kernels.Rule`."""
     rule_options: dict[str, float] = {}
     """Parameters of the rule by name: ``delta`` of huber and yaad."""
 
@@ -90,18 +91,18 @@ class AttentionConfig(Frozen):
 
     heads: PositiveInt = 4
     window: PositiveInt | None = None
-    """Tokens a query sees, itself included; None: all before it. MAC's is its segment."""
+    """Sliding window in tokens, including the query; None for full attention. MAC attends to segments."""
     segment_size: PositiveInt | None = None
     """Segment of MAC, in tokens; a multiple of the memory's chunk_size."""
     rope_base: Annotated[float, Field(gt=0)] = 10_000.0
     silu: bool = True
-    """SiLU after the projections of queries, keys and values, as Section 4.4 has it in all blocks of Titans.
-    This and the three below are the Transformer's too where its option ``projections`` says so."""
+    """SiLU after the projections of queries, keys and values (Section 4.4). This and the three fields below
+    apply to the Transformer only with its option ``projections: titans``."""
     conv: bool = True
     """Causal depthwise convolution after each of these projections."""
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
     qk_norm: bool = True
-    """L2-normalise queries and keys; a learned scale a head takes the place of their lengths."""
+    """L2-normalise queries and keys, with a learned scale per head."""
 
 
 class ModelConfig(Frozen):
@@ -112,14 +113,14 @@ class ModelConfig(Frozen):
     gated_deltanet, ttt_linear, ttt_mlp, samba, gated_deltanet_h2, based, hyena; or the import path of a block
     class, ``my_lab.blocks:MyBlock``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """What a variant takes beyond the fields here: the fields of its block's ``Options``."""
+    """Options of the variant: the fields of its block's ``Options``."""
     vocab_size: PositiveInt = 32_000
     d_model: Width = 256
     n_layers: Width = 4
     persistent_tokens: Annotated[int, Field(ge=0, le=2**20)] = 4
-    """N_p of eq. 19, in every block; 0 switches persistent memory off."""
+    """N_p of eq. 19, per block; 0 switches persistent memory off."""
     mlp_expansion: Annotated[float, Field(ge=0, le=1024)] = 8 / 3
-    """Hidden width of the SwiGLU layer of a block over d_model; 0 leaves the layer out."""
+    """Hidden width of each block's SwiGLU layer over d_model; 0 omits the layer."""
     tie_embeddings: bool = True
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()

@@ -1,4 +1,4 @@
-"""Where one text ends and another begins: borders of packed documents, and rows whose state is reset."""
+"""Packed documents, and rows whose state is reset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 
 def check_not_empty(x: Tensor, name: str = "tokens") -> None:
-    """Refuse a call without anything to read.
+    """Refuse an empty batch.
 
     Raises:
         ValueError: ``x`` [B, T, ...] has no row or no token.
@@ -43,17 +43,17 @@ def reset_rows(state: Any, reset_B: Tensor, start: Any = None) -> Any:
 
 
 class Documents(NamedTuple):
-    """Documents of a packed batch [B, T], seen as one row of B * T tokens.
+    """The documents of a packed batch [B, T], flattened to one sequence of B * T tokens.
 
-    Each row starts a document, so no document crosses from one row of the batch into another.
+    Each row starts a document, so no document spans two rows of the batch.
     """
 
     cu_seqlens: Tensor  # [N + 1] borders in the flattened batch, int32
-    position_BT: Tensor  # place of each token within its document
+    position_BT: Tensor  # position of each token within its document
     index_BT: Tensor  # which document a token belongs to
 
     @property
-    def one_a_row(self) -> bool:
+    def one_per_row(self) -> bool:
         """Whether every row of the batch is one document."""
         return self.cu_seqlens.shape[0] - 1 == self.index_BT.shape[0]
 
@@ -63,11 +63,11 @@ class Documents(NamedTuple):
         starts = starts_BT.clone()
         starts[:, 0] = True
         flat = starts.flatten()
-        # the meta device has shapes alone: a document a row
+        # on the meta device there are no values: one document per row
         rows = torch.arange(0, flat.numel(), starts.shape[1], device=flat.device)
         first = rows if flat.is_meta else torch.nonzero(flat).flatten()
         index = flat.cumsum(0) - 1
         position = torch.arange(flat.numel(), device=flat.device) - first[index]
-        with torch.inference_mode(False):  # a tensor that tells of changes: its layout is found once
+        with torch.inference_mode(False):  # its version counter is the key under which its layout is cached
             borders = F.pad(first, (0, 1), value=flat.numel()).to(torch.int32)
         return Documents(borders, position.view_as(starts_BT), index.view_as(starts_BT))

@@ -1,10 +1,10 @@
-"""Writing: tokens drawn one after the other, each from the state of all that was read before it.
+"""Generation: autoregressive sampling from the carried state.
 
-A prompt is read in pieces, as fast as in training; a token then costs one step on the state, however long
-the sequence is. Prompts of different lengths are one batch, without padding: each call of the model reads as
-many tokens as every row has ahead of it, so all rows stand at one position and share one state. While the
-row of the shortest prompt writes, the others read theirs a token at a time. No row sees anything that it
-would not see alone.
+A prompt is prefilled in pieces, as fast as in training; each new token then costs one decode step, however
+long the sequence is. Prompts of different lengths form one batch without padding: each call reads as many
+tokens as every row still has, so that all rows are at the same position and share one state. While the row
+with the shortest prompt generates, the others read theirs token by token. A row's tokens do not depend on
+the other rows.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -22,38 +22,38 @@ from torch import Tensor
 from titans_core.backbone import ModelState
 from titans_core.config import Frozen, PositiveInt
 
-PIECE = 8192
-"""Tokens of all rows together that one call reads at most: a bound on the memory that a long prompt takes."""
+PREFILL_TOKENS = 8192
+"""Most tokens of a prefill call, over all rows: bounds the activations of a long prompt."""
 
 Model = Callable[..., Any]
 """``model(tokens_BT, state, last=True)`` has ``.logits`` [B, 1, V], of the last token, and ``.state``."""
 
 
 class Reading(NamedTuple):
-    """One sequence in the midst of being read. Nothing changes it: any number of others can go on from it."""
+    """A sequence read so far: its state and the tokens not read yet. Immutable, so that it can be forked."""
 
     state: ModelState | None = None
-    """After the tokens that were read, of one row; None before the first."""
+    """After the tokens read so far, a batch of one; None before the first."""
     ahead: tuple[int, ...] = ()
-    """Tokens that come next and were not read: the last one known, from which the next is drawn."""
+    """Known tokens that are not in the state yet: the last one, whose logits give the next."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the sequence so far, those ahead included."""
+        """Length of the sequence, tokens ahead included."""
         return (self.state.position if self.state else 0) + len(self.ahead)
 
 
 class Sampling(Frozen):
-    """How the next token is drawn from the logits."""
+    """How the next token is sampled from the logits."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """What logits are divided by; 0 takes the likeliest token."""
+    """Divides the logits; 0 is greedy decoding."""
     top_k: PositiveInt | None = None
-    """Only the k likeliest tokens."""
+    """Keep the k most likely tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Only the likeliest tokens that together just reach this probability, after ``top_k``."""
+    """Nucleus sampling: keep the fewest tokens whose probability reaches this, after ``top_k``."""
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
-    """Row r has a generator of its own with seed + r: its tokens do not depend on the other rows."""
+    """Row r has its own generator, seeded with seed + r."""
 
     def draw(self, logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
         """[B] tokens; ``uniform_B`` are random numbers in [0, 1), float64."""
@@ -69,11 +69,11 @@ class Sampling(Frozen):
         return token.gather(-1, place.minimum(kept - 1))[:, 0]
 
 
-NOTHING, GREEDY = Reading(), Sampling()
+EMPTY_READING, GREEDY = Reading(), Sampling()
 
 
 class Written(NamedTuple):
-    """A token, and the row that wrote it."""
+    """A generated token and its row."""
 
     row: int
     token: int
@@ -94,19 +94,19 @@ class _Row:
 
 
 class Writing:
-    """An iterator over the tokens of a batch as they are written.
+    """An iterator over the tokens of a batch as they are generated.
 
     Args:
         model: see `Model`; a `LanguageModel`, or anything wrapped around one.
-        prompts: tokens of each row, [B] lists of any lengths.
-        max_new_tokens: tokens that a row writes at most.
-        start: what every row goes on from.
-        sampling: how tokens are drawn.
-        stop: tokens that end a row; they are not part of it.
-        device: where the model is.
+        prompts: tokens of each row, B lists of any lengths.
+        max_new_tokens: most tokens to generate for a row.
+        start: the sequence that every prompt continues.
+        sampling: how tokens are sampled.
+        stop: tokens that end a row; they are not returned.
+        device: the model's device.
 
     Raises:
-        ValueError: a row without a token to go on from, or max_new_tokens below 1.
+        ValueError: a row has no token to predict from, or max_new_tokens is below 1.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Writing:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        start: Reading = NOTHING,
+        start: Reading = EMPTY_READING,
         sampling: Sampling = GREEDY,
         stop: Sequence[int] = (),
         device: torch.device | str = "cpu",
@@ -124,75 +124,77 @@ class Writing:
             raise ValueError(f"max_new_tokens: {max_new_tokens} is less than 1")
         rows = [[*start.ahead, *prompt] for prompt in prompts]
         if empty := [i for i, row in enumerate(rows) if not row]:
-            raise ValueError(f"prompts: row {empty[0]} is empty; it needs a token to go on from")
+            raise ValueError(f"prompts: row {empty[0]} is empty; it needs at least one token")
         self.model, self.sampling, self.stop, self.device = model, sampling, frozenset(stop), device
         self.readings: list[Reading | None] = [None] * len(rows)
-        """Of each row that has ended, its sequence up to there."""
+        """The sequence of each finished row, to continue from; None while it runs."""
         seeded = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(rows))]
         self._rows = [_Row(i, row, max_new_tokens, seeded[i]) for i, row in enumerate(rows)]
         self._state = start.state and start.state.take([0] * len(rows))
-        self._at = 0
+        self._position = 0
 
     def __iter__(self) -> Iterator[Written]:
         while self._rows:
             logits_BV = self._read()
-            due = [i for i, row in enumerate(self._rows) if len(row.tokens) == self._at]
-            for row, token in self._drawn(logits_BV, due):
+            due = [i for i, row in enumerate(self._rows) if len(row.tokens) == self._position]
+            for row, token in self._sample(logits_BV, due):
                 if token in self.stop:
                     row.done = True
                     continue
                 row.add(token)
                 yield Written(row.index, token)
-            self._leave()
+            self._remove_finished()
 
     def end(self, row: int) -> None:
-        """End a row after the token that it has just written."""
+        """Finish a row after the token it has just generated."""
         for running in self._rows:
             running.done |= running.index == row
 
     def _read(self) -> Tensor:
-        """Read what every row has ahead; logits [B, V] of the token after it."""
-        start, self._at = self._at, min(len(row.tokens) for row in self._rows)
-        tokens_BT = torch.tensor([row.tokens[start : self._at] for row in self._rows], device=self.device)
-        logits_BV, self._state = read_pieces(self.model, tokens_BT, self._state)
+        """Read the tokens that every row still has; logits [B, V] of the next."""
+        start, self._position = self._position, min(len(row.tokens) for row in self._rows)
+        tokens_BT = torch.tensor(
+            [row.tokens[start : self._position] for row in self._rows], device=self.device
+        )
+        logits_BV, self._state = prefill(self.model, tokens_BT, self._state)
         return logits_BV
 
-    def _drawn(self, logits_BV: Tensor, due: list[int]) -> list[tuple[_Row, int]]:
-        """The next token of the rows at places ``due``."""
+    def _sample(self, logits_BV: Tensor, due: list[int]) -> list[tuple[_Row, int]]:
+        """The next token of the rows ``due``, whose prompts are read."""
         rows = [self._rows[i] for i in due]
         uniform = [torch.rand((), generator=row.random, dtype=torch.float64) for row in rows]
         tokens = self.sampling.draw(logits_BV[due], torch.stack(uniform)) if due else logits_BV.new_empty(0)
         return list(zip(rows, tokens.tolist(), strict=True))
 
-    def _leave(self) -> None:
-        """Rows that have ended leave the batch."""
+    def _remove_finished(self) -> None:
+        """Remove finished rows from the batch."""
         going = [i for i, row in enumerate(self._rows) if not row.done]
         if len(going) == len(self._rows):
             return
         assert self._state is not None
         for i, row in enumerate(self._rows):
             if row.done:
-                self.readings[row.index] = Reading(self._state.take([i]), tuple(row.tokens[self._at :]))
+                self.readings[row.index] = Reading(self._state.take([i]), tuple(row.tokens[self._position :]))
         self._rows = [self._rows[i] for i in going]
         self._state = self._state.take(going) if going else None
 
 
 def read(
-    model: Model, tokens: Sequence[int], start: Reading = NOTHING, device: torch.device | str = "cpu"
+    model: Model, tokens: Sequence[int], start: Reading = EMPTY_READING, device: torch.device | str = "cpu"
 ) -> Reading:
-    """``start`` and then ``tokens``, all of them read but the last, from which the next would be drawn."""
+    """Read ``tokens`` after ``start``, all but the last, whose logits will give the next."""
     known = [*start.ahead, *tokens]
     if len(known) < 2:
         return Reading(start.state, tuple(known))
-    _, state = read_pieces(model, torch.tensor([known[:-1]], device=device), start.state)
+    _, state = prefill(model, torch.tensor([known[:-1]], device=device), start.state)
     return Reading(state, (known[-1],))
 
 
 @torch.no_grad()
-def read_pieces(model: Model, tokens_BT: Tensor, state: ModelState | None) -> tuple[Tensor, ModelState]:
-    """Logits [B, V] of the token after tokens_BT, and the state."""
+def prefill(model: Model, tokens_BT: Tensor, state: ModelState | None) -> tuple[Tensor, ModelState]:
+    """Logits [B, V] of the token after ``tokens_BT``, and the state, in calls of at most PREFILL_TOKENS."""
     logits_BV = None
-    for piece in tokens_BT.split(max(1, PIECE // tokens_BT.shape[0]), 1):
+    for piece in tokens_BT.split(max(1, PREFILL_TOKENS // tokens_BT.shape[0]), 1):
         out = model(piece, state, last=True)
         logits_BV, state = out.logits[:, -1], out.state
     assert logits_BV is not None

@@ -1,10 +1,10 @@
-"""Titans for Hugging Face's transformers (the extra `hf`): once this is imported, the Auto classes know it.
+"""Titans for Hugging Face's transformers (the extra `hf`): importing this registers the Auto classes.
 
     import titans_core.huggingface
     model = AutoModelForCausalLM.from_pretrained(folder)  # what `titans export` wrote
 
-``past_key_values`` is the model's state, whatever the variant. Rows of a batch stand at one position, so a
-batch has no padding; `LanguageModel.generate`, as ``model.model.generate``, takes prompts of any lengths.
+``past_key_values`` is the model's state, for every variant. All rows of a batch are at the same position, so
+padding is not supported; `LanguageModel.generate`, as ``model.model.generate``, takes prompts of any lengths.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TitansConfig(PreTrainedConfig):
 
 
 class State:
-    """A model's state where transformers has a cache of keys and values."""
+    """A model's state in the place of transformers' KV cache."""
 
     is_compileable = False
 
@@ -50,7 +50,7 @@ class State:
         return self.state.position
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """The rows that a beam search goes on with."""
+        """Select the rows that a beam search continues."""
         self.state = self.state.take(beam_idx.tolist())
 
 
@@ -59,7 +59,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = TitansConfig
     base_model_prefix = "model"
-    _is_stateful = True  # a state cannot be taken back by a few tokens
+    _is_stateful = True  # a state cannot be rolled back by a few tokens
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: TitansConfig):
@@ -92,16 +92,18 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits [B, T, V], or of the last token alone, and the state after them.
 
         Raises:
-            ValueError: the attention mask leaves tokens out.
+            ValueError: the attention mask masks tokens.
         """
         if attention_mask is not None and not attention_mask.all():
-            raise ValueError("attention_mask: no padding; model.model.generate takes prompts of any lengths")
+            raise ValueError(
+                "attention_mask: padding is not supported; model.model.generate takes prompts of any lengths"
+            )
         before = past_key_values and past_key_values.state
         logits, state, _ = self.model(input_ids, before, last=logits_to_keep == 1)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.model.config.vocab_size)
-        # not a Cache: generation asks it for nothing but what State has
+        # not a transformers Cache: generation only uses what State defines
         after = cast("Any", State(state) if use_cache is not False else None)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=after)
 
@@ -110,11 +112,11 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embedding
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The head, which may be tied to it."""
+        """The output head, which may be tied to the embedding."""
         return self.model.head
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """`LanguageModel` gives its own initial values."""
+        """Does nothing: `LanguageModel` initialises its parameters."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

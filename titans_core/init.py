@@ -23,15 +23,15 @@ from torch import nn
 from titans_core.layers import CausalConv, HeadNorm
 
 RESIDUAL = ("w_o", "down")
-"""Names of the linear layers that write to the residual stream."""
+"""Attribute names of the linear layers that write to the residual stream."""
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, n_layers: int) -> None:
-    """Set every parameter of a `LanguageModel`, or of a part of it, from the global random state.
+    """Initialise every parameter of a model, or of a part of one, from the global RNG.
 
-    Layers are known by their type; the rest of the table goes by the names of a module's attributes, so that
-    a block from outside is initialised like those here.
+    Layers are recognised by type, the other parameters by attribute name, so that custom blocks are
+    initialised like the built-in ones.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -47,12 +47,12 @@ def initialize(model: nn.Module, n_layers: int) -> None:
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
     for module in model.modules():
-        _by_name(module, n_layers)
+        _initialize_by_name(module, n_layers)
 
 
-def _by_name(module: Any, n_layers: int) -> None:
+def _initialize_by_name(module: Any, n_layers: int) -> None:
     if isinstance(getattr(module, "initial_weights", None), nn.ParameterList):
-        _memory(module)
+        _initialize_memory(module)
     if getattr(module, "persistent_PD", None) is not None:
         nn.init.normal_(module.persistent_PD)
     if getattr(module, "scale_H", None) is not None:
@@ -62,12 +62,12 @@ def _by_name(module: Any, n_layers: int) -> None:
             layer.weight.div_(math.sqrt(2 * n_layers))
 
 
-def _memory(memory: Any) -> None:
+def _initialize_memory(memory: Any) -> None:
     """M_0 and the gates of a `NeuralMemory`."""
     for W in memory.initial_weights:
         nn.init.normal_(W, std=W.shape[-2] ** -0.5)
     config = memory.config
-    if config.residual != "norm":  # LN would undo it, and its gradient be ten times as large
+    if config.residual != "norm":  # under LN it would only scale up the gradient tenfold
         memory.initial_weights[-1].mul_(0.1)
     biases = {"alpha": config.alpha_bias, "eta": config.eta_bias, "theta": config.theta_bias}
     for name, bias in biases.items():

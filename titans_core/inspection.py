@@ -1,6 +1,6 @@
-"""What a memory did token by token while it read: surprise, gates, state, what reads find, what is kept.
+"""Inspect memories token by token over one text: surprise, gates, state norms, retrieved and retained writes.
 
-`titans_core.telemetry` has the means of a training step; this has every token of one text.
+`titans_core.telemetry` has means for training.
 
 Shapes: B = 1, T tokens, H heads, E head width, N nearest keys.
 """
@@ -21,70 +21,69 @@ from titans_kernels import DecodeState, MemoryState, OpenChunk, Rule
 
 
 class Nearest(NamedTuple):
-    """The written keys nearest to each token's query, [T, H, N], most similar first."""
+    """The N written keys most similar to each token's query, [T, H, N], in descending order."""
 
     position: Tensor
-    """Token that wrote the key, int64; -1 where fewer than N were written."""
+    """Position of the token that wrote the key, int64; -1 where fewer than N were written."""
     similarity: Tensor
-    """Cosine of query and key."""
+    """Cosine similarity of query and key."""
     share: Tensor
-    """``c_i (q . k_i)`` over the sum of its absolute value over all written i, c as in `MemoryTrace`.
+    """``c_i (q . k_i)`` over the sum of its absolute values over all written i, c as in `MemoryTrace`.
 
-    Of a linear memory this is exactly how much of the read, beyond what M_0 gives, is the write of i; of a
-    deep one, of what its first layer makes of the query. NaN where `MemoryTrace.coefficient` is.
+    For a linear memory this is the exact fraction of the read, without M_0's part, that is due to write i;
+    for a deep one, of the output of its first layer. NaN where `MemoryTrace.coefficient` is.
     """
 
 
 class MemoryTrace(NamedTuple):
-    """One memory over T tokens, on the CPU in the precision of its state; [T, H] where nothing else is said.
+    """One memory over T tokens, on the CPU in the precision of its state; [T, H] unless stated otherwise.
 
-    Persistent tokens are part of what the memory starts from and have no entry.
+    Persistent tokens belong to the initial state and have no entry.
     """
 
     name: str
-    """The memory's name in its model: ``blocks.0.memory``."""
+    """Name of the module in its model, such as ``blocks.0.memory``."""
     surprise: Tensor
     """``||M_{t-1}(k_t) - v_t||^2``, before the token is written."""
     written: Tensor
-    """``||M_t(k_t) - v_t||^2``, right after. With momentum, writing goes on for some tokens."""
+    """``||M_t(k_t) - v_t||^2``, right after. With momentum, a write continues over later tokens."""
     final: Tensor
-    """``||M_T(k_t) - v_t||^2``, under the memory after the last token: what has been kept of it."""
+    """``||M_T(k_t) - v_t||^2``, with the memory after the last token: retention."""
     alpha: Tensor
-    """Where it is one a channel, their mean."""
+    """If per channel, the mean over channels."""
     eta: Tensor
     theta: Tensor
-    """As the gate gives it; the write budget of a chunk, where there is one, may leave less of it."""
+    """Output of the gate, before a write budget reduces it."""
     weight_norm: Tensor
-    """Frobenius norm of the weights of all layers after the token; known where a chunk ends and after the
-    last token, else NaN."""
+    """Frobenius norm of the weights of all layers, at chunk ends and after the last token; NaN elsewhere."""
     momentum_norm: Tensor
     coefficient: Tensor
-    """c_t, by which the token's gradient g_t stands in the weights after the last token (eqs. 13, 14):
-    ``M_T = beta M_0 + m S_0 - sum_t c_t g_t``, or with M_0 whole where forgetting leads to it. NaN for a rule
-    with an update of its own, and where alpha is one a channel."""
+    """c_t, the coefficient of the token's gradient g_t in the final weights (eqs. 13, 14):
+    ``M_T = beta M_0 + m S_0 - sum_t c_t g_t``, with beta = 1 if forgetting decays to M_0. NaN for rules with
+    their own update and for alpha per channel."""
     own: Nearest
-    """Keys near each token's query in ``y_t = M_t(q_t)``, its own among them."""
+    """Keys nearest to each token's query in ``y_t = M_t(q_t)``, including its own."""
     context: Nearest | None
-    """MAC alone: keys near the query of eq. 21, which reads the memory of the segments before."""
+    """MAC only: keys nearest to the query of eq. 21, which reads the memory of earlier segments."""
 
 
 class Watched:
-    """What the memories of a model were seen to do, in order."""
+    """Collected traces of the memories of a model."""
 
     def __init__(self, memories: dict[str, NeuralMemory]):
         self._watches = {name: _Watch(memory) for name, memory in memories.items()}
 
     def traces(self, nearest: int = 5) -> list[MemoryTrace]:
-        """A trace of each memory that has read something; ``nearest`` is N."""
+        """A trace of each memory that was used; ``nearest`` is N."""
         return [watch.trace(name, nearest) for name, watch in self._watches.items() if watch.pieces]
 
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[Watched]:
-    """``with watch(model) as seen: model(tokens)``, then ``seen.traces()``. Costs two passes more.
+    """``with watch(model) as watched: model(tokens)``, then ``watched.traces()``. Costs two more passes.
 
-    The sequence may come in any number of calls. Raises ValueError, from the model's call, where a batch has
-    more than one row.
+    The sequence may be split over several calls. The model's call raises ValueError for more than one
+    row.
     """
     memories = {name: m for name, m in model.named_modules() if isinstance(m, NeuralMemory)}
     seen = Watched(memories)
@@ -97,8 +96,8 @@ def watch(model: nn.Module) -> Iterator[Watched]:
             memory.watcher = None
 
 
-class _Piece(NamedTuple):
-    """The tokens of a call that are of one chunk; [T, H] and, of q, k and v, [T, H, E]."""
+class _Span(NamedTuple):
+    """The tokens of a call within one chunk; q, k and v [T, H, E], the others [T, H]."""
 
     q: Tensor
     k: Tensor
@@ -111,7 +110,7 @@ class _Piece(NamedTuple):
     weight_norm: Tensor
     momentum_norm: Tensor
     step: Tensor
-    """theta as the write budget leaves it."""
+    """theta after the write budget."""
 
 
 class _Watch:
@@ -119,17 +118,17 @@ class _Watch:
 
     def __init__(self, memory: NeuralMemory):
         self.memory, self.tokens = memory, 0
-        self.pieces: list[_Piece] = []
+        self.pieces: list[_Span] = []
         self.reads: list[tuple[int, Tensor]] = []
-        """Tokens written so far, and q [T, H, E] of a read without a write."""
+        """Of each read without a write: the number of tokens written before it, and q [T, H, E]."""
         self.border: tuple[Tensor, int] | None = None
-        """Weights last read without a write, and the tokens they hold."""
+        """The weights last read without a write, and the number of tokens they hold."""
         self.after: MemoryState | None = None
 
     @torch.no_grad()
-    def wrote(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
+    def on_write(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
         if q.shape[0] != 1:
-            raise ValueError(f"watch: one sequence at a time, not {q.shape[0]}")
+            raise ValueError(f"watch: a batch of {q.shape[0]} sequences; watch one at a time")
         size, first = self.memory.config.chunk_size, -state.position % self.memory.config.chunk_size
         sizes = [min(first, q.shape[1])] if first else []
         rest = q.shape[1] - sum(sizes)
@@ -140,47 +139,52 @@ class _Watch:
         self.after = state.memory()
         self.tokens += q.shape[1]
 
-    def read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
-        # the weights of a segment's start stay the same until it ends, however many calls that takes
+    def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
+        # the weights of a segment's start are the same object until it ends, over any number of calls
         if self.border is None or self.border[0].data_ptr() != weights[0].data_ptr():
             self.border = weights[0], self.tokens
         self.reads.append((self.border[1], q[0].detach()))
 
     def _piece(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
-    ) -> tuple[_Piece, DecodeState | OpenChunk]:
+    ) -> tuple[_Span, DecodeState | OpenChunk]:
         k, step = writes.k, self.memory.steps(writes, state)
         first = self.memory.predict(k[:, :1], state.memory().weights)
         following, _ = self.memory.extend(torch.roll(k, -1, 1), writes, state)
         after_each, state = self.memory.extend(k, writes, state)
         before = torch.cat([first, following[:, :-1]], 1)
         after = state.memory()
-        norms = [_at_end(part, k.shape[1]) for part in (self.memory.whole(after.weights), after.momentum)]
-        errors = [_error(y, writes.v)[0] for y in (before, after_each)]
-        return _Piece(q[0], *(x[0] for x in writes), *errors, *norms, step=step[0]), state
+        norms = [
+            _norm_at_end(part, k.shape[1])
+            for part in (self.memory.absolute_weights(after.weights), after.momentum)
+        ]
+        errors = [_squared_error(y, writes.v)[0] for y in (before, after_each)]
+        return _Span(q[0], *(x[0] for x in writes), *errors, *norms, step=step[0]), state
 
     @torch.no_grad()
     def trace(self, name: str, nearest: int) -> MemoryTrace:
-        """All pieces as one."""
+        """Concatenate the recorded tokens and derive what depends on all of them."""
         assert self.after is not None
-        seen = _Piece(*(torch.cat(parts) for parts in zip(*self.pieces, strict=True)))
+        seen = _Span(*(torch.cat(parts) for parts in zip(*self.pieces, strict=True)))
         prediction = self.memory.predict(seen.k[None], self.after.weights)
         one_alpha = seen.alpha.ndim == seen.theta.ndim
         alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
-        mixed = _Mixed(seen, nearest, one_alpha and type(self.memory.rule).update is Rule.update)
+        mixed = _GradientCoefficients(
+            seen, nearest, one_alpha and type(self.memory.rule).update is Rule.update
+        )
         mixed.run(self.reads)
         found = MemoryTrace(
-            name, seen.surprise, seen.written, _error(prediction[0], seen.v),
+            name, seen.surprise, seen.written, _squared_error(prediction[0], seen.v),
             alpha, seen.eta, seen.theta, seen.weight_norm, seen.momentum_norm,
             mixed.coefficient, mixed.own, mixed.context,
         )  # fmt: skip
         return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, found)
 
 
-class _Mixed:
-    """Goes through the tokens with the coefficients by which their gradients stand in the weights."""
+class _GradientCoefficients:
+    """Tracks each token's coefficient in the weights, and finds the keys nearest to every read."""
 
-    def __init__(self, seen: _Piece, nearest: int, known: bool):
+    def __init__(self, seen: _Span, nearest: int, known: bool):
         self.seen, self.nearest, self.known = seen, nearest, known
         self.k = seen.k.transpose(0, 1).to(seen.theta.dtype)  # [H, T, E]
         self.c = seen.theta.new_zeros(self.k.shape[:2])
@@ -190,32 +194,32 @@ class _Mixed:
 
     @property
     def coefficient(self) -> Tensor:
-        """Of each token after the last, [T, H]."""
+        """c of each token after the last one, [T, H]."""
         return self.c.T if self.known else torch.full_like(self.c.T, float("nan"))
 
     def run(self, reads: Sequence[tuple[int, Tensor]]) -> None:
-        """Every token's own read, and ``reads`` after as many tokens as were written before each."""
+        """Replay the writes in order, with every token's own read and ``reads`` in their places."""
         own: list[Nearest] = []
-        due, context = list(reads), []  # in the order of what was written before them
+        due, context = list(reads), []  # sorted by the number of tokens written before
         for t in range(self.k.shape[1] + 1):
             while due and due[0][0] == t:
                 context.append(self._nearest(*due.pop(0)))
             if t < self.k.shape[1]:
                 self._write(t)
                 own.append(self._nearest(t + 1, self.seen.q[t : t + 1]))
-        self.own = _joined(own)
-        self.context = _joined(context) if context else None
+        self.own = _concatenate(own)
+        self.context = _concatenate(context) if context else None
 
     def _write(self, t: int) -> None:
-        """What momentum and forgetting make of all gradients so far, token t's among them (eqs. 13, 14)."""
+        """Update the coefficients of all tokens so far by token t's gates (eqs. 13, 14)."""
         alpha, eta, step = (gate[t] for gate in (self.seen.alpha, self.seen.eta, self.seen.step))
-        alpha = alpha if alpha.ndim == eta.ndim else torch.zeros_like(eta)  # then nothing here is known
+        alpha = alpha if alpha.ndim == eta.ndim else torch.zeros_like(eta)  # results are then NaN
         self.n *= eta[:, None]
         self.n[:, t] = step
         self.c = (1 - alpha[:, None]) * self.c + self.n
 
     def _nearest(self, written: int, q_THE: Tensor) -> Nearest:
-        """The nearest of the first ``written`` keys."""
+        """The nearest among the first ``written`` keys."""
         q = q_THE.transpose(0, 1).to(self.k.dtype)
         keys, short = self.k[:, :written], max(0, self.nearest - written)
         cosine = F.normalize(q, dim=-1) @ F.normalize(keys, dim=-1).mT  # [H, T, written]
@@ -228,16 +232,16 @@ class _Mixed:
         return Nearest(*(x.transpose(0, 1) for x in padded))
 
 
-def _error(prediction: Tensor, v: Tensor) -> Tensor:
-    """``||M(k) - v||^2`` in the precision of the gates and the state."""
+def _squared_error(prediction: Tensor, v: Tensor) -> Tensor:
+    """``||M(k) - v||^2``."""
     return (prediction - v).square().sum(-1)
 
 
-def _at_end(layers: Sequence[Tensor], tokens: int) -> Tensor:
-    """The norm of a state [1, H, D, F] over its layers, in the last of ``tokens`` rows; NaN above."""
+def _norm_at_end(layers: Sequence[Tensor], tokens: int) -> Tensor:
+    """The norm of a state [1, H, D, F] over its layers, as the last of ``tokens`` rows; NaN before."""
     norm = torch.stack([W.square().sum((-1, -2)) for W in layers]).sum(0).sqrt()
     return torch.cat([norm.new_full((tokens - 1, norm.shape[1]), float("nan")), norm])
 
 
-def _joined(parts: Sequence[Nearest]) -> Nearest:
+def _concatenate(parts: Sequence[Nearest]) -> Nearest:
     return Nearest(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))

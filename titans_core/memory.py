@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
-from titans_core.projections import ConvState, Projections, per_row
+from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -35,12 +35,9 @@ from titans_kernels import (
     write_budget,
 )
 
-Record = dict[str, tuple[Tensor, int]]
-"""Telemetry of one call: for each quantity its sum, and the count to divide it by."""
-
 
 class Writes(NamedTuple):
-    """What tokens write with: k, v [B, T, H, E] and the gates [B, T, H], alpha perhaps [B, T, H, E]."""
+    """Inputs of an update: k, v [B, T, H, E], gates [B, T, H], or alpha [B, T, H, E] if per channel."""
 
     k: Tensor
     v: Tensor
@@ -50,40 +47,50 @@ class Writes(NamedTuple):
 
 
 class MemoryCache(NamedTuple):
-    """All that a sequence leaves behind, wherever it is cut, inside a chunk too."""
+    """The recurrent state after any token, also inside a chunk."""
 
     memory: DecodeState | OpenChunk
     conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
-    """With gates per chunk, those of the open chunk, [B, 1, H] each."""
+    """With one gate per chunk, those of the open chunk, [B, 1, H] each."""
 
     @property
     def start(self) -> MemoryState:
-        """The memory on a chunk border."""
+        """Weights and momentum at the start of the open chunk."""
         return MemoryState(self.memory.weights, self.memory.momentum)
 
 
 class Watcher(Protocol):
-    """Sees what a memory is asked to do while it does it: see `titans_core.inspection`."""
+    """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-    def wrote(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
-        """Tokens are written, and read with q [B, T, H, E], from ``state`` on."""
+    def on_write(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
+        """Before tokens are written, and read with q [B, T, H, E], starting from ``state``."""
 
-    def read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
-        """The memory of an earlier token is read with q [B, T, H, E]."""
+    def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
+        """Before weights of an earlier token are read with q [B, T, H, E]."""
+
+
+class Recorder(Protocol):
+    """A hook called after every update of a memory: see `titans_core.telemetry`."""
+
+    def on_update(
+        self, memory: NeuralMemory, read: Callable[[Tensor], Tensor], writes: Writes, after: MemoryState,
+        cu_seqlens: Tensor | None,
+    ) -> None:  # fmt: skip
+        """After tokens were written; ``read(q)`` is what other queries [B, T, H, E] would have read."""
 
 
 class NeuralMemory(Projections):
-    """Memory whose weights learn while it reads; every component is a switch of `MemoryConfig`.
+    """Memory whose weights are updated by gradient descent at test time; `MemoryConfig` has its components.
 
     Args:
         d_model: width D of the input and output.
-        config: what the memory is made of; `heads * head_dim` channels where head_dim is set.
-        initialized: False leaves that to the model it is part of, which knows its own depth.
+        config: the memory's components; it has ``heads * head_dim`` channels if head_dim is set.
+        initialized: False leaves initialisation to the model, whose depth scales the output projection.
 
     Raises:
-        ValueError: the config names a rule that does not exist, or parameters that it has not; one line that
-            begins with the field of a `ModelConfig`.
+        ValueError: the rule is unknown, or does not take the given parameters; one line that begins with the
+            field of `ModelConfig`.
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
@@ -93,7 +100,7 @@ class NeuralMemory(Projections):
         super().__init__(d_model, config.heads, head_dim, kernel, unit)
         self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
         self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
-        """Whether a state holds past surprise; where eta is 0, it has a zero a head and layer instead."""
+        """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
         forgotten = config.heads if config.decay_per == "head" else channels
         self.alpha = nn.Linear(d_model, forgotten) if config.decay else None
         self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
@@ -105,7 +112,7 @@ class NeuralMemory(Projections):
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
         self.w_o = nn.Linear(channels, d_model, bias=False)
-        self.recorder: list[Record] | None = None
+        self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         if initialized:
             initialize(self, n_layers=1)
@@ -121,10 +128,10 @@ class NeuralMemory(Projections):
 
         Args:
             x_BTD: [B, T, D].
-            cache: from `start` or an earlier call, cut anywhere; None starts from the initial weights.
-            documents: borders of packed documents; each starts from ``cache``, which must then be one state
-                for all of them and on a chunk border, as `start` gives it.
-            padded: some rows end in padding, which telemetry must not count.
+            cache: from `start` or an earlier call, after any token; None starts from the initial weights.
+            documents: borders of packed documents. Each starts from ``cache``, which must then be a single
+                state on a chunk border, such as ``start(1)``.
+            padded: rows may end in padding, which telemetry must not count.
 
         Returns:
             [B, T, D] and the cache after the last token, None when packed.
@@ -136,10 +143,10 @@ class NeuralMemory(Projections):
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
-        q, writes, conv_state = self._tokens(x_BTD, cache.conv_state)
+        q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
         writes = self._per_chunk(writes, cache=cache)
-        y, memory = self._extend(q, writes, cache.memory, record=not padded)
-        # copies: the cache outlives the call, views would keep all its tokens alive
+        y, memory = self._write(q, writes, cache.memory, record=not padded)
+        # copies: a view in the cache would keep all tokens of the call in memory
         held = self.config.gates_per == "chunk" and memory.position
         gates = tuple(gate[:, -1:].clone() for gate in writes[2:]) if held else ()
         return self._output(y, x_BTD), MemoryCache(memory, conv_state, gates)
@@ -147,10 +154,10 @@ class NeuralMemory(Projections):
     def read(
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
     ) -> tuple[Tensor, ConvState]:
-        """M(q) at given weights, without a write (eq. 21); the convolution state is that of q alone."""
+        """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of q only."""
         (q,), conv_state = self.project(x_BTD, "q", conv_state)
         if self.watcher is not None:
-            self.watcher.read(q, weights)
+            self.watcher.on_read(q, weights)
         return self._output(self.predict(q, weights), x_BTD), conv_state
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
@@ -161,51 +168,51 @@ class NeuralMemory(Projections):
 
     @property
     def base(self) -> tuple[Tensor, ...] | None:
-        """What forgetting leads to, if not zero; the weights of a state are then the distance from it."""
+        """The weights that forgetting decays to, None for zero. A state holds the distance from them."""
         return tuple(self.initial_weights) if self.config.forget_to == "initial" else None
 
-    def whole(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The weights of a state with the base that they are the distance from."""
+    def absolute_weights(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The weights of a state, with the base added that they are stored relative to."""
         base = self.base
         return weights if base is None else tuple(B + V for B, V in zip(base, weights, strict=True))
 
     @property
     def residual(self) -> Residual | None:
-        """What is around the memory's layers."""
+        """The residual connection around the memory's layers, if any."""
         if self.config.residual == "none":
             return None
         norm = self.inner_norm
         return Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
-        """The cache before the first token: the initial weights, after the persistent tokens if given.
+        """The cache before the first token: the initial weights, updated by the persistent tokens if given.
 
-        The prefix is written as chunks of its own, so the sequence starts on a chunk border. It is the
-        same for every row and document, so it is written once.
+        The prefix is written in chunks of its own, so that the sequence starts on a chunk border; once, since
+        it is the same for every row and document.
         """
         weights = tuple(W[None].to(state_dtype(self.w_k.weight)) for W in self.initial_weights)
         zeros, conv_state = lambda: tuple(torch.zeros_like(W) for W in weights), self.zero_conv_state()
         state = MemoryState(weights if self.base is None else zeros(), zeros())
         if prefix_PD is not None and prefix_PD.shape[0]:
             prefix = prefix_PD[None]
-            q, writes, conv_state = self._tokens(prefix, conv_state)
-            _, state = self._operate(q, self._per_chunk(writes), state, record=False)
+            q, writes, conv_state = self._project_tokens(prefix, conv_state)
+            _, state = self._run_operator(q, self._per_chunk(writes), state, record=False)
         if not self.carries_momentum:
-            state = state._replace(momentum=_no_momentum(state.weights))
-        grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
-        state = MemoryState(*(tuple(map(grow, part)) for part in state))
-        return MemoryCache(DecodeState.of(state), per_row(conv_state, batch))
+            state = state._replace(momentum=_zero_momentum(state.weights))
+        expand = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
+        state = MemoryState(*(tuple(map(expand, part)) for part in state))
+        return MemoryCache(DecodeState.of(state), expand_rows(conv_state, batch))
 
     def reset(self, cache: MemoryCache, reset_B: Tensor, prefix_PD: Tensor | None = None) -> MemoryCache:
-        """``cache`` with rows ``reset_B`` [B] as `start` gives them; M_0 has a gradient through them.
+        """``cache`` with rows ``reset_B`` [B] as in `start`, differentiable with respect to M_0.
 
         Raises:
-            ValueError: the rows stand inside a chunk, which all of them share.
+            ValueError: the state is inside a chunk.
         """
         if cache.memory.position:
             raise ValueError(
-                f"reset: rows stand {cache.memory.position} tokens into a chunk of {self.config.chunk_size}; "
-                "reset them on a chunk border"
+                f"reset: the state is {cache.memory.position} tokens into a chunk "
+                f"of {self.config.chunk_size}; reset rows on a chunk border"
             )
         return reset_rows(cache, reset_B, self.start(1, prefix_PD))
 
@@ -222,22 +229,22 @@ class NeuralMemory(Projections):
         return state + self.conv_bytes()
 
     def read_bytes(self, length: int, segment: int) -> int:
-        """Bytes that `read` adds where it is at the weights of each segment's start.
+        """Bytes that reading at the weights of each segment's start adds (`MAC`).
 
-        Those weights, where the memory has moved on from them, and q's convolution state.
+        A copy of those weights once the memory has been updated since, and q's convolution state.
         """
         moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.initial_weights) if moved else 0
         return state_dtype(self.w_k.weight).itemsize * weights + self.conv_bytes("q")
 
-    def _tokens(
+    def _project_tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[Tensor, Writes, ConvState]:
-        """What tokens read with, q [B, T, H, E], and what they write with."""
+        """Queries [B, T, H, E], the inputs of the update, and the convolution state."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
         switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta}
         gates = {name: gate for name, gate in switched.items() if gate is not None}
-        found = dict(zip(gates, _gates(list(gates.values()), x), strict=True))
+        found = dict(zip(gates, _project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
         if self._forgets_by_channel:
@@ -251,7 +258,7 @@ class NeuralMemory(Projections):
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
     ) -> Writes:
-        """One value of each gate a chunk, that of its first token, which keeps the layer causal."""
+        """With gates per chunk, each token's gates are those of its chunk's first token: causal."""
         if self.config.gates_per == "token":
             return writes
         T, b = writes.k.shape[1], self.config.chunk_size
@@ -260,18 +267,18 @@ class NeuralMemory(Projections):
         opened = 0 if cache is None else cache.memory.position
         first = token - (within + opened) % b
         gates = writes[2:]
-        if cache is not None and cache.gates:  # the open chunk's stand in place 0
+        if cache is not None and cache.gates:  # prepended, at index 0
             first = (first + 1).clamp(min=0)
             gates = [torch.cat(pair, 1) for pair in zip(cache.gates, gates, strict=True)]
         return Writes(writes.k, writes.v, *(gate[:, first] for gate in gates))
 
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
-        _check_start(cache)
+        _check_packed_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
-        q, writes, _ = self._tokens(x_BTD, conv_state, documents)
+        q, writes, _ = self._project_tokens(x_BTD, conv_state, documents)
         flat = Writes(*(w.flatten(0, 1)[None] for w in writes))
         state = MemoryState(*(tuple(s[0] for s in part) for part in cache.start))
-        y, _ = self._operate(
+        y, _ = self._run_operator(
             q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
         )
         return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
@@ -279,8 +286,8 @@ class NeuralMemory(Projections):
     def extend(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
     ) -> tuple[Tensor, DecodeState | OpenChunk]:
-        """Write tokens from ``state`` on; what q [B, T, H, E] reads after each, and the state."""
-        c, full = self.config, _expanded(state.momentum, state.weights)
+        """Write tokens starting from ``state``; what q [B, T, H, E] reads after each, and the new state."""
+        c, full = self.config, _expand_momentum(state.momentum, state.weights)
         state = state._replace(momentum=full)
         return extend_memory(
             q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
@@ -289,7 +296,7 @@ class NeuralMemory(Projections):
         )  # fmt: skip
 
     def steps(self, writes: Writes, state: DecodeState | OpenChunk) -> Tensor:
-        """theta [B, T, H] of tokens written from ``state`` on, as their chunks' write budget leaves it."""
+        """theta [B, T, H] after the write budget of each chunk, for tokens written from ``state`` on."""
         budget = self.config.write_budget
         if budget is None:
             return writes.theta
@@ -298,19 +305,21 @@ class NeuralMemory(Projections):
             writes.k, writes.eta, writes.theta, self.config.chunk_size, held=held, budget=budget
         )
 
-    def _extend(
+    def _write(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk, record: bool
     ) -> tuple[Tensor, DecodeState | OpenChunk]:
         if self.watcher is not None:
-            self.watcher.wrote(q, writes, state)
+            self.watcher.on_write(q, writes, state)
         y, after = self.extend(q, writes, state)
         if self.recorder is not None and record:
-            self._record(lambda q: self.extend(q, writes, state), writes, after.memory(), None)
+            self.recorder.on_update(
+                self, lambda q: self.extend(q, writes, state)[0], writes, after.memory(), None
+            )
         if not self.carries_momentum:
-            after = after._replace(momentum=_no_momentum(after.weights))
+            after = after._replace(momentum=_zero_momentum(after.weights))
         return y, after
 
-    def _operate(
+    def _run_operator(
         self,
         q: Tensor,
         writes: Writes,
@@ -319,7 +328,7 @@ class NeuralMemory(Projections):
         *,
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
-        c, momentum = self.config, _expanded(state.momentum, state.weights)
+        c, momentum = self.config, _expand_momentum(state.momentum, state.weights)
         call = lambda q: neural_memory(  # noqa: E731
             q, *writes, state.weights, momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
@@ -328,31 +337,8 @@ class NeuralMemory(Projections):
         )  # fmt: skip
         y, after = call(q)
         if self.recorder is not None and record:
-            self._record(call, writes, after, cu_seqlens)
+            self.recorder.on_update(self, lambda q: call(q)[0], writes, after, cu_seqlens)
         return y, after
-
-    @torch.no_grad()
-    def _record(self, call, writes: Writes, after: MemoryState, cu_seqlens: Tensor | None) -> None:
-        """Telemetry; reading with the next token's key gives M_{t-1}(k_t), the prediction it surprises."""
-        assert self.recorder is not None
-        before, _ = call(torch.roll(writes.k, -1, 1))
-        errors = (before[:, :-1] - writes.v[:, 1:]).square().sum(-1)
-        if cu_seqlens is not None:  # the token before a document's first is not of its memory
-            inside = torch.ones(writes.k.shape[1], dtype=torch.bool, device=errors.device)
-            inside[cu_seqlens[:-1].long()] = False
-            errors = errors[:, inside[1:]]
-        tokens = writes.theta[..., 0].numel()
-        parts = self.whole(after.weights), after.momentum
-        norms = (torch.stack([s.square().sum((-1, -2, -3)) for s in part]).sum(0).sqrt() for part in parts)
-        means = {name: gate.mean() for name, gate in zip(("alpha", "eta", "theta"), writes[2:], strict=True)}
-        self.recorder.append(
-            {
-                "surprise": (errors.sum(), errors.numel()),
-                **{f"{name}_mean": (mean * tokens, tokens) for name, mean in means.items()},
-                "weight_norm": (next(norms).mean() * tokens, tokens),
-                "momentum_norm": (next(norms).mean() * tokens, tokens),
-            }
-        )
 
     def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
         y, gate = y_BTHE, None
@@ -372,18 +358,18 @@ def _rule(config: MemoryConfig) -> Rule:
         raise ValueError(f"memory.{error}") from None
 
 
-def _no_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a state holds in place of a momentum that no token reads: zeros [B, H, 1, 1] of each layer."""
+def _zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A placeholder, zeros [B, H, 1, 1] of each layer, for a momentum that no token uses."""
     return tuple(W.new_zeros(*W.shape[:2], 1, 1) for W in weights)
 
 
-def _expanded(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The momentum in the weights' shape, as the operators take it."""
+def _expand_momentum(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The momentum in the shape of the weights."""
     return tuple(S.expand_as(W) for S, W in zip(momentum, weights, strict=True))
 
 
-def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
-    """Gates in [0, 1], in the state's precision: bfloat16 cannot tell 1 - alpha from 1."""
+def _project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Gates in [0, 1], in the state's precision: in bfloat16, 1 - alpha would round to 1."""
     with without_autocast(x):
         dtype, sizes = state_dtype(linears[0].weight), [n.out_features for n in linears]
         weight, bias = (
@@ -392,14 +378,14 @@ def _gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
         return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(sizes, -1)
 
 
-def _check_start(cache: MemoryCache) -> None:
-    """Raises ValueError unless ``cache`` is one state, on a chunk border."""
+def _check_packed_start(cache: MemoryCache) -> None:
+    """Raises ValueError unless ``cache`` is a single state on a chunk border."""
     if cache.memory.position:
         raise ValueError(
-            f"cache: {cache.memory.position} tokens into a chunk; packed documents start on a chunk border"
+            f"cache: {cache.memory.position} tokens into a chunk; documents must start on a chunk border"
         )
     rows = [W for W in cache.start.weights if W.shape[0] > 1 and W.stride(0)]
     if rows:
         raise ValueError(
-            f"cache: it holds {rows[0].shape[0]} sequences; packed documents all start from one, as start(1)"
+            f"cache: {rows[0].shape[0]} sequences; packed documents must start from a single one, as start(1)"
         )

@@ -1,9 +1,8 @@
-"""Memory files: read a text once, go on from it another day.
+"""Memory files: save what a model has read and resume from it later.
 
-A file holds one `Reading` as safetensors: the tensors of its state, and in the header how the state is made
-of them, the format's version, a hash of the model, the tokens read and a checksum of the whole. A state means
-something to the model that made it alone; any other is refused. To fork a memory, copy its file; to reset it,
-begin without one.
+A file holds one `Reading` as safetensors: the tensors of its state, and in the header the structure of the
+state, the format's version, a hash of the model, the number of tokens read and a checksum of everything. Only
+the model that wrote a state can load it. To fork a memory, copy its file; to reset it, start without one.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ NO_CHECKSUM = "2"
 
 
 def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
-    """Write what ``model`` has read to a file that is whole or not there at all; its size in bytes.
+    """Write what ``model`` has read to a file, atomically. Returns its size in bytes.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: a block's state holds something else than tensors, numbers, text, tuples and dicts.
+        OSError: the file cannot be written.
+        ValueError: a block's state holds anything but tensors, numbers, strings, tuples and dicts.
     """
     structure, tensors = flatten_state(reading, "reading")
     about = {"kind": KIND, "version": VERSION, "model": model_hash(model), "tokens": str(reading.tokens)}
@@ -51,17 +50,17 @@ def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
 
 
 def load_memory(path: Path, model: Backbone) -> Reading:
-    """What ``model`` had read when it wrote the file, on the model's device.
+    """Read a memory file that ``model`` wrote, onto the model's device.
 
     Raises:
-        ValueError: it is no memory file, damaged, of another format or of another model; one line.
+        ValueError: it is not a memory file, or is damaged, or of another format or model; one line.
     """
     device = str(next(model.parameters()).device)
     try:
         with safe_open(path, "pt", device=device) as file:
             about = file.metadata() or {}
             _check(path, about, model)
-            # copies: the file's tensors begin at any byte, and how operands are aligned may change a rounding
+            # copies: mapped tensors begin at any byte, and alignment may change the last bit of a product
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         expected = about.pop("checksum", None)
         if expected != _checksum(about, tensors) and not (
@@ -73,18 +72,18 @@ def load_memory(path: Path, model: Backbone) -> Reading:
         return restore_state(json.loads(about["reading"]), tensors)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ValueError(f"{path}: no memory file that can be read: {reason}") from None
+        raise ValueError(f"{path}: cannot be read as a memory file: {reason}") from None
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: its state cannot be put together: {error!r}") from None
+        raise ValueError(f"{path}: the state in the file cannot be restored: {error!r}") from None
 
 
 def model_hash(model: Backbone) -> str:
-    """32 hex digits of what the model is made of: its config and every number of its weights."""
+    """A hash of the model's config and weights, 32 hex digits."""
     return _hash(model.config.model_dump_json(exclude_defaults=True), model.state_dict())
 
 
 def _checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """Of everything in a file but the checksum itself."""
+    """A hash of everything in a file but the checksum itself."""
     return _hash(json.dumps(about, sort_keys=True), dict(sorted(tensors.items())))
 
 
@@ -97,25 +96,31 @@ def _hash(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def flatten_state(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """A state as JSON that says how it is made of tensors, and copies of these by name.
-
-    A tensor that occurs twice is copied once.
+    """The structure of a state as JSON, and copies of its tensors by name, shared tensors once.
 
     Raises:
-        ValueError: it holds something else than tensors, numbers, text, tuples and dicts.
+        ValueError: it holds anything but tensors, numbers, strings, tuples and dicts.
     """
     tensors: dict[str, Tensor] = {}
-    return _taken_apart(state, name, tensors, {}), tensors
+    return _to_json(state, name, tensors, {}), tensors
 
 
 def restore_state(structure: Any, tensors: dict[str, Tensor]) -> Any:
     """The inverse of `flatten_state`."""
-    return _put_together(structure, tensors)
+    if not isinstance(structure, dict):
+        return structure
+    if "tensor" in structure:
+        return tensors[structure["tensor"]]
+    if "tuple" in structure:
+        return tuple(restore_state(part, tensors) for part in structure["tuple"])
+    below = structure["fields"] if "class" in structure else structure["dict"]
+    parts = {key: restore_state(part, tensors) for key, part in below.items()}
+    return _state_class(structure["class"])(**parts) if "class" in structure else parts
 
 
 def _check(path: Path, about: dict[str, str], model: Backbone) -> None:
     if about.get("kind") != KIND:
-        raise ValueError(f"{path}: safetensors, but no memory file")
+        raise ValueError(f"{path}: a safetensors file, but not a memory file")
     if about.get("version") not in (VERSION, NO_CHECKSUM):
         raise ValueError(
             f"{path}: written in format {about.get('version')}; this version reads format {VERSION}"
@@ -123,18 +128,18 @@ def _check(path: Path, about: dict[str, str], model: Backbone) -> None:
     own = model_hash(model)
     if about.get("model") != own:
         raise ValueError(
-            f"{path}: the memory of another model ({about.get('model', '')[:12]}; this one is {own[:12]}); "
+            f"{path}: written by another model ({about.get('model', '')[:12]}; this one is {own[:12]}); "
             "read the text again with this one"
         )
 
 
-def _taken_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
-    """``value`` as JSON; its tensors go to ``tensors``, one that occurs twice once."""
-    below = lambda part, key: _taken_apart(part, f"{name}.{key}", tensors, seen)  # noqa: E731
+def _to_json(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
+    """``value`` as JSON; collects its tensors in ``tensors``."""
+    below = lambda part, key: _to_json(part, f"{name}.{key}", tensors, seen)  # noqa: E731
     if isinstance(value, Tensor):
         if id(value) not in seen:
             seen[id(value)] = name
-            # a copy: safetensors takes no views of one storage
+            # a copy: safetensors refuses tensors that share storage
             tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
         return {"tensor": seen[id(value)]}
     if isinstance(value, dict):
@@ -146,25 +151,13 @@ def _taken_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[i
         return {"tuple": [below(part, i) for i, part in enumerate(value)]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"{name}: a {type(value).__name__} cannot be kept in a memory file")
+    raise ValueError(f"{name}: a {type(value).__name__} cannot be saved in a memory file")
 
 
-def _put_together(made: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(made, dict):
-        return made
-    if "tensor" in made:
-        return tensors[made["tensor"]]
-    if "tuple" in made:
-        return tuple(_put_together(part, tensors) for part in made["tuple"])
-    below = made["fields"] if "class" in made else made["dict"]
-    parts = {key: _put_together(part, tensors) for key, part in below.items()}
-    return _named_tuple(made["class"])(**parts) if "class" in made else parts
-
-
-def _named_tuple(path: str) -> Any:
-    """The class of a part of a state. The model is there, so its module is: a file imports nothing."""
+def _state_class(path: str) -> Any:
+    """A NamedTuple of a state by its path, from modules already imported: a file must not cause imports."""
     module, _, name = path.partition(":")
     found = getattr(sys.modules[module], name)
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise TypeError(f"{path} is no NamedTuple")
+        raise TypeError(f"{path} is not a NamedTuple")
     return found

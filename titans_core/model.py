@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
-from titans_core.generation import GREEDY, NOTHING, Reading, Sampling, Writing, read
+from titans_core.generation import EMPTY_READING, GREEDY, Reading, Sampling, Writing, read
 
-LOGITS_AT_ONCE = 2**24
-"""Logits of a pass with targets that are in memory at once: 64 MiB of float32."""
+LOGITS_PER_BLOCK = 2**24
+"""Most logits in memory at a time when losses are computed: 64 MiB of float32."""
 
 
 class ModelOutput(NamedTuple):
-    """What a pass gives: logits or losses, and the state after the last token (None when packed)."""
+    """Logits or losses, and the state after the last token (None when packed)."""
 
     logits: Tensor | None
-    """[B, T, V], or [B, 1, V] of the last token; None where there were targets."""
+    """[B, T, V], or [B, 1, V] of the last token; None if targets were given."""
     state: ModelState | None
     losses: Tensor | None = None
     """[B, T] cross-entropy of the targets in nats."""
@@ -53,16 +53,17 @@ class LanguageModel(Backbone):
         targets_BT: Tensor | None = None,
         reset_B: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits of the token after each, or the losses of given ones.
+        """Next-token logits, or the losses of given targets.
 
         Args:
             tokens_BT: [B, T] int64.
-            state: from an earlier call, as `encode` takes it.
-            document_starts: [B, T] bool, where packed documents begin, as `encode` takes it.
+            state: from an earlier call, to continue its sequences; see `encode`.
+            document_starts: [B, T] bool, where packed documents begin; see `encode`.
             last: only the logits of the last token, [B, 1, V].
-            targets_BT: [B, T] int64, the token after each: their cross-entropy in place of the logits, of
-                which at most LOGITS_AT_ONCE are held, and made again for the backward pass.
-            reset_B: [B] bool, rows that begin a new sequence in spite of ``state``, as `encode` takes it.
+            targets_BT: [B, T] int64, the token after each: return their cross-entropy instead of the
+                logits. At most LOGITS_PER_BLOCK logits are in memory; they are recomputed in the backward
+                pass.
+            reset_B: [B] bool, rows that start a new sequence although a state is given; see `encode`.
         """
         x, state = self.features(tokens_BT, state, document_starts, reset_B)
         if targets_BT is not None:
@@ -76,15 +77,15 @@ class LanguageModel(Backbone):
         document_starts: Tensor | Documents | None = None,
         reset_B: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """[B, T, D], what ``head`` makes logits of, and the state. Arguments are those of `forward`."""
-        # as large as the normalised stream the blocks add to; the tied head keeps logits of order 1
+        """[B, T, D] inputs of ``head``, and the state. Arguments as in `forward`."""
+        # on the scale of the normalised residual stream; with a tied head the logits are of order 1
         x_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
         return self.encode(x_BTD, state, document_starts, reset_B)
 
     def _losses(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """[B, T] cross-entropy, of a part of the positions after the other where there are many."""
+        """[B, T] cross-entropy, computed in blocks of positions."""
         x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        rows = max(1, LOGITS_PER_BLOCK // self.config.vocab_size)
         if len(x_ND) <= rows:
             return self._cross_entropy(x_ND, targets_N).view_as(targets_BT)
         parts = [
@@ -94,7 +95,7 @@ class LanguageModel(Backbone):
         return torch.cat(parts).view_as(targets_BT)
 
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        # flat: over a middle dimension, and back, softmax is several times slower
+        # flattened: softmax over a middle dimension is several times slower
         logits_NV = self.head(x_ND)
         exact = torch.promote_types(logits_NV.dtype, torch.float32)
         return F.cross_entropy(logits_NV.to(exact), targets_N, reduction="none")
@@ -104,11 +105,11 @@ class LanguageModel(Backbone):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        start: Reading = NOTHING,
+        start: Reading = EMPTY_READING,
         sampling: Sampling = GREEDY,
         stop: Sequence[int] = (),
     ) -> list[list[int]]:
-        """What is written after each prompt. Arguments and errors are those of `Writing`."""
+        """Generated tokens of each prompt. Arguments and errors as in `Writing`."""
         written: list[list[int]] = [[] for _ in prompts]
         for row, token in self.stream(prompts, max_new_tokens, start=start, sampling=sampling, stop=stop):
             written[row].append(token)
@@ -119,16 +120,16 @@ class LanguageModel(Backbone):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        start: Reading = NOTHING,
+        start: Reading = EMPTY_READING,
         sampling: Sampling = GREEDY,
         stop: Sequence[int] = (),
     ) -> Writing:
-        """Each token as it is written: ``for row, token in model.stream(...)``."""
+        """Stream tokens as they are generated: ``for row, token in model.stream(...)``."""
         device = next(self.parameters()).device
         return Writing(
             self, prompts, max_new_tokens, start=start, sampling=sampling, stop=stop, device=device
         )
 
-    def read(self, tokens: Sequence[int], start: Reading = NOTHING) -> Reading:
-        """Read a sequence, or more of one; `generate` goes on from it as often as it is asked to."""
+    def read(self, tokens: Sequence[int], start: Reading = EMPTY_READING) -> Reading:
+        """Read a sequence, or more of one, to generate from it any number of times."""
         return read(self, tokens, start, next(self.parameters()).device)

@@ -1,8 +1,8 @@
 """Model sizes by name: the paper's four (Section 5.1), and small ones for two cores.
 
-Depth and width are one for all variants of a size; what a mixer has in parameters comes off the
-feed-forward layer (`Block.preset_expansion`), so that a size compares variants at equal counts. Widths are
-ours: the paper prints only the counts.
+All variants of a size have the same depth and width; the feed-forward layer is sized so that they have the
+same number of parameters (`Block.preset_expansion`). The widths are ours: the paper reports only parameter
+counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Size(NamedTuple):
-    """What a size fixes; ``window`` is also MAC's segment, in tokens."""
+    """The fields of a size; ``window`` is also MAC's segment, in tokens."""
 
     d_model: int
     n_layers: int
@@ -60,7 +60,7 @@ def size_config(name: str, vocab_size: int | None = None) -> ModelConfig:
             heads=heads,
             chunk_size=size.chunk_size,
             max_theta=size.max_theta,
-            write_budget=2.0,  # all sizes; the baselines of `blocks.baselines.delta` say None
+            write_budget=2.0,  # for all sizes; the baselines of `blocks.baselines.delta` set None
         ),
         attention=AttentionConfig(heads=heads, window=size.window, segment_size=size.window),
     )
@@ -91,17 +91,17 @@ def preset(
     }
     config = ModelConfig.model_validate({**dict(sized), **update})
     if block.preset_expansion is None:
-        config = config.model_copy(update={"mlp_expansion": _remaining_expansion(config, name, block.layers)})
+        config = config.model_copy(update={"mlp_expansion": _matched_expansion(config, name, block.layers)})
     return config
 
 
 def _blocks(size: Size, block: type[Block]) -> int:
-    """Blocks that together have about the layers of a size."""
+    """Number of blocks for about as many layers as the size has."""
     return max(1, round(size.n_layers / block.layers))
 
 
-def _remaining_expansion(config: ModelConfig, name: str, layers: int) -> float:
-    """The feed-forward width over d_model that brings the blocks to the parameters of the Transformer's."""
+def _matched_expansion(config: ModelConfig, name: str, layers: int) -> float:
+    """The feed-forward expansion at which the blocks have as many parameters as the Transformer's."""
     from titans_core.blocks import Transformer, block_parameters
 
     baseline = {"variant": "transformer", "options": {}, "mlp_expansion": Transformer.preset_expansion}

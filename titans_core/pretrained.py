@@ -18,7 +18,7 @@ from titans_core.model import LanguageModel
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MODEL_TYPE, CLASS, PREFIX = "titans", "TitansForCausalLM", "model."
-"""Names in a folder: its ``model_type``, its class, what stands before the names of the weights."""
+"""Of a folder: its ``model_type``, its class, the prefix of the weights' names."""
 HEAD = "head.weight"
 
 
@@ -26,9 +26,9 @@ def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] |
     """Write a model's config and weights.
 
     Args:
-        folder: made where it is missing.
-        model: a head tied to the embedding is written once.
-        special: further entries of config.json, such as ``bos_token_id``.
+        folder: created if missing.
+        model: a head tied to the embedding is saved once.
+        special: additional entries of config.json, such as ``bos_token_id``.
 
     Raises:
         OSError: the folder cannot be written.
@@ -48,10 +48,10 @@ def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] |
 
 
 def load_folder(folder: Path) -> LanguageModel:
-    """The model of a folder that `save_folder` wrote, in the precision it was written in.
+    """Load a folder written by `save_folder`, in the dtype it was saved in.
 
     Raises:
-        ValueError: what stands there is no such folder; one line.
+        ValueError: it is not such a folder; one line.
     """
     try:
         about = json.loads((folder / CONFIG).read_text("utf-8"))
@@ -61,7 +61,7 @@ def load_folder(folder: Path) -> LanguageModel:
             weights[HEAD] = weights["embedding.weight"]
         model.to(weights[HEAD].dtype).load_state_dict(weights)
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{folder}: no folder of a Titans model: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{folder}: not a saved Titans model: {' '.join(str(error).split())}") from None
     return model
 
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values as Section 4.4 has them in all blocks, the memory's and attention's alike.
+"""Queries, keys and values of the memory and of attention (Section 4.4).
 
 Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E channels, K convolution width.
 """
@@ -18,22 +18,28 @@ ConvState = dict[str, Tensor]
 
 
 class Projections(nn.Module):
-    """A projection each for q, k and v, SiLU, a causal depthwise convolution, heads scaled to norm 1.
+    """Linear projections of q, k and v, SiLU, a causal depthwise convolution, L2-normalised heads.
 
     Args:
         d_model: width D of the input.
         heads: number of heads H.
         head_dim: their width E.
-        conv_kernel: K; None leaves the convolution out.
-        unit: names of those that are L2-normalised, ``"qk"``.
-        silu: False leaves SiLU out.
+        conv_kernel: K; None for no convolution.
+        normalized: names of those that are L2-normalised, such as ``"qk"``.
+        silu: whether SiLU follows the projections.
     """
 
     def __init__(
-        self, d_model: int, heads: int, head_dim: int, conv_kernel: int | None, unit: str, silu: bool = True
+        self,
+        d_model: int,
+        heads: int,
+        head_dim: int,
+        conv_kernel: int | None,
+        normalized: str,
+        silu: bool = True,
     ):
         super().__init__()
-        self.heads, self.head_dim, self.unit, self.silu = heads, head_dim, unit, silu
+        self.heads, self.head_dim, self.normalized, self.silu = heads, head_dim, normalized, silu
         channels = heads * head_dim
         self.w_q = nn.Linear(d_model, channels, bias=False)
         self.w_k = nn.Linear(d_model, channels, bias=False)
@@ -47,51 +53,53 @@ class Projections(nn.Module):
     def project(
         self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[list[Tensor], ConvState]:
-        """Each of ``names``, [B, T, H, E], those of norm 1 in the precision of the state.
+        """Each of ``names`` [B, T, H, E], normalised ones in the precision of the state.
 
-        ``conv_state`` is that after the tokens before, of every row; of a batch of one for the start of each
-        packed document. Returns also the state after the last token, which says nothing when packed.
+        ``conv_state`` is the state after the previous tokens of every row, or, when packed, a batch of one at
+        the start of every document. Returns also the state after the last token, meaningless when packed.
         """
-        # all names in one product and one convolution, their weights side by side
+        # one product and one convolution for all names, with concatenated weights
         y = F.linear(x_BTD, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
-        if self.silu and (found := self._compiled(y, names, conv_state, documents)):
-            return found
+        if self.silu and (fused := self._fused(y, names, conv_state, documents)):
+            return fused
         parts = list((F.silu(y) if self.silu else y).unflatten(-1, (len(names), -1)).unbind(-2))
         for i, name in enumerate(names if self.has_conv else ""):
             parts[i], after = getattr(self, f"conv_{name}")(parts[i], conv_state[name], documents)
             conv_state = {**conv_state, name: after}
         heads = [part.unflatten(-1, (self.heads, self.head_dim)) for part in parts]
-        return [_unit(h) if n in self.unit else h for n, h in zip(names, heads, strict=True)], conv_state
+        return [
+            _l2_normalized(h) if n in self.normalized else h for n, h in zip(names, heads, strict=True)
+        ], conv_state
 
     def zero_conv_state(self, names: str = "qkv") -> ConvState:
         """The state before the first token, for a batch of one."""
         return {name: getattr(self, f"conv_{name}").zero_state(1) for name in names if self.has_conv}
 
     def conv_bytes(self, names: str = "qkv") -> int:
-        """Bytes of the state of ``names`` of one sequence."""
+        """Bytes of the convolution state of ``names`` per sequence."""
         return sum(inputs.nbytes for inputs in self.zero_conv_state(names).values())
 
-    def _compiled(
+    def _fused(
         self, y: Tensor, names: str, conv_state: ConvState, documents: Documents | None
     ) -> tuple[list[Tensor], ConvState] | None:
-        """What follows the projections y [B, T, C each] as one operator; None where it does not serve."""
+        """All that follows the projections y [B, T, names * C] as one fused operator; None if unsupported."""
         weight, state = y.new_ones(1, y.shape[-1]), y.new_empty(1, 0, y.shape[-1])
         if self.has_conv:
             weight = torch.cat([getattr(self, f"conv_{name}").weight_KC for name in names], 1)
             state = torch.cat([conv_state[name] for name in names], -1)
         borders = documents and documents.cu_seqlens
-        unit = [name in self.unit for name in names]
-        found = short_convolution(y, weight, state, unit, self.heads, borders)
-        if found is None:
+        normalized = [name in self.normalized for name in names]
+        heads = short_convolution(y, weight, state, normalized, self.heads, borders)
+        if heads is None:
             return None
         if not self.has_conv or documents is not None:
-            return found, conv_state
+            return heads, conv_state
         after = _last_inputs(y, state).unflatten(-1, (len(names), -1)).unbind(-2)
-        return found, conv_state | dict(zip(names, after, strict=True))
+        return heads, conv_state | dict(zip(names, after, strict=True))
 
 
 def _last_inputs(y: Tensor, state_BKC: Tensor) -> Tensor:
-    """The convolution's last K - 1 inputs, those before the call among them where it is short."""
+    """The convolution's last K - 1 inputs, including earlier ones if the call is shorter than that."""
     keep = state_BKC.shape[1]
     last = F.silu(y[:, max(0, y.shape[1] - keep) :])
     if last.shape[1] == keep:
@@ -99,11 +107,11 @@ def _last_inputs(y: Tensor, state_BKC: Tensor) -> Tensor:
     return torch.cat([state_BKC[:, last.shape[1] :].expand(len(y), -1, -1), last], 1)
 
 
-def per_row(conv_state: ConvState, batch: int) -> ConvState:
-    """The state of a batch of one for every row of another."""
+def expand_rows(conv_state: ConvState, batch: int) -> ConvState:
+    """Repeat the state of a batch of one for ``batch`` rows."""
     return {name: inputs.expand(batch, -1, -1) for name, inputs in conv_state.items()}
 
 
-def _unit(x: Tensor) -> Tensor:
-    """x scaled to norm 1 over the last dimension, in the precision of the state."""
+def _l2_normalized(x: Tensor) -> Tensor:
+    """x with L2 norm 1 over the last dimension, in the precision of the state."""
     return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)

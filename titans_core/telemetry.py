@@ -1,26 +1,47 @@
-"""A look at the inner memory while it works: its surprise, its gates, the size of its state."""
+"""Telemetry of the memories of a model: means of surprise, gates and state norms over a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from titans_core.backbone import ModelState
-from titans_core.memory import MemoryCache, NeuralMemory, Record
+from titans_core.memory import MemoryCache, NeuralMemory, Writes
+from titans_kernels import MemoryState
 
 
 class Telemetry:
-    """What the memories of a model saw during a recorded forward pass."""
+    """What `record` collected from the memories of a model."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[dict[str, tuple[Tensor, int]]] = []
+        """Of each call and memory: the sum of each quantity, and the count to divide it by."""
+
+    @torch.no_grad()
+    def on_update(
+        self, memory: NeuralMemory, read: Callable[[Tensor], Tensor], writes: Writes, after: MemoryState,
+        cu_seqlens: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Record one call. Reading with the next token's key gives M_{t-1}(k_t), before its write."""
+        errors = (read(torch.roll(writes.k, -1, 1))[:, :-1] - writes.v[:, 1:]).square().sum(-1)
+        if cu_seqlens is not None:  # the token before a document's first belongs to another memory
+            inside = torch.ones(writes.k.shape[1], dtype=torch.bool, device=errors.device)
+            inside[cu_seqlens[:-1].long()] = False
+            errors = errors[:, inside[1:]]
+        tokens = writes.theta[..., 0].numel()
+        means = {f"{gate}_mean": getattr(writes, gate).mean() for gate in ("alpha", "eta", "theta")}
+        states = {"weight_norm": memory.absolute_weights(after.weights), "momentum_norm": after.momentum}
+        for name, layers in states.items():
+            means[name] = torch.stack([W.square().sum((-1, -2, -3)) for W in layers]).sum(0).sqrt().mean()
+        record = {name: (mean * tokens, tokens) for name, mean in means.items()}
+        self.records.append({"surprise": (errors.sum(), errors.numel()), **record})
 
     def summary(self) -> dict[str, float]:
-        """Mean over layers and tokens of each quantity; empty where there is no memory.
+        """Mean over layers and tokens of each quantity; empty for a model without memories.
 
         surprise: ||M_{t-1}(k_t) - v_t||^2 before the write, of all tokens but a document's first;
         alpha_mean, eta_mean, theta_mean: the gates; weight_norm, momentum_norm: Frobenius norm of a
@@ -35,40 +56,40 @@ class Telemetry:
         return torch.stack(sums).sum().item() / max(1, sum(counts))
 
 
-LARGE = 10.0
-"""How many times what a healthy memory has is out of range."""
+OUT_OF_RANGE_FACTOR = 10.0
+"""Multiple of a healthy memory's values above which a value is out of range."""
 
 
 def healthy_limits(model: nn.Module) -> dict[str, float]:
-    """The weight norm and the surprise, as `Telemetry.summary` has them, that no healthy memory comes near.
+    """Upper limits of ``weight_norm`` and ``surprise`` of `Telemetry.summary`, far above a healthy memory's.
 
-    Weights grow a few times larger than M_0 at most. A memory that predicts nothing has a surprise of 1 for
-    values of norm 1, so a larger one has overshot; for values of any norm there is no limit.
+    Weights grow to a few times M_0 at most. A memory that predicts zero has a surprise of 1 for values of
+    norm 1, so a larger one has overshot; values that are not normalised have no limit.
     """
     memories = [m for m in model.modules() if isinstance(m, NeuralMemory)]
     if not memories:
         return {}
     with torch.no_grad():
         norms = [sum(W.square().sum() for W in m.initial_weights) ** 0.5 for m in memories]
-    limits = {"weight_norm": LARGE * float(sum(norms)) / len(norms)}
-    return limits | ({"surprise": LARGE} if all(m.config.value_norm for m in memories) else {})
+    limits = {"weight_norm": OUT_OF_RANGE_FACTOR * float(sum(norms)) / len(norms)}
+    return limits | ({"surprise": OUT_OF_RANGE_FACTOR} if all(m.config.value_norm for m in memories) else {})
 
 
 @torch.no_grad()
 def weight_norm(model: nn.Module, state: ModelState) -> dict[str, float]:
-    """``weight_norm`` as `Telemetry.summary` has it, of the memories in a state; empty where it has none."""
+    """``weight_norm`` of the memories in a state, as in `Telemetry.summary`; empty without memories."""
     memories = [m for m in model.modules() if isinstance(m, NeuralMemory)]
     is_cache = lambda part: isinstance(part, MemoryCache)  # noqa: E731
     caches = [part for part in tree_leaves(state.blocks, is_leaf=is_cache) if isinstance(part, MemoryCache)]
     norms = []
     for memory, cache in zip(memories, caches, strict=True):
-        weights = memory.whole(cache.memory.memory().weights)
+        weights = memory.absolute_weights(cache.memory.memory().weights)
         norms.append(sum(W.square().sum((-1, -2, -3)) for W in weights) ** 0.5)
     return {"weight_norm": float(torch.stack(norms).mean())} if norms else {}
 
 
 def out_of_range(seen: dict[str, float], limits: dict[str, float]) -> str | None:
-    """What of a summary is above its limit, in one line; None where nothing is."""
+    """One line that names the quantities of a summary above their limits; None if there are none."""
     over = [
         f"{name.replace('_', ' ')} {seen[name]:.3g} is above {limit:.3g}"
         for name, limit in limits.items()
@@ -84,11 +105,14 @@ def out_of_range(seen: dict[str, float], limits: dict[str, float]) -> str | None
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Telemetry]:
-    """``with record(model) as seen: model(tokens)``, then ``seen.summary()``. Costs one forward more."""
+    """``with record(model) as telemetry: model(tokens)``, then ``telemetry.summary()``.
+
+    Costs one more pass of the memories.
+    """
     seen = Telemetry()
     memories = [m for m in model.modules() if isinstance(m, NeuralMemory)]
     for memory in memories:
-        memory.recorder = seen.records
+        memory.recorder = seen
     try:
         yield seen
     finally:

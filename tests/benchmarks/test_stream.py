@@ -67,13 +67,13 @@ def test_the_start_and_the_first_place_are_read_in_turn_with_the_last(reader, mo
     reader.decode(1)
     reader.read(2 * stream_benchmark.PIECE)
     places = []
-    read_pieces = stream_benchmark.read_pieces
+    prefill = stream_benchmark.prefill
 
     def noted(model, tokens, state):
         places.append(state.position if state else 0)
-        return read_pieces(model, tokens, state)
+        return prefill(model, tokens, state)
 
-    monkeypatch.setattr(stream_benchmark, "read_pieces", noted)
+    monkeypatch.setattr(stream_benchmark, "prefill", noted)
     assert reader.decode(2).keys() == {"seconds", "first_seconds"}
     assert places == [2058, 10, 2059, 11]
     places.clear()

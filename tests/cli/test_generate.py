@@ -93,7 +93,7 @@ def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys):
     earlier = sorted(cell.glob("checkpoints/step-*"))[0]
     assert run(["generate", str(earlier), "--memory-in", str(memory)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --memory-in {memory}: the memory of another model")
+    assert line.startswith(f"error: --memory-in {memory}: written by another model")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys):
         (["--read", "nobody.txt"], "--read nobody.txt: No such file"),
         (["--read", "."], "--read .: Is a directory"),
         (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
-        (["--memory-in", "nobody"], "--memory-in nobody: no memory file that can be read: No such file"),
-        (["--memory-in", "latin"], "--memory-in latin: no memory file that can be read: "),
+        (["--memory-in", "nobody"], "--memory-in nobody: cannot be read as a memory file: No such file"),
+        (["--memory-in", "latin"], "--memory-in latin: cannot be read as a memory file: "),
         (["--temperature", "nan"], "--temperature: Input should be a finite number"),
         (["--temperature", "-1"], "'--temperature'"),
         (["--top-p", "0"], "'--top-p'"),

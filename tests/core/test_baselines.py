@@ -102,7 +102,7 @@ def test_mamba2_starts_from_steps_and_decays_drawn_independently(variant):
 def test_the_delta_rules_are_the_published_recurrences(variant, decays):
     memory = perturbed(variant).memory
     x = torch.randn(1, 23, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    q, writes, _ = memory._tokens(x, memory.start(1).conv_state)
+    q, writes, _ = memory._project_tokens(x, memory.start(1).conv_state)
     S, eye, outputs = memory.initial_weights[0].mT, torch.eye(q.shape[-1], dtype=torch.float64), []
     for t in range(x.shape[1]):
         k, v, beta = writes.k[0, t], writes.v[0, t], 2 * writes.theta[0, t, :, None, None]
@@ -238,7 +238,7 @@ def test_mamba2_is_that_of_transformers():
 def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
     set_of = config(variant)
     for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
-        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but {variant} is the memory with"):
+        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but variant {variant} requires"):
             LanguageModel(
                 set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
             )

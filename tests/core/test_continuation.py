@@ -112,7 +112,7 @@ def test_rows_that_are_reset_are_new_sequences(variant, window):
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
 def test_rows_inside_a_chunk_cannot_be_reset(variant):
     m, x = model(variant), tokens(2, 60)
-    with pytest.raises(ValueError, match=r"^reset: rows stand \d+ tokens into a (chunk|segment) of"):
+    with pytest.raises(ValueError, match=r"^reset: the state is \d+ tokens into a (chunk|segment) of"):
         m(x[:, 11:], m(x[:, :11]).state, reset_B=torch.tensor([True, False]))
 
 

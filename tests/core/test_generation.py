@@ -108,7 +108,7 @@ def test_every_token_is_read_once_and_a_written_one_by_itself():
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("titans_core.generation.PIECE", 7)
+    monkeypatch.setattr("titans_core.generation.PREFILL_TOKENS", 7)
     m, rows = model("mac"), prompts([33, 41])
     assert m.generate(rows, 4) == [alone(m, row, 4) for row in rows]
 

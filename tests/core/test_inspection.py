@@ -31,7 +31,7 @@ def one_memory(length: int = 21, **switches):
     caches, said = [memory.start(1)], []
     with torch.no_grad():
         for t in range(length):
-            said.append(memory._tokens(x[:, t : t + 1], caches[-1].conv_state))
+            said.append(memory._project_tokens(x[:, t : t + 1], caches[-1].conv_state))
             caches.append(memory(x[:, t : t + 1], caches[-1])[1])
     return memory, trace, said, caches
 
@@ -60,7 +60,7 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
     assert known.tolist() == [t % size == size - 1 or t == 20 for t in range(21)]
     for t in known.nonzero().flatten().tolist():
         weights, momentum = caches[t + 1].memory.memory()
-        for name, layers in (("weight_norm", memory.whole(weights)), ("momentum_norm", momentum)):
+        for name, layers in (("weight_norm", memory.absolute_weights(weights)), ("momentum_norm", momentum)):
             norm = sum(W[0].square().sum((-1, -2)) for W in layers) ** 0.5
             torch.testing.assert_close(getattr(trace, name)[t], norm, rtol=1e-9, atol=1e-9)
 
@@ -121,5 +121,5 @@ def test_watching_changes_nothing_and_takes_one_row():
         expected = net(row).logits
         with watch(net):
             assert torch.equal(net(row).logits, expected)
-    with pytest.raises(ValueError, match="one sequence at a time, not 2"), watch(net):
+    with pytest.raises(ValueError, match="watch: a batch of 2 sequences"), watch(net):
         net(tokens(2, 20))

@@ -30,7 +30,7 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(model, monkeypatch
     expected = F.cross_entropy(model(x).logits.transpose(1, 2), targets, reduction="none")
     weights = torch.rand(2, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected_grads = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
-    monkeypatch.setattr(titans_core.model, "LOGITS_AT_ONCE", positions * VOCABULARY)
+    monkeypatch.setattr(titans_core.model, "LOGITS_PER_BLOCK", positions * VOCABULARY)
     out = model(x, targets_BT=targets)
     assert out.logits is None
     torch.testing.assert_close(out.losses, expected)
@@ -41,7 +41,7 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(model, monkeypatch
 def test_no_more_logits_are_held_than_allowed(model, monkeypatch):
     sizes: list[int] = []
     model.head.register_forward_hook(lambda head, args, out: sizes.append(out.numel()))
-    monkeypatch.setattr(titans_core.model, "LOGITS_AT_ONCE", 10 * VOCABULARY)
+    monkeypatch.setattr(titans_core.model, "LOGITS_PER_BLOCK", 10 * VOCABULARY)
     tokens = rows(2, 21)
     held: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):

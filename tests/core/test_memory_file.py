@@ -68,7 +68,7 @@ def test_another_model_is_refused_in_one_line(tmp_path):
     with torch.no_grad():
         others[0].head.weight[3, 5] += 1e-12
     for other in others:
-        with pytest.raises(ValueError, match=r"a\.memory: the memory of another model") as caught:
+        with pytest.raises(ValueError, match=r"a\.memory: written by another model") as caught:
             load_memory(path, other)
         assert "\n" not in str(caught.value)
     assert model_hash(model("lmm")) == model_hash(m)
@@ -122,9 +122,9 @@ def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda content: content[:-7], "no memory file that can be read: "),
-        (lambda content: b"", "no memory file that can be read: "),
-        (lambda content: rewritten(content, kind="x"), "safetensors, but no memory file"),
+        (lambda content: content[:-7], "cannot be read as a memory file: "),
+        (lambda content: b"", "cannot be read as a memory file: "),
+        (lambda content: rewritten(content, kind="x"), "a safetensors file, but not a memory file"),
         (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 3"),
         (
             lambda content: rewritten(content, reading='{"tensor": "x"}'),
@@ -133,7 +133,7 @@ def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
         (lambda content: rewritten(content, version="2"), "damaged: its checksum does not match"),
         (
             lambda content: older(content, reading='{"class": "os:system", "fields": {}}'),
-            "its state cannot be put together: TypeError",
+            "the state in the file cannot be restored: TypeError",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_is_no_whole_memory_file_is_one_line(spoil, says, tmp_path):
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"b\.memory: no memory file that can be read: No such file"):
+    with pytest.raises(ValueError, match=r"b\.memory: cannot be read as a memory file: No such file"):
         load_memory(tmp_path / "b.memory", model("lmm"))
 
 

@@ -18,11 +18,14 @@ def test_telemetry_reports_the_surprise_before_the_write(forget_to):
         memory(x)
     cache, errors = memory.start(2), []
     for t in range(20):  # a token at a time: the cache then holds the weights before each token
-        k, v, *_ = memory._tokens(x[:, t : t + 1], {})[1]
+        k, v, *_ = memory._project_tokens(x[:, t : t + 1], {})[1]
         errors.append((memory.predict(k, cache.start.weights) - v).square().sum(-1).mean())
         _, cache = memory(x[:, t : t + 1], cache)
     assert seen.summary()["surprise"] == pytest.approx(torch.stack(errors[1:]).mean().item())
-    norms = [sum(w[i].square().sum() for w in memory.whole(cache.start.weights)).sqrt() for i in range(2)]
+    norms = [
+        sum(w[i].square().sum() for w in memory.absolute_weights(cache.start.weights)).sqrt()
+        for i in range(2)
+    ]
     assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
 
 
@@ -45,7 +48,7 @@ def test_packed_documents_start_from_one_state_on_a_chunk_border():
     torch.testing.assert_close(layer(x[:1, 16:], cache, documents)[0], expected, rtol=1e-10, atol=1e-10)
     for given, message in (
         (layer(x[:1, :13])[1], "cache: 5 tokens into a chunk"),
-        (layer(x[:, :16])[1], "cache: it holds 2 sequences"),
+        (layer(x[:, :16])[1], "cache: 2 sequences"),
     ):
         with pytest.raises(ValueError, match=message):
             layer(x[:1, 16:], given, documents)
@@ -63,7 +66,7 @@ def test_a_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initia
         _, cache = memory(x[:, :8], cache)
         expected = [W.detach()[None] if forget_to == "initial" else torch.zeros_like(W)[None]
                     for W in memory.initial_weights]  # fmt: skip
-        torch.testing.assert_close(list(memory.whole(cache.start.weights)), expected)
+        torch.testing.assert_close(list(memory.absolute_weights(cache.start.weights)), expected)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

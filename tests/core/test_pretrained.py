@@ -40,7 +40,7 @@ def test_there_and_back_is_the_same_model(variant, tmp_path):
 def test_what_is_no_such_folder_is_one_line(name, content, says, tmp_path):
     save_folder(tmp_path, model("lmm"))
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"no folder of a Titans model: .*{says}") as caught:
+    with pytest.raises(ValueError, match=f"not a saved Titans model: .*{says}") as caught:
         load_folder(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -75,5 +75,5 @@ def test_transformers_is_told_that_there_is_no_padding(auto, tmp_path):
     save_folder(tmp_path, model("lmm"))
     loaded, mask = auto.from_pretrained(tmp_path), torch.ones(2, 21, dtype=torch.long)
     mask[0, :3] = 0
-    with pytest.raises(ValueError, match="attention_mask: no padding"):
+    with pytest.raises(ValueError, match="attention_mask: padding is not supported"):
         loaded(tokens(2, 21), attention_mask=mask)

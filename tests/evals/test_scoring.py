@@ -117,7 +117,7 @@ def test_a_fork_more_is_made_where_it_saves_more_than_a_pass():
 @pytest.mark.parametrize("variant", ["lmm", "mac", "transformer"])
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 129])
 def test_long_rows_are_read_in_pieces_on_the_state(variant, start, tiny_run, monkeypatch):
-    monkeypatch.setattr("titans_platform.evals.scoring.PIECE", 64)
+    monkeypatch.setattr("titans_platform.evals.scoring.PREFILL_TOKENS", 64)
     model, tokens = small(tiny_run, variant), torch.randint(256, (2, 130))
     whole, pieces = (Scorer(model, BYTE, torch.device("cpu"), budget) for budget in (1000, 100))
     shapes = []

@@ -1,4 +1,4 @@
-"""What every block shares: residual connections, norms, the feed-forward layer, persistent tokens."""
+"""The base class of blocks: residual connections, norms, the feed-forward layer, persistent tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Positions(NamedTuple):
     position_BT: Tensor
     documents: Documents | None = None
     reset_B: Tensor | None = None
-    """[B] bool: rows that begin a new sequence at this call, although a state is given."""
+    """[B] bool: rows that start a new sequence at this call although a state is given."""
 
 
 class NoOptions(Frozen):
@@ -32,32 +32,30 @@ class NoOptions(Frozen):
 class Block(nn.Module, ABC):
     """A sequence mixer, then x + mlp(norm(x)); a variant defines `mix` and `state_bytes`.
 
-    ``state`` is whatever `mix` returned for the tokens before, None at the start of a sequence. A block of
-    your own is a subclass in a file of yours, named in a config by its import path
-    (``variant: my_lab.blocks:MyBlock``); `check` and the class attributes below may be overridden. Linear
-    layers, norms, convolutions and memories get their initial values from `titans_core.init`; parameters
-    that you make of `nn.Parameter` keep the values your constructor gives them.
+    ``state`` is what `mix` returned for the previous tokens, None at the start of a sequence. A custom
+    block is a subclass named in a config by its import path (``variant: my_lab.blocks:MyBlock``); it may
+    override `check` and the class attributes below. Linear layers, norms, convolutions and memories are
+    initialised by `titans_core.init`; an `nn.Parameter` of your own keeps its value from the constructor.
     """
 
     Options: ClassVar[type[Frozen]] = NoOptions
-    """What `ModelConfig.options` may hold; a block finds the values in ``self.options``."""
+    """The schema of `ModelConfig.options`; the values are in ``self.options``."""
     uses_persistent: ClassVar[bool] = True
     """Whether it learns persistent tokens, in ``self.persistent_PD``."""
     layers: ClassVar[int] = 1
-    """Layers of the published stack that a block is, each with a feed-forward layer: its presets have as many
-    blocks fewer."""
+    """Number of layers in a block, each with a feed-forward layer: presets have accordingly fewer blocks."""
     preset_window: ClassVar[bool] = True
-    """Whether a preset gives its attention the window of the size; else it attends to everything before."""
+    """Whether presets use the size's attention window; otherwise attention is unlimited."""
     preset_memory: ClassVar[Mapping[str, Any]] = {}
-    """Fields of `MemoryConfig` that its presets have in place of the size's."""
+    """Fields of `MemoryConfig` that presets override."""
     preset_expansion: ClassVar[float | None] = None
-    """The feed-forward width of its presets over d_model. None: whatever gives a block as many parameters
-    as the Transformer's. A subclass of a variant that adds weights to it should set None."""
+    """The feed-forward expansion of presets. None matches the Transformer's number of parameters; a subclass
+    that adds weights to a variant should set None."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.recompute = False
-        """Keep only a pass's input and compute it again for the backward pass: less memory, more time."""
+        """Activation checkpointing: recompute the forward pass during the backward pass."""
         self.options: Any = self.read_options(config)
         self.norm = RMSNorm(config.d_model)
         self.persistent_PD: nn.Parameter | None = None
@@ -70,16 +68,16 @@ class Block(nn.Module, ABC):
 
     @classmethod
     def read_options(cls, config: ModelConfig) -> Any:
-        """The config's options as an object of ``Options``. Raises pydantic's ValidationError."""
-        # as JSON, where a list is taken for a tuple, like every other part of a config
+        """Validate the config's options. Raises pydantic's ValidationError."""
+        # as JSON, in which a list is accepted for a tuple, as in the rest of a config
         return cls.Options.model_validate_json(json.dumps(config.options))
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        """Refuse what the variant cannot be built of, before it is built.
+        """Check that the variant supports the config, before it is built.
 
         Raises:
-            ValueError: one line that begins with the field of `ModelConfig` that is wrong.
+            ValueError: one line that begins with the offending field of `ModelConfig`.
         """
 
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
@@ -102,25 +100,26 @@ class Block(nn.Module, ABC):
     def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """The causal sequence mixer of the variant, with a residual connection around each of its parts.
 
-        One part is ``x + part(self.norm(x))``; a block of several makes a norm for each of the others.
+        The first part is ``x + part(self.norm(x))``; further parts need norms of their own.
 
         Args:
             x_BTD: [B, T, D], the residual stream.
-            state: what the call for the tokens before returned; None at the start of a sequence.
-            positions: of the tokens. With ``positions.documents`` no token may see another document.
+            state: from the call for the previous tokens; None at the start of a sequence.
+            positions: of the tokens. With ``positions.documents``, documents must not affect each other.
 
         Returns:
             The stream after the mixer, [B, T, D], and the state after the last token, None when packed. A
-            state is tensors with the batch first, in tuples, NamedTuples and dicts; no call changes one.
+            state holds tensors with the batch dimension first, in tuples, NamedTuples and dicts, and is never
+            modified in place.
         """
 
     def reset(self, state: Any, reset_B: Tensor) -> Any:
         """The state with rows ``reset_B`` [B] as at the start of a sequence, differentiable.
 
-        Zeros unless a variant says otherwise; one that starts from learned weights must.
+        By default zeros; a variant whose initial state is learned must override it.
 
         Raises:
-            ValueError: the rows stand where they cannot be reset one by one, such as inside a chunk.
+            ValueError: single rows cannot be reset at this position, such as inside a chunk.
         """
         return reset_rows(state, reset_B)
 

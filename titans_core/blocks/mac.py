@@ -1,4 +1,4 @@
-"""MAC, memory as context: each segment is read with what the memory holds of those before it."""
+"""MAC, memory as context."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from titans_kernels import packed_layout
 
 
 class MACState(NamedTuple):
-    """``written`` follows the stream of attention outputs; ``segment``: weights the open segment reads.
+    """MAC's state.
 
-    ``seen`` counts the tokens of the open segment.
+    ``written`` is the memory that attention's outputs are written to, ``segment`` the weights that the open
+    segment reads, ``seen`` the number of tokens in the open segment.
     """
 
     written: MemoryCache
@@ -33,10 +34,10 @@ class MACState(NamedTuple):
 
 
 class MAC(Block):
-    """Segments Z in turn, each with what the memory holds of those before it (eqs. 21-25).
+    """Attention over one segment Z at a time, with what the memory retrieves of earlier ones (eqs. 21-25).
 
-    r = M(q) of norm Z before it, y = Z + Attn([p] || r || norm Z), o = y + gate(y, M(norm y)). Only y at Z's
-    positions is written, and each y_i is read at the weights that hold y_1 .. y_i.
+    r = M(q) of norm Z at the weights before Z, y = Z + Attn([p] || r || norm Z), o = y + gate(y, M(norm y)).
+    Only y at Z's positions is written; each y_i is read at the weights after writing y_1 .. y_i.
     """
 
     Options = GateOptions
@@ -44,7 +45,7 @@ class MAC(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        assert config.attention.segment_size is not None  # `check` has seen to it
+        assert config.attention.segment_size is not None  # by `check`
         self.segment_size = config.attention.segment_size
         self.attention = Attention(config.d_model, config.attention)
         self.memory_norm = RMSNorm(config.d_model)
@@ -88,8 +89,8 @@ class MAC(Block):
     def reset(self, state: MACState, reset_B: Tensor) -> MACState:
         if state.seen:
             raise ValueError(
-                f"reset: rows stand {state.seen} tokens into a segment of {self.segment_size}; "
-                "reset them on a segment border"
+                f"reset: the state is {state.seen} tokens into a segment of {self.segment_size}; "
+                "reset rows on a segment border"
             )
         return reset_rows(state, reset_B, self._start(1, self.attention.start(self.persistent_PD)[1]))
 
@@ -112,7 +113,7 @@ class MAC(Block):
         prefix: KeyCache | None,
         padded: bool = False,
     ) -> tuple[Tensor, MACState]:
-        """The next tokens of a segment, at most to its end."""
+        """The next tokens of the open segment, not beyond its end."""
         z = self.norm(x_BTD)
         position_BT = torch.arange(state.seen, state.seen + x_BTD.shape[1], device=x_BTD.device)[None]
         r, conv_state = self.memory.read(z, state.segment, state.read_conv_state)
@@ -131,9 +132,9 @@ class MAC(Block):
         prefix: KeyCache | None,
         attention: AttentionState,
     ) -> Tensor:
-        """All documents' first segments, then all second ones; those that have ended drop out."""
+        """All documents' first segments, then all second ones, and so on; finished documents drop out."""
         layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
-        flat = x_BTD.flatten(0, 1)[None, :, None]  # as one head, which the layout expects
+        flat = x_BTD.flatten(0, 1)[None, :, None]  # the layout expects heads: one
         segments_MTD = layout.split(flat)[:, 0]
         state, outputs, first = self._start(layout.documents, attention), [], 0
         for rows, padded in zip(layout.rows, layout.ragged, strict=True):
@@ -146,6 +147,6 @@ class MAC(Block):
 
 
 def _first_rows(state: MACState, rows: int) -> MACState:
-    """Cut to the documents that are still running; all have just ended a segment."""
+    """The state of the documents that continue; all are at the end of a segment."""
     state = tree_map(lambda t: t[:rows] if isinstance(t, Tensor) else t, state)
     return state._replace(segment=state.written.start.weights)

@@ -1,4 +1,4 @@
-"""From the name of a variant to its block class: the package's own, or any class by its import path."""
+"""The registry of variants: block classes by name or import path."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def find(variant: str) -> type[Block]:
     """The block class of a variant: a name in `BLOCKS`, or an import path ``package.module:Class``.
 
     Raises:
-        ValueError: there is no such class, or it is no complete block; one line that begins with `variant`.
+        ValueError: there is no such class, or it is not a complete block; one line that begins with
+        `variant`.
     """
     block = find_class("variant", variant, BLOCKS, Block)
     if missing := sorted(block.__abstractmethods__):
@@ -67,40 +68,40 @@ def find(variant: str) -> type[Block]:
 
 
 def resolve(config: ModelConfig) -> type[Block]:
-    """The block class of a config that fits it.
+    """The block class of a config, after checking the config.
 
     Raises:
-        ValueError: for an unknown variant, its options, or what its `Block.check` refuses; one line that
-            begins with the field of `ModelConfig` that is wrong.
+        ValueError: the variant is unknown, its options are invalid, or its `Block.check` refuses the
+            config; one line that begins with the offending field of `ModelConfig`.
     """
     block = find(config.variant)
     try:
         block.read_options(config)
     except ValidationError as error:
-        raise ValueError(_explain(error.errors(include_url=False)[0], block)) from None
+        raise ValueError(_option_error(error.errors(include_url=False)[0], block)) from None
     block.check(config)
     return block
 
 
 def block_parameters(config: ModelConfig) -> int:
-    """Trained numbers of one block, counted on the meta device. Raises ValueError as `resolve` does."""
+    """Number of parameters of one block, counted on the meta device. Raises ValueError as `resolve` does."""
     block = resolve(config)
     with torch.device("meta"):
         return sum(p.numel() for p in block(config).parameters())
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Trained numbers of the whole model, a tied embedding counted once; quick however large it is.
+    """Number of parameters of the model, a tied embedding counted once, without allocating it.
 
     Raises:
-        ValueError: for what the model's constructor would refuse.
+        ValueError: as the model's constructor.
     """
     embeddings = 1 if config.tie_embeddings else 2
     outside = embeddings * config.vocab_size * config.d_model + config.d_model  # and the last norm
     return config.n_layers * block_parameters(config) + outside
 
 
-def _explain(error: Any, block: type[Block]) -> str:
+def _option_error(error: Any, block: type[Block]) -> str:
     field = ".".join(["options", *(str(part) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
         known = list(block.Options.model_fields)

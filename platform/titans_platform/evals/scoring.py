@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
-from titans_core.generation import PIECE
+from titans_core.generation import PREFILL_TOKENS
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 
@@ -181,7 +181,7 @@ class Scorer:
         if not self._in_pieces(tokens_BT.shape[1]):
             return self.logits(tokens_BT).argmax(-1).cpu()[:, start:]
         found, state, end = [], None, 0
-        for piece_BT in tokens_BT.split(max(1, PIECE // len(tokens_BT)), 1):
+        for piece_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(tokens_BT)), 1):
             end += piece_BT.shape[1]
             # sharded models: every worker makes all of these passes, wherever its answers are
             out = self.model(piece_BT.to(self.device), state, last=end <= start)
@@ -242,7 +242,7 @@ class Scorer:
     def _read(self, rows: list[list[int]], state: ModelState | None) -> ModelState | None:
         """The state after rows of one length; nothing else is made of their features."""
         model: Any = self.model
-        for piece_BT in torch.tensor(rows, device=self.device).split(max(1, PIECE // len(rows)), 1):
+        for piece_BT in torch.tensor(rows, device=self.device).split(max(1, PREFILL_TOKENS // len(rows)), 1):
             _, state = model.features(piece_BT, state)
         return state
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from titans_core import LanguageModel
-from titans_core.model import LOGITS_AT_ONCE
+from titans_core.model import LOGITS_PER_BLOCK
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
@@ -48,7 +48,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     def least_activations(self, rows: int) -> int:
         """Also the logits that are held at once."""
         logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
-        return super().least_activations(rows) + min(logits, LOGITS_AT_ONCE)
+        return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
 
     def train_stream(self, data: PreparedData, rank: int = 0, world_size: int = 1) -> Stream:
         """Shuffled rows, or continuous streams."""

@@ -22,7 +22,7 @@ from titans_kernels import state_dtype
 
 
 class BasedOptions(HeadOptions):
-    """What Based takes beyond `ModelConfig`."""
+    """Options of Based."""
 
     feature: PositiveInt = 16
     """E, the width of a head's queries and keys; the state of a head has 1 + E + E (E + 1) / 2 rows."""

@@ -1,4 +1,4 @@
-"""DeltaNet, Gated DeltaNet, TTT-linear and TTT-MLP: settings of the neural memory, by name."""
+"""DeltaNet, Gated DeltaNet, TTT-linear and TTT-MLP as configurations of the neural memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ COMMON: dict[str, Any] = {
     "momentum": False, "value_norm": False, "surprise_bound": None, "theta_bias": 0.0,
     "gates_per": "token", "qk_norm": True, "rule": "paper", "rule_options": {}, "write_budget": None,
 }  # fmt: skip
-"""What they have in common: a memory without momentum, a bound, a budget or normalised values."""
+"""Common to all: no momentum, no bound on the surprise, no write budget, values not normalised."""
 LINEAR = COMMON | {"depth": 1}
 TTT: dict[str, Any] = COMMON | {"chunk_size": 16, "decay": False, "residual": "norm"}
 
 
 class _MemorySetting(LMM):
-    """The LMM with the fields of `MemoryConfig` in ``preset_memory``, and no persistent tokens.
+    """The LMM with fixed fields of `MemoryConfig`, in ``preset_memory``, and without persistent tokens.
 
-    A config that says otherwise of one of them is refused. The others are the config's: heads, their width,
-    convolution, gate and norm of the output. M_0 is learned, as in the LMM; the papers start from zeros.
+    A config with other values of these fields is refused. The other fields are free: heads, their width,
+    convolution, output gate and norm. M_0 is learned, as in the LMM; the papers start from zeros.
     """
 
     uses_persistent = False
     preset_expansion = None
     unchecked: ClassVar[tuple[str, ...]] = ()
-    """Fields that a config may set otherwise."""
+    """Fields of ``preset_memory`` that a config may override."""
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -34,8 +34,8 @@ class _MemorySetting(LMM):
         for field, value in cls.preset_memory.items():
             if (given := getattr(config.memory, field)) != value and field not in cls.unchecked:
                 raise ValueError(
-                    f"memory.{field}: {given}, but {config.variant} is the memory with {value} there; "
-                    "write that, or take variant lmm"
+                    f"memory.{field}: {given}, but variant {config.variant} requires {value}; "
+                    "set that, or use variant lmm"
                 )
 
 

@@ -15,7 +15,7 @@ from titans_kernels import state_dtype
 
 
 class HGRN2Options(ConvOptions):
-    """What HGRN2 takes beyond `ModelConfig`."""
+    """Options of HGRN2."""
 
     heads: PositiveInt = 8
     """d_model / heads is the paper's expansion ratio: 128 at a width of 1024."""

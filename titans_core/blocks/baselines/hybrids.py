@@ -1,4 +1,4 @@
-"""Samba and Gated DeltaNet-H2: a recurrence and attention over a sliding window, layer by layer in turn."""
+"""Samba and Gated DeltaNet-H2: hybrids of recurrent layers and sliding-window attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from titans_core.config import ModelConfig
 
 
 class Hybrid(Block):
-    """Layers of other variants in a row, each with its own norms and feed-forward layer.
+    """A block of several layers of other variants, each with its own norms and feed-forward layer.
 
-    ``model.options`` are those of the first. A preset has the depth of its size in layers: fewer blocks.
+    ``model.options`` apply to the first layer. Presets have the depth of their size in layers, so fewer
+    blocks.
     """
 
     kinds: ClassVar[tuple[type[Block], ...]]
@@ -35,7 +36,7 @@ class Hybrid(Block):
 
     @classmethod
     def _parts(cls, config: ModelConfig) -> list[tuple[type[Block], ModelConfig]]:
-        """The layers' blocks and configs: the options belong to the first."""
+        """The block class and config of each layer; options go to the first."""
         first, *others = cls.kinds
         plain = config.model_copy(update={"options": {}})
         return [(first, config), *((kind, plain) for kind in others)]
@@ -50,7 +51,7 @@ class Hybrid(Block):
         return x_BTD, None if positions.documents else tuple(after)
 
     def reset(self, state: tuple[Any, ...], reset_B: Tensor) -> tuple[Any, ...]:
-        """As it is: each layer resets its own part."""
+        """Unchanged: each layer resets its own state."""
         return state
 
     def state_bytes(self, length: int) -> int:

@@ -21,23 +21,23 @@ from titans_core.layers import CausalConv
 from titans_kernels import state_dtype, without_autocast
 
 DIRECT = 64
-"""Up to so many tokens a convolution is a matrix product; of more it is that and Fourier transforms."""
+"""Longest convolution computed as one matrix product; longer ones also use Fourier transforms."""
 
 
 class HyenaOptions(Frozen):
-    """What Hyena takes beyond `ModelConfig`."""
+    """Options of Hyena."""
 
     length: PositiveInt = 1024
-    """L, taps of the filter: how far back it reaches, and the tokens whose input a sequence carries."""
+    """L, the number of filter taps: its receptive field, and the number of past inputs in the state."""
     filter_width: PositiveInt = 64
-    """Width of the network that gives the filter."""
+    """Width of the network that generates the filter."""
     bands: PositiveInt = 2
-    """Frequencies of the position that it is given, each as sine and cosine."""
+    """Number of frequencies of its positional encoding, each as sine and cosine."""
     conv_kernel: PositiveInt = 3
 
 
 class HyenaState(NamedTuple):
-    """What a sequence leaves behind: the last inputs of the short convolution, and of the long one."""
+    """Hyena's state: the last inputs of the short and of the long convolution."""
 
     conv_BKC: Tensor
     inputs_BSD: Tensor
@@ -46,8 +46,8 @@ class HyenaState(NamedTuple):
 class ImplicitFilter(nn.Module):
     """The taps h_t of a filter as a network of t, times a window: ``h_t = f(t / L) exp(-a t / L)``.
 
-    f has three layers with sines of learned frequency. a is another for each channel: 1% is left of the
-    shortest after 0.3 L, of the longest after 1.5 L. Nothing of it is decayed by the optimiser, as published.
+    f has three layers with sine activations of learned frequency. a differs by channel: the window falls to
+    1% between 0.3 L and 1.5 L. Weight decay does not apply to it, as published.
     """
 
     INNER, FREQUENCY, FAST, SLOW, LEFT = 2, 10.0, 0.3, 1.5, 0.01
@@ -85,8 +85,7 @@ def _uniform(fan_in: int, *shape: int) -> nn.Parameter:
 class Hyena(Block):
     """``q * (h * (k v) + d k v)`` of projections q, k, v after a short convolution, h a filter of L taps.
 
-    The convolution is exact and causal for any length, and a filter has no state smaller than its inputs: a
-    sequence carries the last L - 1 of them.
+    The convolution is exact and causal for any length. Its state is the last L - 1 inputs.
     """
 
     Options = HyenaOptions
@@ -118,7 +117,7 @@ class Hyena(Block):
     def _filtered(
         self, u_BTD: Tensor, past_BSD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """The long convolution, and the inputs that later tokens need."""
+        """The long convolution, and the inputs that it needs for later tokens."""
         if documents is not None:
             rows = _unpacked(u_BTD, documents)
             y = causal_convolution(rows, self._taps(rows.shape[1]), past_BSD)
@@ -129,7 +128,7 @@ class Hyena(Block):
         return y, inputs[:, inputs.shape[1] - keep :].clone()
 
     def _taps(self, tokens: int) -> Tensor:
-        """The filter, with zeros after its last tap where there are more tokens."""
+        """The filter, zero-padded to ``tokens``."""
         h = self.filter(min(tokens, self.options.length))
         return F.pad(h, (0, 0, 0, tokens - len(h)))
 
@@ -146,7 +145,7 @@ class Hyena(Block):
 
 
 def _unpacked(u_BTD: Tensor, documents: Documents) -> Tensor:
-    """[N, longest, D], each document a row with zeros after its end."""
+    """[N, longest, D], one zero-padded document per row."""
     rows, longest = documents.cu_seqlens.shape[0] - 1, int(documents.position_BT.max()) + 1
     empty = u_BTD.new_zeros(rows, longest, u_BTD.shape[-1])
     return empty.index_put((documents.index_BT, documents.position_BT), u_BTD)
@@ -155,9 +154,9 @@ def _unpacked(u_BTD: Tensor, documents: Documents) -> Tensor:
 def causal_convolution(u_BTD: Tensor, h: Tensor, past_BSD: Tensor) -> Tensor:
     """``y_t = sum_s h_{t - s} u_s`` over the tokens up to t and the ``past`` ones before them.
 
-    h is [S + T, D]. In blocks of up to DIRECT tokens it is a matrix product. What a block, a pair of blocks
-    and so on gives to its neighbour is a product of Fourier transforms, which the neighbour does not enter:
-    no rounding of a later token reaches an earlier one.
+    h is [S + T, D]. Within blocks of up to DIRECT tokens it is a matrix product. What a block contributes
+    to the next one, a pair of blocks to the next pair, and so on, is computed by Fourier transforms of the
+    earlier tokens only, so that no rounding error of a later token reaches an earlier one.
     """
     u_BDT, h_DL, past_BDS = u_BTD.mT, h.mT, past_BSD.mT[:, :, None]
     y_BDT = _within(u_BDT, h_DL)
@@ -167,7 +166,7 @@ def causal_convolution(u_BTD: Tensor, h: Tensor, past_BSD: Tensor) -> Tensor:
 
 
 def _within(u_BDT: Tensor, h_DL: Tensor) -> Tensor:
-    """The convolution without a past, [B, D, T]: blocks of ``size``, joined in pairs until there is one."""
+    """The convolution without past inputs, [B, D, T], by merging pairs of blocks."""
     T = u_BDT.shape[-1]
     joins = max(0, math.ceil(math.log2(T / DIRECT)))
     size = 4 * math.ceil(T / 2**joins / 4) if joins else T
@@ -182,17 +181,17 @@ def _within(u_BDT: Tensor, h_DL: Tensor) -> Tensor:
 
 
 def _across(x: Tensor, h_DL: Tensor, tokens: int) -> Tensor:
-    """What blocks [B, D, N, S] give to the ``tokens`` tokens after each, [B, D, N, tokens]."""
+    """The contribution of blocks [B, D, N, S] to the ``tokens`` tokens after each, [B, D, N, tokens]."""
     S = x.shape[-1]
     h_DL = h_DL[:, : S + tokens]
     if tokens == 1:
         return _product(h_DL[:, 1:], x)
-    size = S + tokens + (S + tokens) % 2  # what is wrapped around falls on the first S places
+    size = S + tokens + (S + tokens) % 2  # circular wrap-around only affects the first S outputs
     spectrum = torch.fft.rfft(x, size) * torch.fft.rfft(h_DL, size)[:, None]
     return torch.fft.irfft(spectrum, size)[..., S : S + tokens]
 
 
 def _product(h_DL: Tensor, x: Tensor) -> Tensor:
-    """``y_t = sum_s h_{t + S - 1 - s} x_s`` of [B, D, N, S] for the L - S + 1 places where h has all taps."""
+    """``y_t = sum_s h_{t + S - 1 - s} x_s`` of [B, D, N, S], at the L - S + 1 positions with all taps."""
     windows = h_DL.unfold(-1, x.shape[-1], 1)  # [D, places, S]
     return torch.einsum("dts,bdns->bdnt", windows, x.flip(-1))

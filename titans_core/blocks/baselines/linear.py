@@ -1,4 +1,4 @@
-"""What RetNet, GLA and HGRN2 share: linear attention with decay, whose state is one matrix a head.
+"""The base of RetNet, GLA and HGRN2: linear attention with decay, whose state is one matrix per head.
 
 With the option ``conv_kernel`` queries, keys and values go through a short convolution, as the layers of
 flash-linear-attention do with ``use_short_conv``. The papers have none.
@@ -25,10 +25,10 @@ from titans_kernels import linear_attention, state_dtype
 
 
 class HeadOptions(Frozen):
-    """What a baseline with heads takes beyond `ModelConfig`."""
+    """Options of a baseline with heads."""
 
     heads: PositiveInt = 4
-    """Number of heads; each has a state of key width times value width."""
+    """Number of heads; each has a state of key width x value width."""
 
 
 class ConvOptions(HeadOptions):
@@ -55,7 +55,7 @@ class LinearAttention(Block):
     """Keys of all heads together over d_model."""
     value_expansion: ClassVar[float] = 1.0
     even: ClassVar[bool] = False
-    """Whether the key width must be even, for rotary positions."""
+    """Whether rotary positions require an even key width per head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -104,10 +104,10 @@ class LinearAttention(Block):
 
     @abstractmethod
     def output(self, y_BTHF: Tensor, z_BTD: Tensor) -> Tensor:
-        """What the block adds to the stream, [B, T, D], of what was read and of its input."""
+        """The block's output [B, T, D], to be added to the stream, from reads and the block's input."""
 
     def split(self, x_BTC: Tensor) -> Tensor:
-        """[B, T, H * E] in heads."""
+        """[B, T, H * E] to [B, T, H, E]."""
         return x_BTC.unflatten(-1, (self.heads, -1))
 
     def start(self, batch: int) -> Tensor:

@@ -18,7 +18,7 @@ from titans_kernels import scan, state_dtype, without_autocast
 
 
 class MambaOptions(Frozen):
-    """What Mamba takes beyond `ModelConfig`."""
+    """Options of Mamba."""
 
     expansion: PositiveInt = 2
     """Channels over d_model."""

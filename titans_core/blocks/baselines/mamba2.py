@@ -20,23 +20,23 @@ from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import linear_attention, state_dtype
 
 LOG_STEPS = math.log(1e-3), math.log(1e-1)
-"""Between these is the logarithm of the step dt that Mamba and Mamba2 start from."""
+"""Range of the logarithm of the initial step dt of Mamba and Mamba2."""
 
 
 class Mamba2Options(Frozen):
-    """What Mamba2 takes beyond `ModelConfig`."""
+    """Options of Mamba2."""
 
     expansion: PositiveInt = 2
     """Channels over d_model."""
     head_dim: PositiveInt = 64
-    """Channels of a head; all of them where there are fewer."""
+    """Channels per head; at most all of them."""
     state: PositiveInt = 128
     """N: each channel has a state of this size."""
     conv_kernel: PositiveInt = 4
 
 
 class SSMState(NamedTuple):
-    """What a sequence leaves behind: the last inputs of the convolution, and the state of each channel."""
+    """The state of a recurrence with a short convolution: the convolution's inputs, and its own state."""
 
     conv_BKC: Tensor
     ssm: Tensor
