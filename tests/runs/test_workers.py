@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.small import RUN
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import ClusterError, UsageError
@@ -211,3 +212,70 @@ def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     with ray_session.ray_session(1):
         assert len(calls) == 3
+
+
+CELLS = """
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from titans_platform.runs.ray_session import quiet
+quiet()
+from titans_platform.data import prepare
+from titans_platform.loading import load_config
+from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import execute
+
+root, peaks = Path(sys.argv[1]), []
+for seed in range(10):
+    cfg = load_config(root / "run.yaml", [f"seed={seed}"])
+    prepare(cfg.data, root)
+    # Tune runs each cell of a study in a new thread
+    with ThreadPoolExecutor(1) as thread:
+        peaks.append(thread.submit(execute, spec_for(cfg, root)).result()["peak_rss_bytes"])
+print(json.dumps(peaks))
+"""
+
+
+@GLIBC
+@pytest.mark.slow
+def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
+    # rows end inside a chunk of 64
+    cfg = RUN | {
+        "model": {"variant": "lmm", "vocab_size": 260, "d_model": 64, "n_layers": 2, "memory": {"heads": 2}},
+        "optim": {"steps": 3, "global_batch_size": 32, "lr": 3e-3},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(cfg))
+    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()}
+    command = [sys.executable, "-c", CELLS, str(tmp_path)]
+    top = Path(__file__).parents[2]
+    done = subprocess.run(command, env=env, cwd=top, capture_output=True, text=True, check=True)
+    peaks = json.loads(done.stdout)
+    assert max(peaks[3:]) < 1.05 * peaks[2]
+
+
+ARENAS = """
+import ctypes, sys, threading
+from titans_platform.runs.ray_session import quiet
+quiet()
+barrier = threading.Barrier(9)
+def hold():
+    block = bytearray(2**16)
+    barrier.wait()
+    barrier.wait()
+for _ in range(8):
+    threading.Thread(target=hold).start()
+barrier.wait()
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w")))
+libc.fflush(None)
+barrier.wait()
+"""
+
+
+@GLIBC
+def test_threads_share_two_arenas(tmp_path):
+    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()}
+    path, top = tmp_path / "arenas.xml", Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", ARENAS, str(path)], env=env, cwd=top, check=True)
+    assert path.read_text().count("<heap nr=") == 2

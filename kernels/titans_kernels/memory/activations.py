@@ -32,7 +32,9 @@ def _through_silu(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return aten.silu_backward.grad_input(g, z, grad_input=out)
     if torch.is_grad_enabled() and (g.requires_grad or z.requires_grad):  # aten's has no gradient of its own
-        return g * _silu_slopes(z, F.silu(z))[0]
+        # not `_silu_slopes`: autograd keeps what it computes in place in a cycle that is never freed
+        s, value = torch.sigmoid(z), F.silu(z)
+        return g * (torch.addcmul(s, s, value, value=-1) + value)
     return aten.silu_backward(g, z)
 
 
