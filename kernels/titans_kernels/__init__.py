@@ -7,12 +7,12 @@ from titans_kernels.registry import lazy_exports
 if TYPE_CHECKING:
     from titans_kernels.forms import forms_used
     from titans_kernels.layers import rms_norm, short_convolution
-    from titans_kernels.memory.autograd import OpenChunk
     from titans_kernels.memory.budget import write_budget
     from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
-    from titans_kernels.memory.layout import document_borders, packed_layout
+    from titans_kernels.memory.forms.autograd import OpenChunk
     from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
     from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
+    from titans_kernels.memory.parts.layout import document_borders, packed_layout
     from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
     from titans_kernels.recurrence import (
@@ -58,6 +58,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry forms layers recurrence memory.autograd memory.budget memory.decode memory.layout memory.op "
-    "memory.options memory.residual memory.rules",
+    "registry forms layers recurrence memory.forms.autograd memory.budget memory.decode memory.parts.layout "
+    "memory.op memory.options memory.residual memory.rules",
 )

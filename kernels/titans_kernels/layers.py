@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from titans_kernels.memory.layout import document_borders
+from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import in_parts, library, numbers, pointer, pointers, serves
 
 LEAST_NORM = 1e-6

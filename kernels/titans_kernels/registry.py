@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,6 @@ def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[
 def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
     """The class of a name in ``known``, or at an import path ``package.module:Class``.
 
-    Modules of the current directory are found too: an installed command does not put it on the path.
-
     Raises:
         ValueError: there is no such subclass of ``base``; one line that begins with ``field``.
     """
@@ -58,9 +55,6 @@ def source_file(path: str) -> Path | None:
 
 def _imported(field: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        # last, so that nothing installed is hidden by a file that happens to lie here
-        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -17,7 +17,7 @@ from titans_core import (
     NeuralMemory,
     record,
 )
-from titans_kernels.memory import layout
+from titans_kernels.memory.parts import layout
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from titans_kernels import (
     neural_memory,
     read_memory,
 )
-from titans_kernels.memory import chunked, native
-from titans_kernels.memory.triton import pieces
+from titans_kernels.memory.forms import chunked, native
+from titans_kernels.memory.forms.triton import pieces
 
 compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
 FAST = ["chunked", pytest.param("native", marks=compiled), "auto"]
@@ -276,8 +276,8 @@ def test_meta_tensors_have_the_shapes():
 
 
 @pytest.mark.parametrize(("backend", "reason"), [
-    ("triton", "no kernel for a deep memory with a base"),
-    ("online", "it takes a linear memory without surprise_bound, in chunks of one token"),
+    ("triton", "it takes a base with 1 layer, not 2"),
+    ("online", "it takes 1 layer, not 2"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, reason):
     with pytest.raises(ValueError, match=f"^backend: {backend} does not serve this call: {reason}[^\n]*$"):

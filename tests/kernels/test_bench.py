@@ -22,7 +22,7 @@ from titans_kernels.bench.shapes import SHAPES, Shape, Target, chosen
 from titans_kernels.bench.subjects import OURS, Op, Subject
 from titans_kernels.bench.table import WIDTH, heading, lines_of
 from titans_kernels.bench.work import flops, traffic
-from titans_kernels.memory import chunked
+from titans_kernels.memory.forms import chunked
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 8, 16, 1, 50, chunk_size=16, heads=2, small=(1, 50))

@@ -24,9 +24,10 @@ from titans_kernels import (
     state_numel,
     write_budget,
 )
-from titans_kernels.memory import budget, native, reference
-from titans_kernels.memory.triton import budget as kernels
-from titans_kernels.memory.triton import pieces
+from titans_kernels.memory import budget
+from titans_kernels.memory.forms import native, reference
+from titans_kernels.memory.forms.triton import budget as kernels
+from titans_kernels.memory.forms.triton import pieces
 
 compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
 same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.kernels import cases
 from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory
-from titans_kernels.memory import native
+from titans_kernels.memory.forms import native
 
 
 class Case(cases.Call):

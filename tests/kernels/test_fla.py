@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels import fla, forms_used, linear_attention, neural_memory, recurrent_linear_attention
-from titans_kernels.memory.triton import pieces
+from titans_kernels.memory.forms.triton import pieces
 from titans_kernels.recurrence import scan
 
 pytestmark = pytest.mark.skipif(

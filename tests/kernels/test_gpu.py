@@ -25,7 +25,7 @@ from titans_kernels.bench.check import judges
 from titans_kernels.bench.inputs import Inputs, make
 from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.bench.subjects import OURS
-from titans_kernels.memory.triton.refusal import too_large
+from titans_kernels.memory.forms.triton.refusal import too_large
 
 TRITON = next(subject for subject in OURS if subject.name == "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -147,5 +147,5 @@ def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     case = Case(5)
     inputs = op.Inputs(*case.inputs)
     options = op.Options(4, "silu", None, None)
-    assert op.choose("auto", inputs, case.weights, options) is op.native.forget_and_learn
-    assert op.choose("chunked", inputs, case.weights, options) is op.chunked.forget_and_learn
+    assert op.choose("auto", inputs, case.weights, options).name == "native"
+    assert op.choose("chunked", inputs, case.weights, options).name == "chunked"

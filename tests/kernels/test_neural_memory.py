@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels import Rule, neural_memory, read_memory
-from titans_kernels.memory import chunked, reference
 from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.forms import chunked, reference
 
 TOKENS = ("q", "k", "v", "alpha", "eta", "theta")
 CHUNKS = (1, 7, 16, 64)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from titans_kernels import native, neural_memory
-from titans_kernels.memory.triton import pieces
+from titans_kernels.memory.forms.triton import pieces
 
 TOKENS = ("q", "k", "v", "alpha", "eta", "theta")
 AT, CHUNK = 40, 16

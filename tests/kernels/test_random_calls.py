@@ -28,7 +28,8 @@ from titans_kernels import (
     short_convolution,
     write_budget,
 )
-from titans_kernels.memory import reference
+from titans_kernels.memory import op
+from titans_kernels.memory.forms import reference
 
 
 @pytest.fixture(params=["compiled", "pytorch"])
@@ -124,6 +125,35 @@ def test_the_memory_is_the_recurrence(forms, seed):
     with torch.no_grad():  # the compiled form continues a chunk without a gradient alone
         for y in call.in_pieces():
             torch.testing.assert_close(y, expected[0][:1, : y.shape[1]], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [form.name for form in op.FORMS if form.tolerance])
+def test_a_form_computes_what_its_row_of_the_table_says(name):
+    """Each call that a form does not refuse is within its tolerance of the reference."""
+    (form,) = (form for form in op.FORMS if form.name == name)
+    if name == "triton":
+        pytest.skip("its widths and float32: test_triton.py")
+    computed = 0
+    for seed in range(60):
+        call = Drawn(seed)
+        if name == "online":
+            call.options |= {"chunk_size": 1, "surprise_bound": None}
+        if name == "channels":
+            call.tokens[3] = call.tokens[3].detach()[..., None].requires_grad_()
+        inputs = op.Inputs(*call.tokens)
+        options = op.Options(
+            *(call.options[name] for name in ("chunk_size", "activation", "surprise_bound")), call.borders,
+            residual=call.residual, base=call.base or (),
+        )  # fmt: skip
+        if form.refusal(inputs, call.weights, options):
+            with pytest.raises(ValueError, match="does not serve this call: it "):
+                call.run(form.backend)
+            continue
+        found = call.run(form.backend)
+        computed += 1
+        for x, y in zip(call.run("reference"), found, strict=True):
+            assert (x - y).norm() <= form.tolerance * x.norm() + 1e-12
+    assert computed >= 15
 
 
 @pytest.mark.parametrize("seed", range(10))

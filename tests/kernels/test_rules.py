@@ -23,8 +23,8 @@ from titans_kernels import (
     find_rule,
     neural_memory,
 )
-from titans_kernels.memory import reference
 from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.forms import reference
 from titans_kernels.memory.rules import GatedDelta, Huber, Yaad
 
 # the kernels' tests also run where the models are not installed
@@ -250,7 +250,8 @@ def test_what_needs_no_gradient_gets_none():
 def test_a_form_that_does_not_take_a_rule_says_so():
     case = Case(4)
     for backend in ("chunked", "triton"):
-        with pytest.raises(ValueError, match=f"^backend: '{backend}' does not take the rule Huber"):
+        said = f"^backend: {backend} does not serve this call: it does not take the rule Huber"
+        with pytest.raises(ValueError, match=said):
             case.whole(backend=backend, rule="huber")
     _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8)
     with pytest.raises(ValueError, match=r"^state: left inside a chunk by the paper's rule"):

@@ -12,9 +12,9 @@ from torch.nn.functional import normalize
 
 from titans_kernels import forms, neural_memory
 from titans_kernels.bench.shapes import SHAPES
-from titans_kernels.memory import native
-from titans_kernels.memory.triton import op as triton_op
-from titans_kernels.memory.triton import phases, pieces, refusal, tables
+from titans_kernels.memory.forms import native
+from titans_kernels.memory.forms.triton import op as triton_op
+from titans_kernels.memory.forms.triton import phases, pieces, refusal, tables
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
 
@@ -424,10 +424,8 @@ def test_compiled_whole_it_gives_the_same():
 
 def test_autocast_gives_the_operands_their_type(monkeypatch):
     seen = []
-    run = triton_op.forget_and_learn
-    monkeypatch.setattr(
-        triton_op, "forget_and_learn", lambda *a, dtype: seen.append(dtype) or run(*a, dtype=dtype)
-    )
+    run = triton_op.write_and_read
+    monkeypatch.setattr(triton_op, "write_and_read", lambda *a: seen.append(a[3].operands) or run(*a))
     call = Call(Case(DEEP, 20, 16))
     tokens = [x.float() for x in call.tokens]
     with torch.autocast("cpu", torch.bfloat16):

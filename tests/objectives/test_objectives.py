@@ -48,6 +48,7 @@ def run_name(cfg: RunConfig, root: Path) -> str:
 @pytest.fixture
 def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "run.yaml").write_text(json.dumps(RUN))
     return tmp_path / "run.yaml"
 

@@ -64,8 +64,7 @@ def lab(tmp_path, monkeypatch):
     (tmp_path / "my_lab").mkdir()
     (tmp_path / "my_lab" / "blocks.py").write_text(BLOCK)
     monkeypatch.chdir(tmp_path)
-    # what a look-up adds to the path and to the modules goes again
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("my_lab", "my_lab.blocks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path

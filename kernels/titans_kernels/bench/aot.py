@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
-from titans_kernels.memory.triton.launch import Launch, written_down
-from titans_kernels.memory.triton.op import memory_triton, memory_triton_backward
-from titans_kernels.memory.triton.pieces import INTERPRETED
-from titans_kernels.memory.triton.refusal import too_large
+from titans_kernels.memory.forms.triton.launch import Launch, written_down
+from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
+from titans_kernels.memory.forms.triton.pieces import INTERPRETED
+from titans_kernels.memory.forms.triton.refusal import too_large
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100; H100 and H200; B200."""

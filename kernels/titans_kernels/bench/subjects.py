@@ -14,7 +14,7 @@ import torch
 from titans_kernels.bench.check import Judge, Verdict, interpreting
 from titans_kernels.bench.inputs import Inputs
 from titans_kernels.bench.timing import Op, Within
-from titans_kernels.memory import chunked
+from titans_kernels.memory.forms import chunked
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _form(name: str, note: str, backend: str, within: Within = nullcontext, **mo
 def _no_kernel(inputs: Inputs) -> str | None:
     """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
     try:
-        found = importlib.import_module("titans_kernels.memory.triton.refusal")
+        found = importlib.import_module("titans_kernels.memory.forms.triton.refusal")
     except ImportError:
         return "no kernels in this version"
     return found.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans_kernels.memory.layout import document_borders, layout_of
 from titans_kernels.memory.options import state_dtype, without_autocast
+from titans_kernels.memory.parts.layout import document_borders, layout_of
 from titans_kernels.native import in_parts, library, numbers, pointer, serves
 
 KERNEL_NUMEL = 2**14
@@ -102,7 +102,7 @@ def _steps(
     """theta' and e [B, T, H]; the first ``held`` tokens of each row have e = 2 theta, whatever the budget."""
     k, eta, theta = k.contiguous(), eta.contiguous(), theta.contiguous()
     if _has_kernel(k, chunk_size):
-        from titans_kernels.memory.triton import budget as kernels
+        from titans_kernels.memory.forms.triton import budget as kernels
 
         return kernels.forward(k, eta, theta, chunk_size, cu_seqlens, held)
     if serves(keys := k.to(theta.dtype), eta, theta):
@@ -116,7 +116,7 @@ def _steps_backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor |
     tensors = [x.contiguous() for x in tensors]
     k = tensors[2]
     if _has_kernel(k, chunk_size):
-        from titans_kernels.memory.triton import budget as kernels
+        from titans_kernels.memory.forms.triton import budget as kernels
 
         return kernels.backward(tensors, chunk_size, cu_seqlens)
     keys = tensors[2] = k.to(tensors[3].dtype)

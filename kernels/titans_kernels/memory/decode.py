@@ -17,22 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import native
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.autograd import OpenChunk, continue_chunk
 from titans_kernels.memory.budget import effective_steps
-from titans_kernels.memory.gates import decay_products
-from titans_kernels.memory.op import neural_memory
+from titans_kernels.memory.forms import native
+from titans_kernels.memory.forms.autograd import OpenChunk, continue_chunk
+from titans_kernels.memory.forms.reference import squared_error, surprise
+from titans_kernels.memory.op import FORMS, neural_memory
 from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, whole, without_autocast
-from titans_kernels.memory.reference import squared_error, surprise
+from titans_kernels.memory.parts.gates import decay_products
 from titans_kernels.memory.residual import Residual, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import check_base, check_options, check_residual, check_shapes
 
-TAKES = (Rule,)
-"""The rules whose open chunk the factors of `DecodeState` describe: the paper's."""
-
-
+NATIVE = next(form for form in FORMS if form.name == "native")
 STEP_PRODUCTS = 2**20
 """The compiled form goes through all tokens of an open chunk again. That is less than what calling PyTorch's
 operators costs up to so many products of a token and a weight in a layer's pass."""
@@ -263,7 +260,7 @@ def state_numel(
 
 
 def _has_factors(rule: Rule, by_column: bool) -> bool:
-    return type(rule) in TAKES and not by_column
+    return type(rule) is Rule and not by_column
 
 
 def _rule(rule: Rule | str) -> Rule:
@@ -344,7 +341,7 @@ def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Op
     leaves = (*tokens, *state.weights, *state.momentum, *state.opened, state.steps, *options.base)
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         return False
-    return native.refusal(tokens, state.weights, options) is None
+    return NATIVE.refusal(tokens, state.weights, options) is None
 
 
 def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:

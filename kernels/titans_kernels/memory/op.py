@@ -1,16 +1,17 @@
-"""The public operator: checks its input, fills in what was left out, chooses the backend."""
+"""The public operator: checks its input, fills in defaults, and chooses a form by the table `FORMS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titans_kernels import forms
-from titans_kernels.memory import autograd, budget, channels, chunked, chunked_op, native, online, reference
+from titans_kernels.memory import budget
 from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.forms import autograd, channels, chunked, custom_op, native, online, reference
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -18,24 +19,103 @@ from titans_kernels.memory.options import (
     Options,
     Result,
     distances,
-    not_in_the_paper,
     operand_dtype,
     state_dtype,
     whole,
     without_autocast,
 )
 from titans_kernels.memory.residual import Residual
-from titans_kernels.memory.rules import PAPER, Rule, find_rule
+from titans_kernels.memory.rules import PAPER, GatedDelta, Rule, find_rule
 from titans_kernels.memory.validate import check_base, check_options, check_residual, check_shapes
 
-BACKENDS = ("auto", "reference", "autograd", "chunked", "native", "online", "triton")
 
-Form = Callable[[Inputs, Layers, Layers, Options], Result]
-"""One form of the operator: inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's
-precision, contiguous or not."""
+def _triton(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    # imported when asked for: a CPU has no use for Triton
+    from titans_kernels.memory.forms.triton import op
 
-OF_ANY_LOSS = (reference.forget_and_learn, autograd.forget_and_learn)
-"""The forms that take a rule whose loss is of more than the difference of prediction and value."""
+    return op.write_and_read(inputs, weights, momentum, options)
+
+
+def _triton_limits(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+    from titans_kernels.memory.forms.triton.refusal import refusal
+
+    return refusal(*inputs[:3], weights, options.chunk_size, options.operands)
+
+
+class Form(NamedTuple):
+    """A form of the operator: which calls it computes, how exactly, and when "auto" takes it."""
+
+    name: str
+    """What `forms_used` reports."""
+    backend: str
+    """The argument that asks for it."""
+    compute: Callable[[Inputs, Layers, Layers, Options], Result]
+    """Takes inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's precision."""
+    tolerance: float
+    """Relative error to "reference", of reads, states and gradients; float64, and float32 for Triton."""
+    device: Literal["any", "cpu", "cuda"] = "any"
+    """"auto" takes it there alone."""
+    rules: tuple[type[Rule], ...] | None = (Rule,)
+    """None for any rule. `Rule` itself is the paper's."""
+    alpha: Literal["head", "column", "any"] = "head"
+    """One number a head, a number for each group of columns, or either."""
+    norm: bool = False
+    """Whether it computes LN inside the memory (`Residual.norm`)."""
+    any_loss: bool = False
+    """Whether the loss may depend on more than prediction - value; else ``x + f(x)`` and a base of a linear
+    memory become part of the value."""
+    linear_base: bool = False
+    """Whether it computes the base of a linear memory itself, in less time than products outside of it."""
+    base_depth: int | None = None
+    """The most layers it takes with a base; None for any."""
+    depth: int | None = None
+    """The most layers it takes; None for any."""
+    chunk_size: int | None = None
+    """The one it takes; None for any."""
+    surprise_bound: bool = True
+    """Whether it takes one."""
+    traced: Callable[[Inputs, Layers, Layers, Options], Result] | None = None
+    """Computes the same under torch.compile and for meta tensors, which cannot follow ``compute``."""
+    limits: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
+    """Why it does not serve a call for another reason (sizes, types, a compiler that is missing), or None."""
+
+    def refusal(self, inputs: Inputs, weights: Layers, options: Options) -> str | None:
+        """Why this form does not compute a call, or None where it does."""
+        layers, by_column = len(weights), inputs.forgets_by_column
+        if self.rules is not None and type(options.rule) not in self.rules:
+            return f"it does not take the rule {options.rule}"
+        if options.norm and not self.norm:
+            return "it does not compute LN inside the memory"
+        if self.alpha == ("head" if by_column else "column"):
+            return f"it does not take an alpha by {'column' if by_column else 'head'}"
+        if self.depth is not None and layers > self.depth:
+            return f"it takes {self.depth} layer, not {layers}"
+        if options.base and self.base_depth is not None and layers > self.base_depth:
+            return f"it takes a base with {self.base_depth} layer, not {layers}"
+        if self.chunk_size not in (None, options.chunk_size):
+            return f"it takes chunk_size {self.chunk_size}, not {options.chunk_size}"
+        if options.surprise_bound is not None and not self.surprise_bound:
+            return "it does not take a surprise_bound"
+        return self.limits(inputs, weights, options)
+
+
+FORMS = (
+    Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta), depth=1, chunk_size=1,
+         surprise_bound=False),
+    Form("triton", "triton", _triton, 5e-5, device="cuda", base_depth=1, limits=_triton_limits),
+    Form("native", "native", native.write_and_read, 1e-9, device="cpu", linear_base=True,
+         limits=native.refusal),
+    Form("chunked", "chunked", chunked.write_and_read, 1e-9, norm=True, traced=custom_op.write_and_read),
+    Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
+         traced=custom_op.write_and_read),
+    Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
+         any_loss=True),
+    Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
+         any_loss=True),
+)  # fmt: skip
+"""Every form, in the order in which "auto" tries them."""
+
+BACKENDS = ("auto", *reversed(dict.fromkeys(form.backend for form in FORMS)))
 
 
 def neural_memory(
@@ -135,114 +215,73 @@ def neural_memory(
     residual, own = check_residual(residual, q, v), check_base(base, weights)
     options = Options(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared,
-        residual, own,
+        residual, own, operand_dtype(q),
     )  # fmt: skip
     form = choose(backend, inputs, weights, options)
     if write_budget:
-        limit = reference.write_budget if form is reference.forget_and_learn else budget.write_budget
+        limit = reference.write_budget if form.name == "reference" else budget.write_budget
         inputs = inputs._replace(theta=limit(k, eta, theta, chunk_size, cu_seqlens, budget=write_budget))
     if not torch.compiler.is_compiling():
-        forms.note("neural_memory", _name(form), q)
-    linear = form not in OF_ANY_LOSS and len(options.norm) == 0
-    beside = linear and len(own) == 1 and form is not native.forget_and_learn
-    if residual is not None and linear:
-        form = partial(_around, form)
-    if own:  # what is compiled takes it in less time than the products beside it
-        form = partial(_beside_base if beside else _from_base, form)
+        forms.note("neural_memory", form.name, q)
     # the state is float32 whatever autocast would make of the products
     with without_autocast(q):
-        y, weights, momentum = form(inputs, weights, momentum, options)
+        y, weights, momentum = _compute(form, inputs, weights, momentum, options)
     return y.to(q.dtype), MemoryState(weights, momentum) if output_final_state else MemoryState((), ())
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:
-    """The form of the operator that computes a call.
+    """The first form of the table that computes a call, among those that ``backend`` names.
 
     Raises:
-        ValueError: there is no such form, or it does not take the rule, or does not serve the call.
+        ValueError: there is no such backend, or none of its forms computes the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "reference":
-        return reference.forget_and_learn
-    by_hand = type(options.rule) in chunked.TAKES
-    if backend in ("auto", "online"):
-        reason = online.refusal(inputs, weights, options)
+    # neither a compiler nor meta tensors can follow C++
+    traced = torch.compiler.is_compiling() or inputs.q.is_meta
+    backend = "chunked" if traced and backend == "native" else backend
+    reason, slower = None, None
+    for form in FORMS:
+        if backend == "auto":
+            here = {"any": True, "cpu": not traced, "cuda": inputs.q.is_cuda}
+            if not here[form.device]:
+                continue
+        elif backend != form.backend:
+            continue
+        reason = form.refusal(inputs, weights, options)
         if reason is None:
-            return online.forget_and_learn
-        if backend == "online":
-            raise ValueError(f"backend: online does not serve this call: {reason}")
-    if backend == "autograd" or (backend == "auto" and not by_hand):
-        return autograd.forget_and_learn
-    if not by_hand:
-        raise ValueError(
-            f"backend: {backend!r} does not take the rule {options.rule}; use auto, autograd or reference"
-        )
-    if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
-        served = _kernels(inputs, weights, options)
-        if not isinstance(served, str):
-            return served
-        if backend == "triton":
-            raise ValueError(f"backend: triton does not serve this call: {served}; auto takes another form")
-        if not torch.compiler.is_compiling():
-            forms.warn_once("neural_memory", "chunked in place of triton", served)
-    # eager keeps its work for the backward, which a compiler or a meta tensor could not follow
-    if torch.compiler.is_compiling() or inputs.q.is_meta:
-        return chunked_op.forget_and_learn
-    if backend in ("auto", "native"):
-        reason = native.refusal(inputs, weights, options)
-        if reason is None:
-            return native.forget_and_learn
-        if backend == "native":
-            raise ValueError(f"backend: native does not serve this call: {reason}")
-    return channels.forget_and_learn if inputs.forgets_by_column else chunked.forget_and_learn
+            if slower and not torch.compiler.is_compiling():
+                forms.warn_once("neural_memory", "chunked in place of triton", slower)
+            return form._replace(compute=form.traced) if traced and form.traced else form
+        if form.name == "triton" and type(options.rule) is Rule:
+            slower = reason
+    raise ValueError(f"backend: {backend} does not serve this call: {reason}; auto takes another form")
 
 
-def _name(form: Form) -> str:
-    """The module of a form."""
-    return getattr(form, "func", form).__module__.rpartition(".")[2].removesuffix("_op")
+def _compute(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """A call by a form, where residual and base are computed around it unless it does so itself.
 
-
-def _around(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """``x + f(x)`` by a form of f: ``||k + f(k) - v||^2`` is the loss of f for the value v - k."""
-    q, k, v = (x.to(inputs.state_dtype) for x in inputs[:3])
-    # a kernel takes its operands in one type
-    value = (v - k).to(inputs.v.dtype) if inputs.v.is_cuda else v - k
-    y, weights, momentum = form(inputs._replace(v=value), weights, momentum, options._replace(residual=None))
-    return q + y, weights, momentum
-
-
-def _beside_base(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """A linear memory with a base by a form that knows of none: what k B predicts is taken off the value."""
-    q, k, v = (x.to(inputs.state_dtype) for x in inputs[:3])
-    of_base = lambda x: torch.einsum("bthd,hdf->bthf", x, options.base[0])  # noqa: E731
-    # a kernel takes its operands in one type
-    value = (v - of_base(k)).to(inputs.v.dtype) if inputs.v.is_cuda else v - of_base(k)
-    y, weights, momentum = form(inputs._replace(v=value), weights, momentum, options._replace(base=()))
-    return of_base(q) + y, weights, momentum
-
-
-def _from_base(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Weights as distances from the base by a form that takes whole ones."""
-    y, weights, momentum = form(inputs, whole(weights, options.base), momentum, options)
-    return y, distances(weights, options.base), momentum
-
-
-def _kernels(inputs: Inputs, weights: Layers, options: Options) -> Form | str:
-    """The Triton form, or why no kernel serves the call."""
-    # imported when asked for: a CPU has no use for Triton
-    from titans_kernels.memory.triton import op as triton
-    from titans_kernels.memory.triton.refusal import refusal
-
-    dtype = operand_dtype(inputs.q)
-    if type(options.rule) not in triton.TAKES:
-        return f"no kernel for the rule {options.rule}"
-    if beyond := not_in_the_paper(inputs, options):
-        return f"no kernel for {beyond}"
-    if options.base and len(weights) > 1:
-        return "no kernel for a deep memory with a base"
-    reason = refusal(inputs.q, inputs.k, inputs.v, weights, options.chunk_size, dtype)
-    return reason or partial(triton.forget_and_learn, dtype=dtype)
+    ``||k + f(k) - v||^2`` is the loss of f for the value v - k; of a linear memory with a base B,
+    ``||k (W + B) - v||^2`` is that of W for the value v - k B.
+    """
+    base, added = options.base, []
+    if not form.any_loss and not options.norm:
+        if base and len(base) == 1 and not form.linear_base:
+            added.append(lambda x: torch.einsum("bthd,hdf->bthf", x, base[0]))
+            options = options._replace(base=())
+        if options.residual is not None:
+            added.append(lambda x: x)
+            options = options._replace(residual=None)
+    own, (q, k, v) = options.base, (x.to(inputs.state_dtype) for x in inputs[:3])
+    if added:
+        for part in added:
+            v = v - part(k)
+        # a kernel takes its operands in one type
+        inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
+    y, weights, momentum = form.compute(inputs, whole(weights, own), momentum, options)
+    for part in reversed(added):
+        y = part(q) + y
+    return y, distances(weights, own), momentum
 
 
 def read_memory(

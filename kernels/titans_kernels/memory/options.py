@@ -71,18 +71,13 @@ class Options(NamedTuple):
     base: Layers = ()
     """what forgetting leads to, [H, D_in, D_out] of each layer; empty for zero. The weights that a form takes
     and returns are the whole ones: `op.neural_memory` adds the base before and takes it off after"""
+    operands: torch.dtype | None = None
+    """in which the kernels take q, k and v: autocast's where it is on"""
 
     @property
     def norm(self) -> tuple[Tensor, ...]:
         """Weight and bias of the residual's LN, or nothing."""
         return self.residual.norm if self.residual is not None else ()
-
-
-def not_in_the_paper(inputs: Inputs, options: Options) -> str | None:
-    """What of a call the fastest forms do not compute."""
-    if options.norm:
-        return "LN inside the memory"
-    return "an alpha by column" if inputs.forgets_by_column else None
 
 
 def whole(distances: Layers, base: Layers) -> Layers:

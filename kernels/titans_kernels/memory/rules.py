@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.vjp import flows, vjp
+from titans_kernels.memory.parts.vjp import flows, vjp
 from titans_kernels.registry import find_class
 
 

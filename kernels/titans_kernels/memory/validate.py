@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import Layers, state_dtype
+from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.residual import Residual
 
 

@@ -164,8 +164,6 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # tasks and variants named by import path are found beside where the command is called
-    sys.path.append(os.getcwd())
     # a scheduler that ends a job sends SIGTERM: end as for Ctrl-C
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run(arguments))
@@ -173,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; its exit code."""
+    # classes named by import path are found in the current directory, after whatever is installed
+    sys.path.append(os.getcwd())
     debug = "--debug" in arguments
     try:
         # --debug is taken anywhere in the line

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
-from titans_kernels.memory.gates import Gates
-from titans_kernels.memory.passes import Keys, Last, Reads, State, read_factors, side_by_side
+from titans_kernels.memory.parts.gates import Gates
+from titans_kernels.memory.parts.passes import Keys, Last, Reads, State, read_factors, side_by_side
 from titans_kernels.memory.residual import Norm
 
 

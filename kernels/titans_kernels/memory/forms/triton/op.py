@@ -13,24 +13,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.forms.triton import phases
+from titans_kernels.memory.forms.triton.launch import written_down
+from titans_kernels.memory.forms.triton.phases import Kept, Tokens
+from titans_kernels.memory.forms.triton.shapes import Shape, flatten, layers_of, unflatten
+from titans_kernels.memory.forms.triton.tables import chunk_count, document_count, tables
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.triton import phases
-from titans_kernels.memory.triton.launch import written_down
-from titans_kernels.memory.triton.phases import Kept, Tokens
-from titans_kernels.memory.triton.shapes import Shape, flatten, layers_of, unflatten
-from titans_kernels.memory.triton.tables import chunk_count, document_count, tables
 
-TAKES = (Rule,)
-"""The rules the kernels compute: the paper's."""
 KEEP_BYTES = 512 * 2**20
 """`keep_bytes` where there is no card."""
 
 
-def forget_and_learn(
-    inputs: Inputs, weights: Layers, momentum: Layers, options: Options, dtype: torch.dtype
-) -> Result:
-    """Write and read every token, as `reference.forget_and_learn` does, with operands of ``dtype``."""
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write and read every token, as `reference.write_and_read` does, with ``options.operands``."""
+    dtype = options.operands
     tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:]))
     widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
     y, after = _in_parts(tokens, flatten(*(options.shared_start or (weights, momentum))), options, widths)

@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from titans_kernels.memory import channels, chunked
+from titans_kernels.memory.forms import channels, chunked
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.residual import Residual
 
@@ -26,7 +26,7 @@ _ARGUMENTS = (
 nothing."""
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token: the form for the call's alpha as an operator."""
     given = (list(x) for x in (weights, momentum, options.base, options.norm))
     y, *state = memory_chunked(*inputs.to_state_dtype(), *given, *options[:4])
@@ -39,7 +39,7 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
     inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         form = channels if inputs.forgets_by_column else chunked
-        y, *state = form.forget_and_learn(inputs, tuple(weights), tuple(momentum), options)
+        y, *state = form.write_and_read(inputs, tuple(weights), tuple(momentum), options)
     return _fresh([y, *(x for part in state for x in part)])
 
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import chunk_at
-from titans_kernels.memory.triton.tables import tables
+from titans_kernels.memory.forms.triton.launch import launch
+from titans_kernels.memory.forms.triton.pieces import chunk_at
+from titans_kernels.memory.forms.triton.tables import tables
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 

@@ -28,20 +28,20 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.gates import decay_products
-from titans_kernels.memory.layout import Layout, Span, layout_of
+from titans_kernels.memory.forms.reference import squared_error, surprise
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, over_weights
-from titans_kernels.memory.reference import squared_error, surprise
+from titans_kernels.memory.parts.gates import decay_products
+from titans_kernels.memory.parts.layout import Layout, Span, layout_of
 from titans_kernels.memory.residual import Residual, predict
 
 KEEP_BYTES = 256 * 2**20
 """Coefficients of a call up to this size are kept for the backward pass; of a larger one, states alone."""
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write and read every token, as `reference.forget_and_learn` does."""
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write and read every token, as `reference.write_and_read` does."""
     again = torch.is_grad_enabled() and _coefficient_bytes(inputs, options) > KEEP_BYTES
-    return _forget_and_learn(inputs.to_state_dtype(), weights, momentum, options, again)
+    return _write_and_read(inputs.to_state_dtype(), weights, momentum, options, again)
 
 
 def gradients(
@@ -57,14 +57,14 @@ def gradients(
         W, S, rest = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
         residual = Residual(*rest[based:]) if options.norm else None
         own = options._replace(residual=residual, base=rest[:based])
-        y, W, S = _forget_and_learn(Inputs(*given[:6]), W, S, own, False)
+        y, W, S = _write_and_read(Inputs(*given[:6]), W, S, own, False)
         return y, *W, *S
 
     _, pullback, *_ = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.base, *options.norm)
     return list(pullback(tuple(doutputs)))
 
 
-def _forget_and_learn(
+def _write_and_read(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, again: bool
 ) -> Result:
     """``again``: the backward is to compute each step anew."""

@@ -15,10 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titans_kernels.memory.triton.gates import Gates
-from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import chunk_at, dot, load_rows, load_tokens, store_rows, tile_at
-from titans_kernels.memory.triton.shapes import Layer, Shape
+from titans_kernels.memory.forms.triton.gates import Gates
+from titans_kernels.memory.forms.triton.launch import launch
+from titans_kernels.memory.forms.triton.pieces import (
+    chunk_at,
+    dot,
+    load_rows,
+    load_tokens,
+    store_rows,
+    tile_at,
+)
+from titans_kernels.memory.forms.triton.shapes import Layer, Shape
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from titans_kernels.memory.triton.tables import Tables
+from titans_kernels.memory.forms.triton.tables import Tables
 
 
 class Layer(NamedTuple):

@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.backward import Step, curves, held, leaving, read_backward, step_backward
-from titans_kernels.memory.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.layout import Layout, Span, layout_of
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.passes import (
+from titans_kernels.memory.parts.backward import Step, curves, held, leaving, read_backward, step_backward
+from titans_kernels.memory.parts.gates import Gates, coefficients, coefficients_backward
+from titans_kernels.memory.parts.layout import Layout, Span, layout_of
+from titans_kernels.memory.parts.passes import (
     Keys,
     Last,
     Reads,
@@ -35,10 +35,7 @@ from titans_kernels.memory.passes import (
     read_pass,
 )
 from titans_kernels.memory.residual import Norm
-from titans_kernels.memory.rules import Rule
 
-TAKES = (Rule,)
-"""The rules whose chunks these formulas describe: the paper's."""
 KEEP_BYTES = 32 * 2**20
 """Chunk-start states up to this size are all kept for the backward pass; of more, every G-th."""
 KEEP_WORK_BYTES = 32 * 2**20
@@ -49,8 +46,8 @@ BLOCK_BYTES = 2 * 2**20
 """States of a block, for each thread: more make fewer calls, but leave the cache between two phases."""
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write and read every token, as `reference.forget_and_learn` does."""
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write and read every token, as `reference.write_and_read` does."""
     call = Call.of(inputs, options)
     arguments = (*_tokens(inputs), *weights, *momentum, *call.base, *call.norm)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.layout import document_borders
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -25,11 +24,12 @@ from titans_kernels.memory.options import (
     state_dtype,
     whole,
 )
+from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.residual import Residual, predict, pull
 from titans_kernels.memory.rules import Rule
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write every token, read every token (eqs. 13-16).
 
     Gradients flow through everything, the inner gradient included.

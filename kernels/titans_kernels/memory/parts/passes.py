@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
-from titans_kernels.memory.gates import Gates
+from titans_kernels.memory.parts.gates import Gates
 from titans_kernels.memory.residual import Norm
 
 

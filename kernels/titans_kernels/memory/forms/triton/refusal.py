@@ -7,8 +7,8 @@ import os
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.forms.triton.pieces import INTERPRETED
 from titans_kernels.memory.options import Layers
-from titans_kernels.memory.triton.pieces import INTERPRETED
 
 WIDTHS = (16, 32, 64, 128, 256)
 HIDDEN = (16, 32, 64, 128, 256, 512)

@@ -17,26 +17,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, not_in_the_paper, whole
-from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, whole
+from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import in_parts, library, numbers, pointer, pointers
 
-TAKES = (Rule,)
-"""The rules that the library computes: the paper's."""
 KEEP_BYTES = 256 * 2**20
 """A call whose chunk-start states are larger is left to `chunked`, which keeps some of them."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the library does not serve a call, or None where it does."""
+    """Why the library does not serve a call of the paper's rule, or None where it does."""
     if inputs.q.device.type != "cpu":
         return f"tensors are on {inputs.q.device.type}"
-    if type(options.rule) not in TAKES:
-        return f"not compiled for the rule {options.rule}"
-    if beyond := not_in_the_paper(inputs, options):
-        return f"not compiled for {beyond}"
     chunks = sum(-(-n // options.chunk_size) for n in _lengths(inputs.q, options.cu_seqlens))
     kept = 2 * chunks * sum(W[0].numel() for W in weights) * inputs.state_dtype.itemsize
     if kept > KEEP_BYTES:
@@ -44,8 +37,8 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
     return None if library(inputs.state_dtype) else "no C++ compiler, or it failed"
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write and read every token, as `reference.forget_and_learn` does."""
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write and read every token, as `reference.write_and_read` does."""
     call, depth = Call.of(inputs, weights, options), len(weights)
     tokens, before, base = inputs.to_state_dtype(), (*weights, *momentum), options.base
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *before, *base)):

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titans_kernels.memory.triton.gates import Gates
-from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import (
+from titans_kernels.memory.forms.triton.gates import Gates
+from titans_kernels.memory.forms.triton.launch import launch
+from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
     document_at,
     dot,
@@ -28,8 +28,8 @@ from titans_kernels.memory.triton.pieces import (
     through_bound,
     tile_at,
 )
-from titans_kernels.memory.triton.shapes import Shape
-from titans_kernels.memory.triton.streamed import (
+from titans_kernels.memory.forms.triton.shapes import Shape
+from titans_kernels.memory.forms.triton.streamed import (
     _copy,
     _load_input,
     _times_state,

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titans_kernels.memory.triton.gates import Gates
-from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import (
+from titans_kernels.memory.forms.triton.gates import Gates
+from titans_kernels.memory.forms.triton.launch import launch
+from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
     document_at,
     dot,
@@ -31,7 +31,7 @@ from titans_kernels.memory.triton.pieces import (
     tile_at,
     value,
 )
-from titans_kernels.memory.triton.shapes import Shape
+from titans_kernels.memory.forms.triton.shapes import Shape
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.forms.reference import apply_memory, bounded, each_document
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -26,10 +27,9 @@ from titans_kernels.memory.options import (
     over_weights,
     whole,
 )
-from titans_kernels.memory.reference import apply_memory, bounded, each_document
+from titans_kernels.memory.parts.vjp import flows, vjp
 from titans_kernels.memory.residual import Residual, predict, pull
 from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.vjp import flows, vjp
 
 
 class OpenChunk(NamedTuple):
@@ -61,8 +61,8 @@ class OpenChunk(NamedTuple):
         return MemoryState(self.weights, self.momentum)
 
 
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write every token and read it, as `reference.forget_and_learn` does, for the rule in ``options``."""
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write every token and read it, as `reference.write_and_read` does, for the rule in ``options``."""
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
 
 

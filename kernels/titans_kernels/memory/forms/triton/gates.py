@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titans_kernels.memory.triton.launch import launch
-from titans_kernels.memory.triton.pieces import chunk_at, load_tokens, store_tokens
-from titans_kernels.memory.triton.tables import Tables
+from titans_kernels.memory.forms.triton.launch import launch
+from titans_kernels.memory.forms.triton.pieces import chunk_at, load_tokens, store_tokens
+from titans_kernels.memory.forms.triton.tables import Tables
 
 
 class Gates(NamedTuple):

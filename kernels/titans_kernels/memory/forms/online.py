@@ -20,29 +20,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.gates import coefficients
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, not_in_the_paper
-from titans_kernels.memory.reference import each_document
-from titans_kernels.memory.rules import GatedDelta, Rule
+from titans_kernels.memory.forms.reference import each_document
+from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.parts.gates import coefficients
+from titans_kernels.memory.rules import GatedDelta
 
-TAKES = (Rule, GatedDelta)
 BLOCK = 32
 """Tokens of a triangular system. It changes no more than rounding."""
 
 
-def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why a call is not served, if it is not."""
-    if type(options.rule) not in TAKES:
-        return f"it does not take the rule {options.rule}"
-    if beyond := not_in_the_paper(inputs, options):
-        return f"it does not take {beyond}"
-    if options.chunk_size != 1 or len(weights) != 1 or options.surprise_bound is not None:
-        return "it takes a linear memory without surprise_bound, in chunks of one token"
-    return None
-
-
-def forget_and_learn(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write every token and read it, as `reference.forget_and_learn` does."""
+def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """Write every token and read it, as `reference.write_and_read` does."""
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
 
 

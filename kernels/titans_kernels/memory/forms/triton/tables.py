@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.layout import document_borders
-from titans_kernels.memory.triton.launch import writing_down
+from titans_kernels.memory.forms.triton.launch import writing_down
+from titans_kernels.memory.parts.layout import document_borders
 
 
 class Tables(NamedTuple):
