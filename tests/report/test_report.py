@@ -279,6 +279,24 @@ def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
     assert all(text in drawn for text in ("What memory brings", "nats a token", "position"))
 
 
+def test_many_rows_have_a_figure_over_position_too(tmp_path):
+    names = [f"row {i}" for i in range(26)]
+    found = study([Row(name=name) for name in names], gain=Column(title="Gain", unit="nats"))
+    cells = [Cell(name, 0, RunConfig(), name.replace(" ", "")) for name in names]
+    length = RunConfig().data.sequence_length
+    key = f"gain/by_position-gain@{2 * length}"
+    for i, cell in enumerate(cells):
+        fresh = {f"fresh 1-{length}": 9.0, f"fresh {length + 1}-{2 * length}": 9.0 * math.exp(i / 100)}
+        carried = {name.replace("fresh", "carried"): 9.0 for name in fresh}
+        done = result(cell, 0, (key,)) | {"buckets": {key: fresh | carried}, "columns": {"gain": 0.1}}
+        done |= {"config": RunConfig().model_dump(mode="json")}
+        write_json(cell.folder(tmp_path).path / "result.json", done)
+    by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
+    assert len(by_row.panels) == 24
+    assert [line.label for line in gain.legend] == ["row 25", "row 24", "row 23", "row 2", "row 1", "row 0"]
+    assert len(gain.panels) == 1
+
+
 def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     trials = [
         {"params": {"optim.lr": 10.0**-i, "model.memory.activation": "silu"}, "steps": 9 + i % 2, "value": i}

@@ -32,7 +32,7 @@ from titans_platform.text import plural, short, tokens
 PER_ROW = 24
 """Rows that get a panel each; of more, the first."""
 MANY = 6
-"""Lines from which each gets a panel of its own, before the others in grey."""
+"""Lines that are told apart by colour in one panel."""
 LOOKS = {
     CARRIED: ("state carried from the start", "a", "o"),
     FRESH: ("new state every row", "b", "s"),
@@ -42,8 +42,8 @@ ALONE = (4.2, 3.0)
 """Inches of a panel that is not one of many."""
 X = "position (tokens read)"
 CAPTION = (
-    "Held-out texts read in three ways: on the state carried from their start; on a new state every row; and "
-    "on a new state every row that has read a window of the rows before it. Dotted: where the first row ends."
+    "Held-out texts read on the state carried from their start, on a new state every row and, where "
+    "measured, on a new state every row that has read a window of the rows before it. Dotted: the end of the first row."
 )
 GAIN = "What memory brings"
 GAIN_CAPTION = (
@@ -89,28 +89,36 @@ def against_position(data: FigureData) -> Iterator[Picture]:
         # a column that was read in one way alone has nothing to compare
         if not any(len(places) > 1 for _, places in shown):
             continue
-        shown = shown[:PER_ROW]
-        lines = [_lines(places) for _, places in shown]
+        lines = [_lines(places) for _, places in shown[:PER_ROW]]
         limits = plot.span(line for drawn in lines for line in drawn)
         panels = [
             _panel(row.row.name, drawn, _trained(row), "perplexity", limits)
-            for (row, _), drawn in zip(shown, lines, strict=True)
+            for (row, _), drawn in zip(shown, lines, strict=False)
         ]
         caption, legend = f"{CAPTION} Mean over seeds.", max(lines, key=len)
         yield Picture(f"position-{key}", f"{column.title}: by position", caption, panels, NARROW, legend)
-        gains = [_gain(row, places, i) for i, (row, places) in enumerate(shown) if FRESH in places]
-        title = f"{GAIN}, by position"
-        if len(gains) > MANY:
-            panels = [_gain_panel([gain], "", gains) for gain in gains]
-            caption = f"{GAIN_CAPTION} Blue: the row, bars: sd over seeds; grey: the other rows."
-            yield Picture(f"gain-{key}", title, caption, panels, NARROW)
-        elif gains:
-            panels = [_gain_panel(gains, "bars: sd over seeds")]
-            legend = [gain.look for gain in gains]
-            yield Picture(f"gain-{key}", title, GAIN_CAPTION, panels, ALONE, legend)
+        gains = [_gain(row, places) for row, places in shown if FRESH in places]
+        if gains:
+            yield _gain_picture(f"gain-{key}", gains)
 
 
-def _gain(row: TableRow, places: Places, number: int) -> Gain:
+def _gain_picture(key: str, gains: list[Gain]) -> Picture:
+    """The gains of all rows in one panel; of many rows only the highest and the lowest are coloured."""
+    coloured, others, caption = gains, [], GAIN_CAPTION
+    if len(gains) > MANY:
+        ordered = sorted(gains, key=lambda gain: -list(gain.points.values())[-1][0] if gain.points else 0.0)
+        ends = MANY // 2
+        coloured, others = ordered[:ends] + ordered[-ends:], ordered[ends:-ends]
+        caption += (
+            f" Coloured: the {ends} highest and the {ends} lowest at the last position; grey: the others."
+        )
+    looks = zip(coloured, KINDS, MARKERS, strict=False)
+    drawn = [gain._replace(look=replace(gain.look, colour=c, marker=m)) for gain, c, m in looks]
+    panels = [_gain_panel(drawn, "bars: sd over seeds", others)]
+    return Picture(key, f"{GAIN}, by position", caption, panels, ALONE, [gain.look for gain in drawn])
+
+
+def _gain(row: TableRow, places: Places) -> Gain:
     """The gain of each seed from its own perplexities."""
     points = {}
     for x in sorted(places[CARRIED]):
@@ -118,8 +126,7 @@ def _gain(row: TableRow, places: Places, number: int) -> Gain:
         gains = [math.log(fresh / carried) for fresh, carried in pairs]
         if x > _trained(row):
             points[x] = statistics.fmean(gains), statistics.stdev(gains) if len(gains) > 1 else 0.0
-    look = Line(row.row.name, {}, KINDS[number % len(KINDS)], MARKERS[number % len(MARKERS)])
-    return Gain(look, points)
+    return Gain(Line(row.row.name, {}), points)
 
 
 def _measured(row: TableRow, column: str) -> Places:
@@ -161,11 +168,9 @@ def _panel(
 
 
 def _gain_panel(gains: Sequence[Gain], bars: str, others: Sequence[Gain] = ()) -> Panel:
-    """The gains in one panel; ``others`` behind them in grey, where a panel is one row's."""
+    """The gains in one panel, ``others`` behind them in grey."""
     ends = [(gain.look.label, [mean for mean, _ in gain.points.values()]) for gain in gains]
-    title = f"{GAIN} ({bars})" if bars else gains[0].look.label
-    if others:
-        gains = [gain._replace(look=replace(gain.look, colour="a", marker="o")) for gain in gains]
+    title = f"{GAIN} ({bars})"
     alt, draw = f"{GAIN}: {_in_words(ends, 'nats')}", partial(_draw_gains, others=others)
     return panel(title, alt, draw, X, "nats a token", gains=gains)
 
