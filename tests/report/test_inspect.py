@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_the_page_parses_links_nowhere_and_escapes_the_text(found, variant):
+def test_the_page_is_valid_without_links_and_escapes_the_text(found, variant):
     html = page(found[variant], "a & b.txt", position=70)
     parsed = Page(html)
     assert [tag for tag, _ in parsed.tags if tag in ("a", "link", "img", "iframe")] == []
@@ -162,7 +162,7 @@ def test_the_table_has_a_row_for_each_memory_token_and_head(found, variant):
     assert first == ([] if variant == "mac" else None)
 
 
-def test_losses_are_the_model_s_own(found):
+def test_losses_are_those_of_the_model(found):
     tokens = torch.tensor([found["lmm"].tokens])
     with torch.no_grad():
         logprobs = small()(tokens).logits.log_softmax(-1)
@@ -170,7 +170,7 @@ def test_losses_are_the_model_s_own(found):
     assert math.isnan(found["lmm"].loss[0].item())
 
 
-def test_a_letter_of_several_tokens_is_shown_once():
+def test_a_character_of_several_tokens_is_shown_once():
     tokenizer = load_tokenizer("byte")
     tokens = [tokenizer.bos, *tokenizer.encode("aé—b")]
     assert token_texts(tokenizer, tokens) == ["", "a", "", "é", "", "", "—", "b"]
@@ -179,7 +179,7 @@ def test_a_letter_of_several_tokens_is_shown_once():
     assert cut[-1] == "\ufffd"
 
 
-def test_kept_is_all_where_the_last_memory_knows_the_pair_and_none_where_it_does_not(found):
+def test_kept_share_is_one_for_a_stored_pair_and_zero_for_a_lost_one(found):
     trace: MemoryTrace = found["lmm"].traces[0]
     known = trace._replace(final=torch.zeros_like(trace.final))
     lost = trace._replace(final=2 * trace.surprise)
@@ -187,7 +187,7 @@ def test_kept_is_all_where_the_last_memory_knows_the_pair_and_none_where_it_does
     assert kept_shares([known, lost])[3].item() == 0.5
 
 
-def test_lines_are_means_of_what_is_known():
+def test_bins_are_means_without_nan():
     values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, 7.0]).numpy()
     assert binned(values, 2) == {2.0: (2.0,), 5.0: (6.0,)}
     assert binned(values[:0]) == {}
@@ -198,7 +198,7 @@ def cell(tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("root"))
 
 
-def test_the_command_writes_both_files_the_same_each_time(cell, tmp_path, capsys):
+def test_the_command_is_deterministic(cell, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out, arrow = tmp_path / "sub" / "page.html", tmp_path / "numbers.arrow"
@@ -212,7 +212,7 @@ def test_the_command_writes_both_files_the_same_each_time(cell, tmp_path, capsys
     assert arrow.read_bytes() == before
 
 
-def test_mistakes_are_one_line_and_exit_code_2(cell, tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, capsys):
     text, empty, binary = (tmp_path / name for name in ("text", "empty", "binary"))
     text.write_text("some text")
     empty.write_text("")

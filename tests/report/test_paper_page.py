@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ def begun(tmp_path):
     return tmp_path
 
 
-def test_the_list_says_what_has_been_run(begun, capsys):
+def test_sweep_list_shows_what_has_been_run(begun, capsys):
     assert cli.run(["sweep", "list", "--root", str(begun)]) == 0
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("Table 5: The ablation")
@@ -41,7 +42,7 @@ def test_the_list_says_what_has_been_run(begun, capsys):
     assert "paper" not in found["grid"]
 
 
-def test_one_page_has_ours_beside_the_papers(begun):
+def test_the_page_has_our_numbers_and_the_papers(begun):
     items = overview(begun, studies_of_the_paper())
     assert [name for item in items for name in item.names] == [
         *(f"Table {n}" for n in range(1, 6)), *(f"Figure {n}" for n in range(6, 10)),
@@ -62,11 +63,16 @@ def test_one_page_has_ours_beside_the_papers(begun):
         "Nothing has been run",
     ):
         assert text in page
+    # what has been run comes first; tables without a number of ours are folded
+    names = re.findall(r'<h2 id="section-\d+">(.*?)</h2>', page)
+    assert names[0] == "Table 5"
+    assert names[1:] == ["Table 3", "Figure 6", "Figure 9"]
+    assert "<details><summary>Table 5, scale 400M: nothing has been run" in page
     assert page.count("<html") == 1
     assert not any(sign in page for sign in ("src=", "@import", 'href="http'))
 
 
-def test_the_page_is_written_where_it_should_be(tmp_path, capsys, monkeypatch):
+def test_the_page_is_written_under_the_root(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("titans_platform.study.overview.studies_of_the_paper", dict)
     assert cli.run(["paper", "--root", str(tmp_path)]) == 0
     assert str(tmp_path / "paper.html") in capsys.readouterr().out

@@ -115,7 +115,7 @@ def hurt(tmp_path):
     return measured(tmp_path, study(rows), skip=skip)
 
 
-def test_the_page_is_whole_and_needs_nothing_beside_it(hurt):
+def test_the_page_is_valid_and_self_contained(hurt):
     text = page(hurt)
     tags = Tags(text)
     assert not re.search(r"(?:src|href)=\"(?!#|http://127\.0\.0\.1:5000/)", text)
@@ -127,7 +127,7 @@ def test_the_page_is_whole_and_needs_nothing_beside_it(hurt):
     assert {next(filter(None, groups)) for groups in used} <= set(ids)
 
 
-def test_gaps_are_said_and_text_is_never_markup(hurt):
+def test_missing_cells_are_marked_and_text_is_escaped(hurt):
     text = page(hurt)
     assert "<script>alert" not in text
     assert "loss &lt;script&gt;" in text
@@ -137,7 +137,7 @@ def test_gaps_are_said_and_text_is_never_markup(hurt):
     assert "3 of 6 cells" in text
 
 
-def test_every_number_leads_to_its_run(hurt):
+def test_every_number_links_to_its_run(hurt):
     text = page(hurt)
     for run in ("run0x0", "run0x1", "run1x0"):
         assert f'href="http://127.0.0.1:5000/#/experiments/1/runs/{run}"' in text
@@ -146,7 +146,7 @@ def test_every_number_leads_to_its_run(hurt):
     assert "without links" in report_page(build_report(hurt))
 
 
-def test_tables_and_figures_can_be_read_by_a_machine(hurt):
+def test_tables_and_figures_are_accessible(hurt):
     tags = Tags(page(hurt)).seen
     assert all("scope" in attrs for tag, attrs in tags if tag == "th")
     figures = [attrs for tag, attrs in tags if tag == "svg" and "aria-hidden" not in attrs]
@@ -155,7 +155,7 @@ def test_tables_and_figures_can_be_read_by_a_machine(hurt):
     assert sum(tag == "figcaption" for tag, _ in tags) == sum(tag == "figure" for tag, _ in tags) > 1
 
 
-def test_figures_take_the_pages_colours(hurt):
+def test_figures_use_the_pages_colours(hurt):
     text = page(hurt)
     drawn = "".join(re.findall(r"<figure.*?</figure>", text, re.S))
     assert "var(--accent)" in drawn
@@ -176,7 +176,7 @@ def luminance(colour: str) -> float:
     ("names", "least"),
     [(("ink", "muted", "accent", "paper"), 4.5), (("a", "b", "c", "d", "e", "f", "s1"), 3)],
 )
-def test_text_and_lines_stand_out(colours, names, least):
+def test_contrast_of_text_and_lines(colours, names, least):
     page_light = luminance(colours["page"])
     for name in names:
         light, dark = sorted((luminance(colours[name]), page_light), reverse=True)
@@ -204,12 +204,12 @@ LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
         (grid(DEPTH), {"against-depth", "curves"}),
     ],
 )
-def test_figures_follow_from_what_the_rows_vary(tmp_path, rows, expected):
+def test_figures_follow_from_the_axes(tmp_path, rows, expected):
     table = measured(tmp_path, study(rows))
     assert {picture.key for picture in pictures(figure_data(table, curves(table)))} == expected
 
 
-def test_what_is_measured_at_several_lengths_is_drawn_against_them(tmp_path):
+def test_measures_at_several_lengths_are_drawn_against_length(tmp_path):
     tasks = ("acc/needle@64", "acc/needle@128", "acc/recall@64")
     table = measured(tmp_path, study([Row(name="LMM"), Row(name="b")]), tasks=tasks)
     data = figure_data(table)
@@ -217,7 +217,7 @@ def test_what_is_measured_at_several_lengths_is_drawn_against_them(tmp_path):
     assert "length" in {picture.key for picture in pictures(data)}
 
 
-def test_a_task_with_a_column_for_each_length_is_one_line_beside_the_papers(tmp_path):
+def test_a_task_with_a_column_for_each_length_is_one_line(tmp_path):
     columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
     found = study([Row(name="LMM", paper={"pk_1": 99.0, "pk_2": 98.0})], **columns)
     found = found.model_copy(update={"scales": {"small": Scale(comparable=True)}})
@@ -234,7 +234,7 @@ def test_a_task_with_a_column_for_each_length_is_one_line_beside_the_papers(tmp_
     assert "LMM from 50.0 to 25.0" in picture.panels[0].alt
 
 
-def test_depths_of_a_needle_are_tiles_over_length(tmp_path):
+def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
     found = study([Row(name="LMM"), Row(name="Window")], **columns)
     cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
@@ -297,7 +297,7 @@ def test_many_rows_have_a_figure_over_position_too(tmp_path):
     assert len(gain.panels) == 1
 
 
-def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
+def test_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     trials = [
         {"params": {"optim.lr": 10.0**-i, "model.memory.activation": "silu"}, "steps": 9 + i % 2, "value": i}
         for i in range(1, 4)
@@ -309,7 +309,7 @@ def test_the_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     assert svg(picture.panels[0], picture.size, "x").count("<use") >= 3
 
 
-def test_a_grid_has_a_tile_for_every_cell_and_says_its_gaps(tmp_path):
+def test_a_grid_has_a_tile_for_every_cell_and_marks_missing_ones(tmp_path):
     table = measured(tmp_path, study(grid(VARIANT, DEPTH, CHUNK)), skip={("mac 2 64", 0), ("mac 2 64", 1)})
     text = page(table)
     figure = next(part for part in re.findall(r"<figure.*?</figure>", text, re.S) if "grid-ppl" in part)
@@ -319,7 +319,7 @@ def test_a_grid_has_a_tile_for_every_cell_and_says_its_gaps(tmp_path):
     assert ">—</text>" in figure
 
 
-def test_a_line_of_several_runs_shows_the_numbers_of_each_and_why_it_should_be_worse(tmp_path):
+def test_a_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_path):
     why = Expectation(better=False, because="A derivation.")
     tasks = {key: {"eval.columns": {key: [{"task": "recall"}]}} for key in ("ppl", "acc")}
     axis = Axis(points=tasks, label="on {}", across=True)
@@ -340,6 +340,31 @@ def test_a_line_of_several_runs_shows_the_numbers_of_each_and_why_it_should_be_w
     assert "mean ± sd over 3 seeds" in text
     assert f"<code>{cells[-1].name}</code>" in page(table)
     assert figure_data(table).axes == ()
+
+
+def test_long_fractions_in_configs_are_rounded(tmp_path):
+    cell = Cell("LMM", 0, RunConfig.model_validate({"optim": {"lr": 2 / 3e4}}), "only")
+    write_json(cell.folder(tmp_path).path / "result.json", result(cell, 0, ()))
+    configs = build_report(table_of(tmp_path, study([Row(name="LMM")]), [cell])).configs
+    assert configs["all rows"]["optim.lr"] == "6.6667e-05"
+    assert configs["all rows"]["optim.steps"] == str(RunConfig().optim.steps)
+
+
+def test_tables_scroll_with_a_hint_and_a_fixed_first_column(hurt):
+    text = page(hurt)
+    assert "scroll sideways" in text
+    assert re.search(r"\.book \.name \{[^}]*position: sticky; left: 0", text)
+
+
+def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
+    found = study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
+    table = measured(tmp_path, found)
+    captions = [
+        next(iter(pictures(figure_data(replace(table, comparable=comparable))))).caption
+        for comparable in (True, False)
+    ]
+    assert "on the same scale" in captions[0]
+    assert "a scale of their own" in captions[1]
 
 
 def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
@@ -368,7 +393,7 @@ def test_colour_follows_chance():
     )
 
 
-def test_no_spread_is_drawn_beyond_what_a_share_can_be():
+def test_spread_is_clipped_to_the_range_of_a_percentage():
     assert plot.within((90.0, 110.0), plot.bounds(PPL)) == pytest.approx((85.86, 114.14), abs=0.01)
     assert plot.within((90.0, 100.0), plot.bounds(ACC))[1] == 100.0
     assert plot.within((0.0, 2.0), plot.bounds(ACC))[0] == 0.0

@@ -81,7 +81,7 @@ def table(root, commit: str = "c0ffee"):
     return build_table(StudyRun(study, "small", root, commit, whole=tuple(cells())))
 
 
-def test_a_lines_cells_that_measure_one_column_make_its_mean_seed_by_seed(root):
+def test_a_row_of_several_cells_is_their_mean_for_each_seed(root):
     measures = EvalConfig(columns={"lm_ppl": (TaskConfig(task="recall"),)})
     axis = Axis(points={"near": {}, "far": {}}, across=True)
     study = Study(
@@ -158,13 +158,13 @@ def test_the_error_of_an_accuracy_is_half_of_wilsons_interval(right):
     assert item_stderr(TaskScore(**measured)) == pytest.approx(math.sqrt(b * b - 4 * a * c) / (2 * a))
 
 
-def test_the_error_of_a_perplexity_or_of_no_items_stays():
+def test_the_stderr_of_a_perplexity_or_of_no_items_is_unchanged():
     assert item_stderr(TaskScore(**{"value": 5.0, "stderr": 0.2, "chance": 260.0, "items": 64})) == 0.2
     assert item_stderr(TaskScore(**{"value": 0.9, "stderr": 0.0, "chance": 0.1, "items": 0})) == 0.0
     assert item_stderr(TaskScore(**{"value": 0.9, "stderr": 0.1, "chance": None, "items": 9})) == 0.1
 
 
-def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
+def test_a_columns_stderr_weights_tasks_and_lengths_as_its_value():
     tasks = {
         "acc/needle@64": {"stderr": 0.3},
         "acc/needle@128": {"stderr": 0.4},
@@ -177,7 +177,7 @@ def test_a_columns_error_weighs_tasks_and_lengths_as_its_value_does():
     assert column_stderr("none", scores(tasks)) == 0
 
 
-def test_an_error_below_one_is_no_share_of_right_answers():
+def test_an_mse_below_one_is_not_an_accuracy():
     tasks = {"mse/mse@96": {"value": 0.4, "stderr": 0.02, "chance": 0.9, "items": 10}}
     assert column_stderr("mse", scores(tasks), shares=False) == 0.02
     assert column_stderr("mse", scores(tasks)) > 0.04
@@ -189,7 +189,7 @@ def printed(view) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_eighty_columns_hold_every_number(full):
+def test_no_number_is_cut_at_eighty_columns(full):
     lines = printed(full)
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
@@ -219,7 +219,7 @@ def test_missing_failed_and_stale_cells_are_marked(root):
     assert "— 0/2" in lines
 
 
-def test_a_name_that_is_cut_keeps_its_mark(root):
+def test_a_cut_name_keeps_its_mark(root):
     for cell in cells():
         finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
     view = table(root)
@@ -238,7 +238,7 @@ def test_a_changed_tree_is_not_shown_as_its_commit():
     assert text.commit("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
 
 
-def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
+def test_below_chance_is_reported_and_clauses_are_not_broken(root):
     for cell in cells():
         worse = 0.02 if cell.row == "LMM" else 0.0
         finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.12 - worse + 0.01 * cell.seed})
@@ -248,7 +248,7 @@ def test_below_chance_is_said_as_such_and_no_part_is_broken(root):
     assert lines[at + 2] == "  LMM 18.5 standard errors below chance"
 
 
-def test_every_number_leads_to_its_cell_and_run(full):
+def test_every_number_has_its_cell_and_run(full):
     text = export.markdown(build_report(full))
     for cell in cells():
         assert f"`{cell.name}` | `run-{cell.name}`" in text
@@ -257,7 +257,7 @@ def test_every_number_leads_to_its_cell_and_run(full):
     assert widths == {8}
 
 
-def test_every_view_says_what_becomes_of_the_papers_directions(root):
+def test_every_format_has_the_verdict(root):
     steady = {"LMM": (5.0, 0.5), "w/o Persistent Memory": (6.0, 0.3), "Transformer++": (9.0, 0.9)}
     for cell in cells():
         ppl, acc = (value * (1 + cell.seed / 1000) for value in steady[cell.row])
@@ -307,7 +307,7 @@ def test_bold_is_the_best_of_the_rows_that_are_compared(full):
     assert "Transformer++ left out" in export.latex(build_report(full))
 
 
-def test_nothing_is_bold_that_is_no_better_than_chance(root):
+def test_nothing_at_chance_is_bold(root):
     for cell in cells():
         acc = 0.24 if cell.row == "LMM" else 0.10
         finish(root, cell, columns={"lm_ppl": 300.0 + cell.seed, "reasoning_acc": acc})
@@ -329,7 +329,7 @@ def test_numbers_timed_beside_other_cells_are_marked(root):
     assert note not in build_report(table(root)).notes
 
 
-def test_views_are_written_also_of_a_table_with_nothing_in_it(root):
+def test_an_empty_table_has_a_report(root):
     empty = table(root)
     paths = write_report(build_report(empty), root / "views")
     assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())

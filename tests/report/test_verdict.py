@@ -90,7 +90,7 @@ def test_one_seed_has_no_interval():
     assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
 
 
-def test_seeds_that_differ_by_the_same_amount_or_not_at_all():
+def test_equal_differences_in_every_seed():
     same = difference(dict.fromkeys(range(3), 1.5), dict.fromkeys(range(3), 0.5))
     none = difference(dict.fromkeys(range(3), 0.5), dict.fromkeys(range(3), 0.5))
     assert same is not None
@@ -105,7 +105,7 @@ def test_holm_by_hand():
     assert holm([]) == []
 
 
-def test_what_is_resolved_alone_may_not_be_among_others():
+def test_holm_may_leave_unresolved_what_is_resolved_alone():
     # mean 2, standard error sqrt(0.5 / 5), t = 6.32 with 4 degrees of freedom
     five = difference({0: 1.0, 1: 2.0, 2: 3.0, 3: 2.0, 4: 2.0}, dict.fromkeys(range(5), 0.0))
     assert five is not None
@@ -121,7 +121,7 @@ def test_what_is_resolved_alone_may_not_be_among_others():
     assert (judged.p, free.p, free.outcome) == (five.p, None, "")
 
 
-def test_agreement_is_of_directions_in_each_columns_own_sense():
+def test_agreement_follows_each_columns_direction():
     lmm = row(
         "LMM",
         {"lm_ppl": [5, 5.1, 5.2], "reasoning_acc": [0.4, 0.41, 0.42]},
@@ -148,7 +148,7 @@ def test_agreement_is_of_directions_in_each_columns_own_sense():
     assert compare(table(apart)) == []
 
 
-def test_the_study_file_s_expectation_stands_where_the_paper_has_no_number():
+def test_without_a_number_of_the_paper_the_study_files_expectation_counts():
     expected = {
         "reasoning_acc": Expectation(better=False, because="a derivation"),
         "lm_ppl": Expectation(better=True, because="the paper has a number here, which counts"),

@@ -1,1 +1,1 @@
-"""What a study found, as tables, figures and pages; reads results and writes nothing else."""
+"""Reports of studies: numbers from results, one `Report` made of them, and its renderers."""

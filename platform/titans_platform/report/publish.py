@@ -71,8 +71,8 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
 def _open_store(run: StudyRun) -> Store | None:
     """The tracking store of the study's runs; None, with a warning, where it cannot be opened from here.
 
-    A job on a cluster logs to a server that a report made elsewhere may not reach, and the store of a
-    copied root is not written to.
+    A job on a cluster logs to a server that a report made elsewhere may not reach, and a copied root
+    must not write to the original's store.
     """
     from titans_platform.tracking import STORE, open_store
 
@@ -116,7 +116,7 @@ def _runs(table: Table) -> dict[str, Result]:
 def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
     """Log the files, the table and its means to the study's parent run; returns the run's id."""
     table = report.table
-    # under the names that the cells' own runs have
+    # same tag names as on the runs of the cells
     named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
     tags = {f"titans.{named.get(name, name)}": value for name, value in report.facts.items()}
     run_id = store.study_run(table.label, tags)

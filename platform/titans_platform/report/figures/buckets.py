@@ -30,20 +30,20 @@ from titans_platform.report.numbers.table import TableRow, task_of
 from titans_platform.text import plural, short, tokens
 
 PER_ROW = 24
-"""Rows that get a panel each; of more, the first."""
+"""Maximum rows with a panel each; of more, the first ones."""
 MANY = 6
-"""Lines that are told apart by colour in one panel."""
+"""Maximum coloured lines in one panel."""
 LOOKS = {
     CARRIED: ("state carried from the start", "a", "o"),
     FRESH: ("new state every row", "b", "s"),
     WINDOW: ("best window", "c", "^"),
 }
 ALONE = (4.2, 3.0)
-"""Inches of a panel that is not one of many."""
+"""Width and height in inches of a single panel."""
 X = "position (tokens read)"
 CAPTION = (
     "Held-out texts read on the state carried from their start, on a new state every row and, where "
-    "measured, on a new state every row that has read a window of the rows before it. Dotted: the end of the first row."
+    "measured, on a new state every row after a window of rows before it. Dotted: the end of the first row."
 )
 GAIN = "What memory brings"
 GAIN_CAPTION = (
@@ -51,23 +51,23 @@ GAIN_CAPTION = (
     "state holds of earlier rows helps, below 0 it harms."
 )
 Places = Mapping[str, Mapping[float, tuple[float, ...]]]
-"""By way (carried, fresh, window), and by position: a number for each seed."""
+"""By way of reading (carried, fresh, window) and position: a number for each seed."""
 
 
 class Gain(NamedTuple):
-    """What one memory brings by position: the mean and its error."""
+    """Gain of the carried state by position: mean and error."""
 
     look: Line
     points: Mapping[float, tuple[float, float]]
 
 
 def middle(first: int, last: int) -> float:
-    """Where a bucket of positions stands on a logarithmic scale."""
+    """Centre of a bucket of positions on a logarithmic scale."""
     return math.sqrt(first * last)
 
 
 def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
-    """The losses of one run, and beside them what its memory brings."""
+    """Loss by position of one run, and the gain of its carried state."""
     buckets = {middle(*bucket): bucket for bucket in found.buckets()}
     places = {
         way.partition("-")[0]: {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
@@ -86,7 +86,7 @@ def against_position(data: FigureData) -> Iterator[Picture]:
     """For each column with the task `by_position`: perplexity, a panel a row, and what memory brings."""
     for key, column in data.table.columns.items():
         shown = [(row, places) for row in data.table.rows if (places := _measured(row, key))]
-        # a column that was read in one way alone has nothing to compare
+        # without a second way of reading there is nothing to compare
         if not any(len(places) > 1 for _, places in shown):
             continue
         lines = [_lines(places) for _, places in shown[:PER_ROW]]
@@ -130,7 +130,7 @@ def _gain(row: TableRow, places: Places) -> Gain:
 
 
 def _measured(row: TableRow, column: str) -> Places:
-    """The perplexities of a row of the study, from the longest texts that the column has."""
+    """The perplexities of a row, from the longest texts of the column."""
     found: dict[int, dict[str, dict[float, tuple[float, ...]]]] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():
@@ -154,7 +154,7 @@ def _lines(places: Places, window: str | None = None) -> list[Line]:
     for way, (label, colour, marker) in LOOKS.items():
         if way in places:
             of = f" ({plural(int(window.partition('-')[2]), 'row')})" if window and way == WINDOW else ""
-            # seeds differ by the text more than the ways do
+            # seeds differ more than the ways of reading do
             lines.append(Line(label + of, places[way], colour, marker, spread=False))
     return lines
 
@@ -207,7 +207,7 @@ def _logarithmic(axis: Axes) -> None:
 
 
 def depth_maps(data: FigureData) -> Iterator[Picture]:
-    """A picture for each task whose results have depths, over all lengths it was taken at."""
+    """A heat map of depth against length for each task that has buckets of depth."""
     rows = [row for row in data.table.rows if row.results]
     found = {row.row.name: depths(row) for row in rows}
     for task in dict.fromkeys(task for tiles in found.values() for task in tiles):
@@ -231,7 +231,7 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
             alt = f"{name}: from {min(means):.0f} to {max(means):.0f} {column.unit}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
         caption = (
-            "Right answers by the needle's depth in the row (0%: at its beginning) and by the row's tokens; "
+            "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in tokens; "
             "mean over seeds."
         )
         size = (0.9 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
@@ -239,7 +239,7 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
 
 
 def depths(row: TableRow) -> dict[str, dict[tuple[float, str], tuple[float, ...]]]:
-    """Of each task, the share that is right at (tokens, depth), a number for each seed."""
+    """By task, accuracy at (tokens, depth), a number for each seed."""
     found: dict[str, dict[tuple[float, str], tuple[float, ...]]] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():

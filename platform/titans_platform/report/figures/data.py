@@ -1,6 +1,6 @@
-"""What figures are drawn of: the rows with their axis values and, seed by seed, every measure.
+"""Data of the figures: the rows with their axis values and, for each seed, every measure.
 
-A row stands where its ``axes`` put it; a row without axes where the fields that it sets do.
+A row's axis values are those of its ``axes``; of a row without axes, the fields that it sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titans_platform.text import flatten
 Value = float | str
 Curve = Sequence[tuple[int, float]]
 Split = Mapping[str, Mapping[float, str]]
-"""Tasks of which each length is a column of its own: the column at each length."""
+"""Tasks with a column for each length: by task, the column at each length."""
 THROUGHPUT = "throughput"
 LENGTH_FIELDS = ("sequence_length", "length", "tokens")
 
@@ -36,28 +36,28 @@ class Axis:
 
     @property
     def numeric(self) -> bool:
-        """Whether its values can be placed on a scale."""
+        """Whether all values are numbers."""
         return all(isinstance(value, int | float) for value in self.values)
 
     @property
     def is_length(self) -> bool:
-        """Whether it is a number of tokens of context, which others are drawn against."""
+        """Whether it is a context length in tokens, the natural x axis."""
         return self.numeric and self.key.rpartition(".")[2] in LENGTH_FIELDS
 
 
 @dataclass(frozen=True)
 class Series:
-    """A row as figures see it."""
+    """The data of one row."""
 
     name: str
     axes: Mapping[str, Value]
     values: Mapping[str, tuple[float, ...]]
-    """Every measure, a number for each seed that is done."""
+    """By measure, a number for each finished seed."""
     lengths: Mapping[str, Mapping[float, tuple[float, ...]]]
-    """Every column or task that was taken at several lengths: the numbers at each of them."""
+    """By column or task that was measured at several lengths: the numbers at each length."""
     paper: Mapping[str, float | None] = field(default_factory=dict)
     printed: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
-    """The paper's numbers at each of these lengths, where they were measured as the paper's."""
+    """The paper's numbers at each of these lengths, where the scale is comparable with the paper."""
     curves: Sequence[Curve] = ()
     """Training loss by step, for each seed."""
     reference: bool = False
@@ -65,29 +65,29 @@ class Series:
 
     @property
     def means(self) -> dict[str, float]:
-        """The mean over seeds of every measure that has one."""
+        """The mean over seeds of every measure that has numbers."""
         return {key: statistics.fmean(found) for key, found in self.values.items() if found}
 
 
 @dataclass(frozen=True)
 class FigureData:
-    """All that a study's figures are drawn of."""
+    """The data of all figures of a study."""
 
     table: Table
     rows: tuple[Series, ...]
     axes: tuple[Axis, ...]
     measures: Mapping[str, Column]
-    """The columns of the table, and what is known of every run besides."""
+    """The columns of the table, and training throughput."""
     lengths: Mapping[str, Column]
-    """What was taken at several lengths."""
+    """Columns and tasks that were measured at several lengths."""
     trials: Sequence[Mapping[str, Any]] = ()
-    """Of a search: what each trial was given, how far it went, and what it measured there."""
+    """Trials of a search: params, steps and value of each."""
 
 
 def figure_data(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None
 ) -> FigureData:
-    """A table's rows as series.
+    """The figure data of a table.
 
     ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
     search: its trials with their params, steps and value.
@@ -126,7 +126,7 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Spl
 
 
 def _split_tasks(table: Table) -> Split:
-    """Such tasks, found in the results: `pk_1/passkey@64` beside `pk_2/passkey@128`, each alone there."""
+    """Tasks with a column for each length, from the results: `pk_1/passkey@64` and `pk_2/passkey@128`."""
     places: dict[str, dict[float, str]] = {}
     crowded: set[str] = set()
     for result in table.results:
@@ -144,7 +144,7 @@ def _split_tasks(table: Table) -> Split:
 
 
 def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], split: Split) -> dict[str, Column]:
-    """The columns and tasks that have lines against length, and how they are shown."""
+    """The columns and tasks that are plotted against length, with their titles and units."""
     taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
     order = list(columns)
     for task, places in sorted(split.items(), key=lambda item: min(map(order.index, item[1].values()))):
@@ -156,23 +156,23 @@ def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], split: Sp
 
 
 def axis_values(row: Row) -> dict[str, Value]:
-    """Where a row stands on the study's axes, or without any the fields it sets."""
-    return {key: placed(value) for key, value in (row.axes or flatten(row.set)).items()}
+    """A row's value on each axis of the study; without axes, the fields that it sets."""
+    return {key: axis_value(value) for key, value in (row.axes or flatten(row.set)).items()}
 
 
-def placed(value: Any) -> Value:
-    """A setting as a place on an axis: a number, or a name."""
+def axis_value(value: Any) -> Value:
+    """A setting as an axis value: a number, or a string."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis, ...]:
-    """The fields that every row has a value for, and not all of them the same."""
+    """The fields that every row sets, with at least two different values."""
     places = [row.axes for row in rows if not row.reference]
     axes = []
     for key in places[0] if places else ():
         values = tuple({at[key]: None for at in places if key in at})
         if len(values) > 1 and all(key in at for at in places):
-            # the study's own word for it, or the field's name without the config's path to it
+            # the study's title, or the last part of the field's dotted name
             title = given[key].title if key in given else ""
             axis = Axis(key, values, title or key.rpartition(".")[2].replace("_", " "))
             axes.append(Axis(key, tuple(sorted(values, key=float)), axis.title) if axis.numeric else axis)
@@ -180,7 +180,7 @@ def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis,
 
 
 def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[float, tuple[float, ...]]:
-    """A column's value at each length, from the tasks in it that were taken at all of them."""
+    """A column's value at each length: the mean of its tasks that were measured at several lengths."""
     found: dict[float, list[float]] = {}
     for result in results:
         by_task: dict[str, dict[float, float]] = {}

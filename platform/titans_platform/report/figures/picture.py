@@ -1,4 +1,4 @@
-"""What a figure of the report is made of, its colours, and how it becomes SVG for the page, PNG and PDF."""
+"""Figures of a report: panels, lines and colours, and their export as SVG, PNG and PDF."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 SMALL, TEXT = 7.0, 7.6
 
 PERCENT = range(5, 93)
-"""Shares of the heat colour in a tile, from the worst to the best."""
+"""Percentages of the heat colour in a tile, from worst to best."""
 _MIXED = LinearSegmentedColormap.from_list("mixed", [LIGHT["page"], LIGHT["heat"]], 101)(PERCENT)
 HEAT = ListedColormap(_MIXED, "heat")
 NAMES = {
     to_hex(colour): f"color-mix(in srgb, var(--heat) {percent}%, var(--page))"
     for colour, percent in zip(_MIXED, PERCENT, strict=True)
 } | {value: f"var(--{name})" for name, value in LIGHT.items()}
-"""What each drawn colour is called on the page, which has another value for it in dark mode."""
+"""CSS variable of each drawn colour; the page has another value for it in dark mode."""
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -80,28 +80,28 @@ STYLE: dict[str, Any] = {
     "hatch.linewidth": 0.4,
     "legend.frameon": False,
     "legend.fontsize": 7.5,
-    # text stays text: in the page's font, and to be searched in a PDF
+    # keep text as text: in the page's font, and searchable in a PDF
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
-"""No frame but the lower line, a pale grid, small grey numbers."""
+"""Matplotlib rcParams: only the lower spine, a light grid, small grey tick labels."""
 
 WIDE, NARROW = (3.5, 2.3), (1.9, 1.4)
-"""Inches of a panel."""
+"""Width and height of a panel in inches."""
 ACROSS_WIDE, ACROSS_NARROW = 3, 5
-"""Panels beside each other in a file."""
+"""Panels per row in a PNG or PDF."""
 ANY = (-math.inf, math.inf)
 
 
 def ordered(count: int) -> tuple[str, ...]:
-    """Names of colours for values that have an order, pale to dark; as many as asked, at most four."""
+    """``count`` (at most four) colour names for ordered values, light to dark."""
     picks = {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4))
     return tuple(STEPS[i] for i in picks)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing, whatever the format; ``alt`` says in words what is to be seen."""
+    """One panel in any format; ``alt`` is its text alternative."""
 
     alt: str
     draw: Callable[[FigureBase], None]
@@ -109,30 +109,30 @@ class Panel:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel: where it goes, seed by seed, and how it is drawn."""
+    """One line of a panel: its values for each seed, and its style."""
 
     label: str
     points: Mapping[float, tuple[float, ...]]
     colour: str = "accent"
     marker: str = "o"
     runs: Sequence[Sequence[tuple[float, float]]] = ()
-    """Single runs, drawn thin below the mean."""
+    """Curves of single runs, drawn thin below the mean."""
     printed: Mapping[float, float] = field(default_factory=dict)
-    """The paper's numbers at the same places, drawn dashed."""
+    """The paper's numbers by x, drawn dashed."""
     spread: bool = True
     """Whether the standard deviation over seeds is shown."""
     bounds: tuple[float, float] = ANY
-    """What the measure can be: no spread is drawn beyond."""
+    """Range of the measure, to which the spread is clipped."""
 
     @property
     def means(self) -> dict[float, float]:
-        """The mean over seeds at each place, in order."""
+        """The mean over seeds by x, sorted."""
         return {x: statistics.fmean(self.points[x]) for x in sorted(self.points)}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report: panels of one size under one caption."""
+    """A figure of the report: panels of equal size under one caption."""
 
     key: str
     title: str
@@ -143,7 +143,7 @@ class Picture:
 
 
 def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Panel:
-    """A panel of one set of axes with its names; ``draw`` takes the axes and what is ``drawn``."""
+    """A panel with one set of axes and its labels; calls ``draw(axes, **drawn)``."""
 
     def paint(figure: FigureBase) -> None:
         axis = figure.subplots()
@@ -156,8 +156,8 @@ def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str
 
 
 def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
-    """One panel as inline SVG: text in the page's font, colours by the page's names, described in words."""
-    # names within a drawing come from the salt: on one page they must differ, from run to run they must not
+    """One panel as inline SVG with the page's font, its CSS colour variables and a text alternative."""
+    # ids come from the salt: unique on a page, the same in every run
     with style.context([STYLE, {"svg.hashsalt": ident}]):
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04))
         panel.draw(figure)
@@ -165,7 +165,7 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     head, _, body = out.getvalue().partition("<svg")[2].partition(">")
     view = re.findall(r'viewBox="[^"]+"', head)[0]
-    # groups have the same names in every drawing
+    # ids of groups are the same in every drawing, so they are removed
     for pattern, new in (
         (r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", ""),
         (r'<g id="[^"]*"', "<g"),
@@ -179,18 +179,18 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
 
 
 def save(picture: Picture, folder: Path) -> list[Path]:
-    """The whole picture with its legend as PNG and as PDF, named by its key; never seen half-written."""
+    """Write the figure with its legend as PNG and PDF, named by its key, atomically; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{picture.key}.{kind}" for kind in ("png", "pdf")]
     with style.context(STYLE):
         figure = _composed(picture)
         for path in paths:
             temporary = path.with_name(f".{os.getpid()}.{path.name}")
-            # no date: the same table gives the same file
+            # no date, so that the same table gives the same bytes
             metadata: dict[str, Any] = {"CreationDate": None} if path.suffix == ".pdf" else {}
             figure.savefig(temporary, dpi=140, facecolor="white", metadata=metadata)
             os.replace(temporary, path)
-            # what has been laid out need not be again
+            # the layout is computed once for both formats
             figure.set_layout_engine("none")
     return paths
 

@@ -18,12 +18,12 @@ from titans_platform.text import NONE, short, tokens
 
 
 def bounds(column: Column) -> tuple[float, float]:
-    """What a measure can be: a share is no less than 0 and no more than 100%."""
+    """Range of a measure: 0 to 100 for a percentage."""
     return (0.0, 100.0) if column.unit == "%" else ANY
 
 
 def within(values: Sequence[float], limits: tuple[float, float]) -> tuple[float, float]:
-    """The mean less and plus one standard deviation, as far as the measure goes."""
+    """Mean minus and plus one standard deviation, clipped to ``limits``."""
     mean, sd = statistics.fmean(values), statistics.stdev(values)
     return max(mean - sd, limits[0]), min(mean + sd, limits[1])
 
@@ -48,7 +48,7 @@ def dots(
         if row.paper.get(key) is not None:
             axes[-1].plot(row.paper[key], y, "D", color=LIGHT[_colour(row, "paper")], markersize=3.4)
     if chance is not None and column.higher_is_better:
-        # where lower is better chance lies far away, and would squeeze the rows into one place
+        # of a perplexity chance is far away and would compress the rows
         axes[0].axvline(chance, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
     for axis, title, colour, ticks in zip(
         axes, ("ours", "the paper's"), ("accent", "paper"), (4, 2), strict=False
@@ -58,7 +58,7 @@ def dots(
         axis.xaxis.set_major_locator(MaxNLocator(ticks))
         axis.margins(x=0.1)
     if apart:
-        # a closed frame: the numbers are another measure's, and not to be read against the ticks beside
+        # a closed frame: this scale has nothing to do with the one beside it
         axes[1].spines[:].set(visible=True, color=LIGHT["paper"], linewidth=0.7)
         axes[1].tick_params(axis="x", labelcolor=LIGHT["paper"])
         axes[1].tick_params(axis="y", length=0)
@@ -98,7 +98,7 @@ def lines(
     limits: tuple[float, float] | None = None,
     log_y: bool = False,
 ) -> None:
-    """Lines through the means with their standard deviations; other lines in pale grey behind.
+    """Lines through the means with their standard deviations; ``ghosts`` in light grey behind.
 
     The scale is their own, or ``limits``.
     """
@@ -116,7 +116,7 @@ def lines(
     if limits:
         axis.set_ylim(*limits)
     if logarithmic:
-        # every measured length is named
+        # a tick for every measured length
         places = sorted({x for line in (*shown, *ghosts) for x in line.points})
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_locator(FixedLocator(places))
@@ -145,7 +145,7 @@ def _line(axis: Axes, line: Line, band: bool) -> None:
 
 
 def span(drawn: Iterable[Line], after: float = 0.0) -> tuple[float, float] | None:
-    """One vertical scale for several panels: every seed's number beyond ``after``, and a margin."""
+    """Shared y limits of several panels: all values at x >= ``after``, and a margin."""
     values = [v for line in drawn for x, found in line.points.items() if x >= after for v in found]
     if not values:
         return None
@@ -154,7 +154,7 @@ def span(drawn: Iterable[Line], after: float = 0.0) -> tuple[float, float] | Non
 
 
 def heat_scale(means: Sequence[float], column: Column, chance: float | None) -> Normalize:
-    """The scale of tiles from the worst to the best mean; what is no better than chance is the worst."""
+    """Colour scale from the worst to the best mean; at chance level or worse, the worst colour."""
     sign = 1 if column.higher_is_better else -1
     ends = [mean for mean in means if chance is None or sign * (mean - chance) > 0]
     if chance is not None and len(ends) < len(means):
@@ -171,7 +171,7 @@ def heat(
     column: Column,
     scale: Normalize,
 ) -> None:
-    """A tile for each pair of values with its number in it; the better, the stronger. Gaps are hatched."""
+    """A heat map with its numbers; the better, the stronger the colour. Missing cells are hatched."""
     means = np.array([[row.means.get(key, np.nan) if row else np.nan for row in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
     shades = 0.5 + 0 * means if scale.vmin == scale.vmax else shades
@@ -201,7 +201,7 @@ Points = Sequence[tuple[Value, float]]
 
 
 def points(axis: Axes, shown: Points, ghosts: Points = ()) -> None:
-    """Numbers against one field, on a logarithmic scale where its values need it; ghosts are pale."""
+    """Points against one field, on a logarithmic scale where its range needs it; ``ghosts`` in grey."""
     axis.grid(axis="x")
     for pairs, colour in ((ghosts, "ghost"), (shown, "accent")):
         places = [float(x) for x, _ in pairs]

@@ -1,4 +1,4 @@
-"""Which figures a study gets: they follow from its axes and from what was measured, by the rules below.
+"""Which figures a study gets, by rules on its axes and on what was measured.
 
 A rule looks at the data and gives pictures, or none where it does not apply. A new kind of figure is one
 function and its line in ``RULES``; no study names its figures.
@@ -14,7 +14,7 @@ from functools import partial
 
 from titans_platform.report.figures import plot
 from titans_platform.report.figures.buckets import against_position, depth_maps
-from titans_platform.report.figures.data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, placed
+from titans_platform.report.figures.data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, axis_value
 from titans_platform.report.figures.picture import (
     KINDS,
     MARKERS,
@@ -30,17 +30,17 @@ from titans_platform.study.spec import Column
 from titans_platform.text import short
 
 ROWS = 24
-"""Rows from which a panel a row, or a dot a row, says nothing any more."""
+"""Maximum rows with a panel or a dot each."""
 MANY = 6
-"""Lines from which each gets a panel of its own, before the others in grey."""
-TOLD = 8
-"""Lines whose ends the description of a panel gives in words."""
+"""Maximum lines in one panel; of more, each has its own panel with the others in grey."""
+MAX_DESCRIBED = 8
+"""Maximum lines that a text alternative describes."""
 MIN_LOG_RATIO = 4.0
-"""Largest over smallest number from which a scale is logarithmic."""
+"""Ratio of largest to smallest value from which a scale is logarithmic."""
 
 
 def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
-    """Rows without an order: a panel of dots a column, the paper's numbers beside ours."""
+    """No axes: for each column a panel with a dot per row, and the paper's numbers."""
     columns, chance = data.table.columns, data.table.chance
     if data.axes or len(data.rows) > ROWS or len(columns) > MANY:
         return
@@ -67,7 +67,7 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
 
 
 def heat_maps(data: FigureData) -> Iterator[Picture]:
-    """Two fields with an order: a tile for each pair, a panel for each value of the other fields."""
+    """Two numeric axes: a heat map for each value of the other axes."""
     grid = [axis for axis in data.axes if axis.numeric and not axis.is_length]
     if len(grid) != 2 or any(axis.is_length for axis in data.axes):
         return
@@ -92,7 +92,7 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
 
 
 def against_a_field(data: FigureData) -> Iterator[Picture]:
-    """One field with an order, or a length among others: every measure as lines against it."""
+    """One numeric axis, or a length among others: every measure as lines against it."""
     lengths = [axis for axis in data.axes if axis.is_length]
     numeric = [axis for axis in data.axes if axis.numeric]
     if not lengths and len(numeric) != 1:
@@ -117,7 +117,7 @@ def against_a_field(data: FigureData) -> Iterator[Picture]:
 
 
 def against_measured_length(data: FigureData) -> Iterator[Picture]:
-    """What was taken at several lengths, against tokens: few rows in one panel, of many each its own."""
+    """Measures at several lengths against tokens: few rows in one panel, many in a panel each."""
     taken = {key: [row for row in data.rows if row.lengths.get(key)] for key in data.lengths}
     together = [key for key, rows in taken.items() if 0 < len(rows) <= MANY]
     names = list(dict.fromkeys(row.name for key in together for row in taken[key]))
@@ -156,7 +156,7 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
 
 
 def against_every_field(data: FigureData) -> Iterator[Picture]:
-    """Three fields or more, as in a search: the first column's points against each."""
+    """Three numeric axes or more: the first column as points against each."""
     numeric = [axis for axis in data.axes if axis.numeric and not axis.is_length]
     if len(numeric) < 3:
         return
@@ -171,9 +171,9 @@ def against_every_field(data: FigureData) -> Iterator[Picture]:
 
 
 def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
-    """What a search tried: every trial's number against each field it was given."""
+    """The trials of a search: the objective against each searched field."""
     given = {key: value for trial in data.trials for key, value in trial["params"].items()}
-    numeric = [key for key, value in given.items() if not isinstance(placed(value), str)]
+    numeric = [key for key, value in given.items() if not isinstance(axis_value(value), str)]
     if not numeric:
         return
     whole, panels = max(trial["steps"] for trial in data.trials), []
@@ -186,8 +186,8 @@ def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
         alt, title = f"{len(data.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
         panels.append(panel(title, alt, plot.points, shown=shown, ghosts=ghosts))
     caption = (
-        "The searched number, as far as each trial went, against each field it was given; "
-        "dark: to the end of the training, pale: stopped before."
+        "The objective of the search at each trial's last step, against each searched field; "
+        "dark: trained to the end, pale: stopped early."
     )
     yield Picture("search", "The trials of the search", caption, panels, NARROW)
 
@@ -210,7 +210,7 @@ def learning_curves(data: FigureData) -> Iterator[Picture]:
         groups = [(line.label, [line]) for line in ghosts]
         rest = "thin: single seeds; grey: the other rows."
     drawn = ghosts or [line for _, lines in groups for line in lines]
-    # on one scale, without the steep fall of the first steps
+    # one scale for all, without the steep fall of the first steps
     last = max((x for line in drawn for x in line.points), default=0.0)
     draw = partial(plot.lines, ghosts=ghosts, limits=plot.span(drawn, 0.05 * last))
     panels = [
@@ -221,7 +221,7 @@ def learning_curves(data: FigureData) -> Iterator[Picture]:
 
 
 def _shaded(data: FigureData, hue: Axis) -> tuple[list[tuple[str, list[Line]]], list[Line]]:
-    """A panel for each value of what has no order, its lines in the shades of one field; the legend."""
+    """A panel for each value of the other axes, its lines in shades of ``hue``; and the legend."""
     shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
     rest = [axis for axis in data.axes if axis is not hue]
     groups = groups_of(data, [axis for axis in rest if not axis.numeric] or rest[:1])
@@ -241,23 +241,23 @@ def _curve(row: Series, colour: str = "accent", runs: bool = False) -> Line:
 
 
 def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
-    """A running mean over a twentieth of the points, thinned to what a small panel can show."""
+    """A running mean over a twentieth of the points, thinned to ``points``."""
     values, half = [loss for _, loss in curve], max(1, len(curve) // 40)
     around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     means = [(float(step), statistics.fmean(near)) for (step, _), near in zip(curve, around, strict=True)]
-    # the last point is where the loss ended, and is always shown
+    # the last point, the final loss, is always kept
     return means[:-1][:: max(1, len(means) // points)] + means[-1:]
 
 
 def best_row(data: FigureData, key: str) -> Series | None:
-    """The row with the best mean of a measure; None where nothing is measured."""
+    """The row with the best mean of a measure; None without numbers."""
     sign = 1 if data.measures[key].higher_is_better else -1
     rows = [row for row in data.rows if key in row.means]
     return max(rows, key=lambda row: sign * row.means[key], default=None)
 
 
 def groups_of(data: FigureData, axes: Sequence[Axis]) -> list[tuple[str, list[Series]]]:
-    """The rows in groups, one for each combination of values of these axes; reference rows left out."""
+    """The rows grouped by their values on these axes; reference rows are left out."""
     groups = []
     for values in itertools.product(*(axis.values for axis in axes)):
         wanted = dict(zip((axis.key for axis in axes), values, strict=True))
@@ -268,25 +268,25 @@ def groups_of(data: FigureData, axes: Sequence[Axis]) -> list[tuple[str, list[Se
 
 
 def _named(axis: Axis, value: Value) -> str:
-    """A value of an axis, with the axis' name where the value is a number."""
+    """An axis value as text, after the axis' title where it is a number."""
     return str(value) if isinstance(value, str) else f"{axis.title} {value:g}"
 
 
 def _looks(axes: Sequence[Axis], count: int) -> list[tuple[str, str]]:
-    """Colour and marker of each line: shades where what tells them apart has an order."""
+    """Colour and marker of each line: shades for a numeric axis."""
     names = ordered(count) if len(axes) == 1 and axes[0].numeric and count <= len(STEPS) else KINDS
     return list(itertools.islice(zip(itertools.cycle(names), itertools.cycle(MARKERS), strict=False), count))
 
 
 def _timing(data: FigureData, keys: Iterable[str]) -> str:
-    """What a caption must say of speeds that were not timed alone."""
+    """Caption's note on throughput that was timed while other cells ran."""
     beside = [THROUGHPUT, *data.table.timed] if data.table.side_by_side else []
     timed = [data.measures[key].title for key in keys if key in beside]
     return f" {', '.join(timed)}: timed while other cells ran on the same machine." if timed else ""
 
 
 def _best_in_words(data: FigureData, key: str) -> str:
-    """The best of a measure in a sentence, for those who do not see the figure."""
+    """The best row of a measure in a sentence, as text alternative."""
     best, column = best_row(data, key), data.measures[key]
     if best is None:
         return f"{column.title}: nothing measured yet."
@@ -299,11 +299,11 @@ def _trend(column: Column, x: str, drawn: Sequence[Line]) -> str:
 
 
 def _ends(drawn: Sequence[Line], decimals: int) -> str:
-    """Where each line begins and ends, in words."""
+    """First and last value of each line, in words."""
     ends = [(line.label, [short(mean, decimals) for mean in line.means.values()]) for line in drawn]
     ends = [(name, means) for name, means in ends if means]
-    words = [f"{name} from {means[0]} to {means[-1]}" for name, means in ends[:TOLD]]
-    words += [f"and {len(ends) - TOLD} more"] if len(ends) > TOLD else []
+    words = [f"{name} from {means[0]} to {means[-1]}" for name, means in ends[:MAX_DESCRIBED]]
+    words += [f"and {len(ends) - MAX_DESCRIBED} more"] if len(ends) > MAX_DESCRIBED else []
     return "; ".join(words) or "nothing measured yet"
 
 

@@ -1,4 +1,4 @@
-"""One text read by one model, token by token: what its memories did, as a table for notebooks."""
+"""Trace of a model's memories over a text, token by token, and its export as an Arrow table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titans_platform.files import write_bytes
 FORMAT = "1"
 """Version of the Arrow file's schema, in its metadata."""
 NEAREST = 5
-"""Written keys kept of each read."""
+"""Nearest written keys that are kept for each read."""
 
 _READ = pa.list_(pa.struct([("position", pa.int32()), ("similarity", pa.float32()), ("share", pa.float32())]))
 SCHEMA = pa.schema(
@@ -45,19 +45,19 @@ MEASURED = SCHEMA.names[6:15]
 
 @dataclass(frozen=True)
 class Inspected:
-    """What was read, and what each memory did."""
+    """A text, its losses, and the trace of each memory."""
 
     title: str
     variant: str
     tokens: list[int]
     """Document start included."""
     texts: list[str]
-    """Text of each token; empty inside a letter of several tokens, which its last one shows."""
+    """Text of each token; of a character of several tokens the last has it, the others are empty."""
     loss: Tensor
     """Nats of each token given those before it, [T]; NaN for the first."""
     traces: list[MemoryTrace]
     left_out: int = 0
-    """Tokens of the text beyond what was asked to be read."""
+    """Tokens of the text that were not read."""
 
     def largest(self) -> dict[str, float]:
         """The largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
@@ -70,9 +70,9 @@ class Inspected:
 
 
 def inspect_text(
-    model: LanguageModel, tokenizer: Tokenizer, text: str, title: str, most: int, nearest: int = NEAREST
+    model: LanguageModel, tokenizer: Tokenizer, text: str, title: str, max_tokens: int, nearest: int = NEAREST
 ) -> Inspected:
-    """Read ``text`` from its start, ``most`` tokens of it, and watch.
+    """Read the first ``max_tokens`` tokens of ``text`` and record what each memory does.
 
     Raises:
         UsageError: the text is empty, or the model has no neural memory.
@@ -80,7 +80,7 @@ def inspect_text(
     ids = tokenizer.encode(text)
     if not ids:
         raise UsageError("--text: the file is empty; give one with something to read")
-    tokens = [tokenizer.bos, *ids[: most - 1]]
+    tokens = [tokenizer.bos, *ids[: max_tokens - 1]]
     row = torch.tensor([tokens], device=next(model.parameters()).device)
     with watch(model) as seen, torch.no_grad():
         logits = model(row).logits[0]
@@ -95,14 +95,14 @@ def inspect_text(
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text; the last token of a letter shows it, those before it nothing."""
+    """Text that each token adds; of a character of several tokens the last has it, the others ''."""
     stream = TextStream(tokenizer)
     texts = [stream.add(token) for token in tokens]
     return [*texts[:-1], texts[-1] + stream.end()]
 
 
 def arrow_table(found: Inspected) -> pa.Table:
-    """A row for each memory, token and head, in this order; numbers that are not known are null."""
+    """A row for each memory, token and head, in this order; unknown numbers are null."""
     parts = [_memory_table(found, i, trace) for i, trace in enumerate(found.traces)]
     metadata = {
         "titans.format": FORMAT,

@@ -1,4 +1,4 @@
-"""The table in numbers: means and spreads over seeds, chance levels, and whether the columns discriminate."""
+"""A study's results as a table: means and standard deviations over seeds, chance, discrimination."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ class Entry:
     wanted: int
     paper: float | None = None
     item_stderr: float = 0.0
-    """Standard error of the mean that comes from the number of items asked, without that of seeds."""
+    """Standard error of the mean over items alone."""
 
     @property
     def mean(self) -> float | None:
-        """Mean over the seeds that are done, None where there is none."""
+        """Mean over the finished seeds; None without any."""
         return statistics.fmean(self.values) if self.values else None
 
     @property
     def sd(self) -> float | None:
-        """Sample standard deviation over seeds, None for fewer than two."""
+        """Sample standard deviation over seeds; None for fewer than two."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     @property
     def stderr(self) -> float:
-        """Standard error of the mean: the larger of what seeds and what items give."""
+        """Standard error of the mean: the larger of that over seeds and that over items."""
         return max((self.sd or 0.0) / math.sqrt(len(self.values) or 1), self.item_stderr)
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row: its entries by column, and the cells they come from."""
+    """A row: its entries by column, its cells and their results."""
 
     row: Row
     cells: tuple[Cell, ...]
     results: tuple[Result, ...]
     unfinished: tuple[CellStatus, ...] = ()
-    """How the cells without a result stand."""
+    """Status of the cells without a result."""
     entries: dict[str, Entry] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
-    """Short commits, other than the present one, that made some of its cells."""
+    """Commits, other than the current one, that made some of its cells."""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A study at one scale, as far as its cells are done."""
+    """A study at one scale, from its finished cells."""
 
     study: str
     scale: str
@@ -90,7 +90,7 @@ class Table:
     commit: str
     """The commit of the code that reads the results."""
     command: str
-    """The command that makes the whole table from nothing."""
+    """The command that reproduces the table."""
     unfinished: int
     """Cells asked for that have no result."""
 
@@ -117,7 +117,7 @@ class Table:
 
 
 def build_table(run: StudyRun) -> Table:
-    """Read the results of all cells of a study and put them in the order of its rows."""
+    """Read the results of a study's cells into a table, in the order of its rows."""
     columns, rows = run.columns, []
     parts: dict[str, list[Row]] = {}
     for row in run.rows:
@@ -171,16 +171,16 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
         values = tuple(column.factor * statistics.fmean(part) for part in means)
         # an accuracy is better when it is higher; an error below 1 is no share of right answers
         shares = column.higher_is_better
-        errors = [_of_mean([column_stderr(key, one.tasks, shares) for one in part]) for part in kept]
+        errors = [_stderr_of_mean([column_stderr(key, one.tasks, shares) for one in part]) for part in kept]
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
-        error = column.factor * _of_mean(errors)
+        error = column.factor * _stderr_of_mean(errors)
         entries[key] = Entry(values, wanted, row.paper.get(key), error)
     stale = sorted({result.commit for result in results} - {run.commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
 
 def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str) -> dict[int, list[Result]]:
-    """For each seed the results whose mean is a line's value in a column, where all of them are there.
+    """By seed, the results whose mean is a row's value in a column; only seeds whose results are complete.
 
     They are several where cells of one line at other points of the axes measure the same column.
     """
@@ -197,12 +197,12 @@ def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str)
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Whether a result has a number here that can be shown."""
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _of_mean(errors: Sequence[float]) -> float:
-    """Standard error of the mean of numbers with these standard errors; 0 of none."""
+def _stderr_of_mean(errors: Sequence[float]) -> float:
+    """Standard error of the mean of values with these standard errors; 0 without any."""
     return math.hypot(*errors) / len(errors) if errors else 0.0
 
 
@@ -226,16 +226,16 @@ def column_stderr(column: str, tasks: Mapping[str, TaskScore], shares: bool = Tr
         if owner == column and measured.stderr is not None:
             error = item_stderr(measured) if shares else measured.stderr
             by_task.setdefault(task, []).append(error)
-    return _of_mean([_of_mean(errors) for errors in by_task.values()])
+    return _stderr_of_mean([_stderr_of_mean(errors) for errors in by_task.values()])
 
 
 def item_stderr(measured: TaskScore) -> float:
-    """Standard error of one measurement; of an accuracy, half of Wilson's interval at one standard error.
+    """Standard error of one measurement; of an accuracy, half the width of Wilson's interval at z = 1.
 
     The usual sqrt(p (1 - p) / n) is 0 where every item is right, or wrong: n items never say as much.
     """
     error, items, chance = measured.stderr or 0.0, measured.items, measured.chance
-    # a guess gets a perplexity of the size of the vocabulary, and an accuracy below 1
+    # only an accuracy has a chance level below 1
     if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.value <= 1:
         return error
     return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)
@@ -243,22 +243,22 @@ def item_stderr(measured: TaskScore) -> float:
 
 @dataclass(frozen=True)
 class Discrimination:
-    """How far a column tells the rows apart, reference rows left out."""
+    """How well a column separates the rows; reference rows are left out."""
 
     column: str
     best: str
     worst: str
     gap: float | None
-    """Best minus worst in standard deviations pooled over all rows; None without two seeds anywhere."""
+    """Best minus worst in standard deviations pooled over all rows; None with one seed."""
     pair_gap: float | None
-    """The same with the deviation of these two rows alone."""
+    """The same in standard deviations of these two rows."""
     above_chance: float | None
     """The first row's distance above chance in its standard errors; None where lower is better."""
     first: str = ""
 
 
 def discriminate(table: Table) -> list[Discrimination]:
-    """One summary a column that has at least two rows with numbers."""
+    """For each column that has at least two rows with numbers."""
     return [found for key in table.columns if (found := _discriminate(table, key))]
 
 
@@ -279,7 +279,7 @@ def _discriminate(table: Table, key: str) -> Discrimination | None:
 
 
 def best_rows(table: Table, key: str) -> set[str]:
-    """The rows whose mean is the best as it is printed; none where that is not better than chance.
+    """The rows whose mean, as printed, is the best; none where it is not better than chance.
 
     Reference rows take no part, and there must be two different means to compare.
     """
@@ -304,7 +304,7 @@ def pooled_sd(entries: Iterable[Entry]) -> float | None:
 
 
 def _ratio(distance: float, sd: float | None) -> float | None:
-    """A distance in standard deviations; None where nothing spreads, which is no infinite distance."""
+    """A distance in standard deviations; None where the standard deviation is 0 or unknown."""
     return distance / sd if sd else None
 
 

@@ -18,9 +18,9 @@ from titans_platform.report.report import Report
 from titans_platform.text import NONE, commit, count, number, plural
 
 CROWDED = 4
-"""Columns from which the paper's numbers stand below ours on the page, not beside them."""
+"""With more columns the paper's numbers are below ours, not beside them."""
 WIDTH = 5.7
-"""Letters of the page (rem) to an inch of a figure: its small print is a little smaller than the text."""
+"""Width of a figure on the page, in rem per inch."""
 MARKS = {
     "o": '<circle cx="12" cy="5" r="2.6"/>',
     "s": '<rect x="9.6" y="2.6" width="4.8" height="4.8"/>',
@@ -32,7 +32,7 @@ MARKS = {
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this folder; each knows the palettes and the time beside ``values``."""
+    """Render a template of this folder with ``values``, the palettes and the time."""
     written = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
     return _templates().get_template(template).render(light=LIGHT, dark=DARK, written=written, **values)
 
@@ -100,7 +100,7 @@ def results_table(report: Report, heading: str = "Table 1") -> Markup:
         caption=_caption(report, crowded),
         crowded=crowded,
         paired={key: key in report.paper_columns and not crowded for key in columns},
-        # letters of a column's widest spread, so that its means stand below each other
+        # characters of the widest sd of a column, to align its means
         widths={key: 2 + spread if spread else 0 for key, spread in spreads.items()},
     )
     return Markup(text)
@@ -115,7 +115,7 @@ def _caption(report: Report, crowded: bool) -> str:
 
 
 def figure(picture: Picture) -> dict[str, Any]:
-    """What a page needs of a picture: its panels as SVG, and the legend."""
+    """Template values of a figure: its panels as SVG, and the legend."""
     drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
     return {
         "picture": picture,

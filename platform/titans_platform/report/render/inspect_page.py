@@ -1,4 +1,4 @@
-"""The page of `titans inspect`: a text coloured by what the memories made of it, and what reads find in them.
+"""The page of `titans inspect`: a text coloured by surprise, retention or loss, and the keys that reads find.
 
 Shapes: T tokens, H heads.
 """
@@ -26,11 +26,11 @@ from titans_platform.text import count
 
 PAGE = "inspect.html"
 POINTS = 60
-"""Points of a line; each is the mean of the tokens between it and the one before."""
+"""Points of a line; each is a mean over neighbouring tokens."""
 FAR_APART = 20.0
-"""Largest over smallest value from which a scale is logarithmic."""
+"""Ratio of largest to smallest value from which a scale is logarithmic."""
 AROUND = 8
-"""Tokens shown before and after one that a read finds."""
+"""Tokens of context shown before and after a retrieved token."""
 CHARTS = {
     "surprise": "Surprise",
     "alpha": "Forgetting alpha",
@@ -43,20 +43,20 @@ CHARTS = {
 
 @dataclass(frozen=True)
 class Shade:
-    """What tokens can be coloured by."""
+    """A quantity that tokens are coloured by."""
 
     key: str
     title: str
     about: str
     strength: list[float]
-    """Of each token, 0 to 1."""
+    """Strength of each token's colour, 0 to 1."""
     ends: tuple[str, str]
-    """What the palest and the strongest colour stand for."""
+    """Values of the lightest and the strongest colour."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Where one head's reads go: for each token, of each near key its position, cosine and share."""
+    """Reads of one head: for each token, position, cosine and share of each of the nearest keys."""
 
     label: str
     near: list[list[tuple[int, float, float | None]]]
@@ -99,26 +99,26 @@ def page(found: Inspected, source: str, position: int | None = None, warning: st
 
 
 def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
-    """Of each token the share of its surprise that the last memory is without, [T]; mean over heads."""
+    """[T] share of each token's surprise that the final memory no longer has; mean over heads."""
     shares = [1 - trace.final / trace.surprise.clamp(min=1e-12) for trace in traces]
     return torch.cat([share.clamp(0, 1) for share in shares], 1).mean(1)
 
 
 def shades(found: Inspected) -> list[Shade]:
-    """The ways to colour the text, the first one as the page opens."""
+    """The quantities to colour by; the page opens with the first."""
     surprise = torch.cat([trace.surprise for trace in found.traces], 1).mean(1)
     kept = kept_shares(found.traces)
     return [
         _shade(
             "surprise",
             "surprise",
-            "squared error of the memory's guess before the token is written, mean over heads",
+            "squared error of the memory's prediction before the token is written, mean over heads",
             surprise,
         ),
         _shade(
-            "kept", "kept", "share of that surprise which the memory at the end of the text is without", kept
+            "kept", "kept", "share of the surprise that the memory at the end of the text no longer has", kept
         ),
-        _shade("loss", "loss", "nats of the token given those before it, by the whole model", found.loss),
+        _shade("loss", "loss", "loss of the whole model in nats", found.loss),
     ]
 
 
@@ -146,7 +146,7 @@ def rounded(value: float) -> str:
 
 
 def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
-    """Of each memory and head; those of MAC's segments before the reads of its own tokens."""
+    """Reads of each memory and head; in MAC, those of segments before those of single tokens."""
     for memory, trace in enumerate(traces):
         for near, kind in ((trace.context, ", segments before"), (trace.own, ", own read")):
             for head in range(trace.alpha.shape[1] if near is not None else 0):
@@ -167,7 +167,7 @@ def _near(near: Nearest | None, head: int) -> list[list[tuple[int, float, float 
 
 
 def summary(trace: MemoryTrace) -> list[str]:
-    """One memory's line: errors before, right after and at the end, what is kept, gates, last norms."""
+    """One memory's row: mean errors before, after and at the end, share kept, mean gates, final norms."""
     means = [getattr(trace, name).mean().item() for name in ("surprise", "written", "final")]
     gates = [getattr(trace, name).mean().item() for name in ("alpha", "eta", "theta")]
     norms = [getattr(trace, name)[-1].mean().item() for name in ("weight_norm", "momentum_norm")]
@@ -181,7 +181,7 @@ def summary(trace: MemoryTrace) -> list[str]:
 
 
 def charts(memory: int, trace: MemoryTrace) -> dict[str, Any]:
-    """A memory's panels as SVG: each quantity by head, then errors before, right after and at the end."""
+    """A memory's panels as SVG: each quantity by head, then the errors."""
     drawn = [_by_head(title, getattr(trace, key)) for key, title in CHARTS.items()]
     drawn.append(_fates(trace))
     sizes = [NARROW] * len(CHARTS) + [WIDE]
@@ -218,7 +218,7 @@ def _fates(trace: MemoryTrace) -> Panel:
 
 
 def binned(values: NDArray[np.floating], points: int = POINTS) -> dict[float, tuple[float, ...]]:
-    """At the last token of each of at most ``points`` equal stretches the mean of what is known in it."""
+    """Means over at most ``points`` equal bins, NaN left out, keyed by the last token of each bin."""
     at = np.flatnonzero(~np.isnan(values))
     parts = np.array_split(at, min(points, len(at))) if len(at) else []
     return {float(part[-1]): (float(values[part].mean()),) for part in parts}

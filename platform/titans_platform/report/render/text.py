@@ -33,7 +33,7 @@ ESCAPES = str.maketrans(
     }
 )
 SHORTEST = 12
-"""Characters of a row's name that must be left to tell rows apart in a terminal."""
+"""Minimum characters of a row's name in a terminal."""
 
 
 def summary_csv(report: Report) -> str:
@@ -54,7 +54,7 @@ def cells_csv(report: Report) -> str:
     for name, result in ((row.name, result) for row in report.rows for result in row.results):
         values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
         numbers = [value if value is None else factor * value for factor, value in values]
-        # its own row, where a line of the table has several
+        # the cell's own row, where a row of the table joins several
         lines.append([result.row or name, *(getattr(result, name) for name in names), *numbers])
     return _csv(lines)
 
@@ -95,7 +95,7 @@ def _chance(report: Report, keys: Sequence[str] | None = None) -> list[str]:
 
 
 def latex(report: Report) -> str:
-    """The table with booktabs: mean and spread, the best of each column in bold, the paper's beside."""
+    """The table with booktabs: mean and sd, the best of each column in bold, the paper's numbers."""
     caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
     chance = [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, _chance(report)[1:])])]
     lines = [
@@ -119,7 +119,7 @@ def latex(report: Report) -> str:
 
 
 def _tex_verdict(report: Report) -> list[str]:
-    """A table of its own: each row's difference to the first, and what it says of the paper's direction."""
+    """The verdict as a second table."""
     if (found := report.verdict) is None:
         return []
     return [
@@ -140,7 +140,7 @@ def _tex_verdict(report: Report) -> list[str]:
 
 
 def tex(text: str) -> str:
-    """Text as LaTeX prints it."""
+    """Text with LaTeX's special characters escaped."""
     return text.translate(ESCAPES)
 
 
@@ -149,7 +149,7 @@ def _tex_line(texts: Iterable[str]) -> str:
 
 
 def _tex_field(text: str) -> str:
-    """Text of the body, of which numbers are LaTeX already."""
+    """A field of the body, escaped unless it is math already."""
     return text if text.startswith("$") else tex(text)
 
 
@@ -249,7 +249,7 @@ def _grid(report: Report, keys: Sequence[str], width: int, room: int = 1000) -> 
     heads = []
     for key, paper in report.fields(keys):
         column = columns[key]
-        # word by word, one below the other: narrow enough for a terminal of 80 columns
+        # a word a line, to fit 80 columns
         stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
         heads.append(("paper", "dim") if paper else (stacked, ""))
     last = keys[-1] == list(columns)[-1]
@@ -265,14 +265,14 @@ def _grid(report: Report, keys: Sequence[str], width: int, room: int = 1000) -> 
 
 
 def _cut(name: str, room: int) -> str:
-    """The name in ``room`` characters where that leaves some of it; its marks stay."""
+    """The name cut to ``room`` characters, its marks kept."""
     bare = name.rstrip(DAGGERS)
     kept = room - 1 - (len(name) - len(bare))
     return name if len(name) <= room or kept < 4 else f"{bare[:kept].rstrip()}…{name[len(bare) :]}"
 
 
 def _wrapped(clauses: Sequence[str], width: int) -> str:
-    """The clauses on as few lines as hold them whole, later lines indented."""
+    """The clauses wrapped between clauses, later lines indented."""
     lines = [clauses[0]]
     for clause in clauses[1:]:
         if len(lines[-1]) + len(clause) + 2 < width:
