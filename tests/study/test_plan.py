@@ -82,13 +82,15 @@ def test_finished_cells_are_a_better_basis(study):
     assert found.basis == "1 finished cells"
 
 
-def test_the_fastest_step_counts(tiny_run, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
     """What other processes take of the machine during single steps does not reach the estimate."""
     clock = iter([0.0, 9.0, 9.0, 9.5, 9.5, 12.5])
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(cost.time, "process_time" if threads == 1 else "perf_counter", lambda: next(clock))
     monkeypatch.setattr(cost.Trainer, "step", lambda self: None)
     rows = tiny_run.optim.global_batch_size
-    assert cost.seconds_per_token(tiny_run) == pytest.approx(0.5 / (rows * tiny_run.row_tokens))
+    timed = tiny_run.model_copy(update={"threads": threads})
+    assert cost.seconds_per_token(timed) == pytest.approx(0.5 / (rows * tiny_run.row_tokens))
 
 
 def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):

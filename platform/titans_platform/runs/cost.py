@@ -120,7 +120,8 @@ def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
 def seconds_per_token(config: RunConfig) -> float | None:
     """Time optimiser steps on rows of random content, after one to warm up: no data are needed.
 
-    The fastest of 2 to TIMED_STEPS steps, in TIMED_SECONDS: other processes make the others slower.
+    The fastest of 2 to TIMED_STEPS steps, in TIMED_SECONDS. With one thread its CPU time, so that what other
+    processes do at the moment does not count.
 
     None: the objective has no sample rows, the model has more than TIMED_PARAMETERS, or one row takes more
     than TIMED_FLOPS or than half of this machine's memory.
@@ -139,11 +140,12 @@ def seconds_per_token(config: RunConfig) -> float | None:
         model = objective.build_model()
         trainer = Trainer(model, optim, _Repeated(batch), objective=objective, sequence_length=length)
         trainer.step()
+        clock = time.process_time if config.threads == 1 else time.perf_counter
         seconds: list[float] = []
         while len(seconds) < 2 or (len(seconds) < TIMED_STEPS and sum(seconds) < TIMED_SECONDS):
-            started = time.perf_counter()
+            started = clock()
             trainer.step()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(clock() - started)
     return min(seconds) / (rows * config.row_tokens)
 
 
