@@ -112,7 +112,7 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
 
     code, out = end(driver(tmp_path))
     assert code == 4, out
-    assert "diverges: failed" in out
+    assert "diverges, seed 0: failed" in out
     assert "1 cell has no result" in out
     for row, result in alone.items():
         found = folders[row].result()
