@@ -37,15 +37,15 @@ def test_list_and_show(tiny, capsys):
     assert shown["seeds"] == [0, 1]
 
 
-def test_show_says_what_is_expected_and_what_a_row_is_trained_on(capsys):
+def test_show_prints_expectations_and_training_data(capsys):
     assert call("show", "parts", "--scale", "smoke") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "counting: words at 1/2/4x" in shown
     assert "w/o Weight Decay model.memory.decay=False episodes should be worse. Every episode" in shown
-    assert "each trained once for every task: recall capacity model.attention.window=160" in shown
+    assert "one run of each for every task: recall capacity model.attention.window=160" in shown
 
 
-def test_a_dry_run_shows_all_and_writes_nothing(tiny, capsys):
+def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys):
     arguments = ("run", "tiny", "--scale", "small", "--dry-run", "--seeds", "0-2", "--concurrency", "1")
     assert call(*arguments, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
@@ -106,7 +106,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tiny, capsys, arguments, said)
         ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
     ],
 )
-def test_what_only_the_data_show_is_refused_before_a_cell_begins(tiny, capsys, change, said):
+def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, capsys, change, said):
     assert call("run", "tiny", "--scale", "small", "--set", change) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -115,14 +115,14 @@ def test_what_only_the_data_show_is_refused_before_a_cell_begins(tiny, capsys, c
     assert not (tiny / "runs" / "mlflow.db").exists()
 
 
-def test_a_store_that_cannot_be_opened_is_found_before_the_data_are_made(tiny, capsys):
+def test_a_store_that_cannot_be_opened_is_reported_before_data_are_prepared(tiny, capsys):
     (tiny / "runs" / "mlflow.db").mkdir(parents=True)
     assert call("run", "tiny", "--scale", "small") == 2
     assert "mlflow.db: cannot be opened" in capsys.readouterr().err
     assert [path.name for path in (tiny / "runs").iterdir()] == ["mlflow.db"]
 
 
-def test_a_truncated_shard_is_not_taken_for_missing_data(tiny, capsys):
+def test_a_truncated_shard_is_an_error_not_missing_data(tiny, capsys):
     from titans_platform.data import prepare
     from titans_platform.study.grid import expand, load_study
 
@@ -136,7 +136,7 @@ def test_a_truncated_shard_is_not_taken_for_missing_data(tiny, capsys):
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_part_that_is_run_leaves_the_whole_table(tiny, capsys, monkeypatch):
+def test_running_some_rows_keeps_the_whole_table(tiny, capsys, monkeypatch):
     assert call("run", "tiny", "--scale", "small", "--rows", "LMM", "--seeds", "0", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["row"], row["columns"]["reasoning"]["seeds"], len(row["cells"])) for row in rows] == [
@@ -186,7 +186,7 @@ def test_a_cell_on_two_workers_gives_the_numbers_of_one(tiny, capsys):
     assert found["two"]["final_train_loss"] == pytest.approx(found["small"]["final_train_loss"], rel=1e-5)
 
 
-def test_a_dry_run_of_what_cannot_be_placed_shows_it_and_refuses(tiny, capsys):
+def test_dry_run_of_too_large_resources_shows_the_plan_and_fails(tiny, capsys):
     assert call("run", "tiny", "--scale", "huge", "--dry-run") == 2
     out, err = capsys.readouterr()
     assert "LMM" in out
@@ -194,7 +194,7 @@ def test_a_dry_run_of_what_cannot_be_placed_shows_it_and_refuses(tiny, capsys):
     assert "CPU missing" in err
 
 
-def test_ui_says_what_it_would_run(tiny, capsys):
+def test_ui_refuses_a_missing_or_damaged_store(tiny, capsys):
     assert cli.run(["ui"]) == 2
     assert "mlflow.db" in capsys.readouterr().err
     (tiny / "runs").mkdir()
@@ -204,7 +204,7 @@ def test_ui_says_what_it_would_run(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_ui_refuses_a_port_that_is_taken_and_knows_a_server(tiny, capsys):
+def test_ui_refuses_a_port_in_use_and_a_dead_server(tiny, capsys):
     from titans_platform.tracking import open_store
 
     store = open_store(tiny / "runs")
@@ -222,7 +222,7 @@ def test_ui_refuses_a_port_that_is_taken_and_knows_a_server(tiny, capsys):
     assert "no answer" in capsys.readouterr().err
 
 
-def test_lists_on_the_command_line():
+def test_lists_in_options():
     assert sweep.split(("LMM, w/o Decay", "x")) == ["LMM", "w/o Decay", "x"]
     assert sweep.parse_seeds("0,2,5-7") == [0, 2, 5, 6, 7]
     assert sweep.parse_seeds(None) == []

@@ -1,4 +1,4 @@
-"""A study from end to end: killed twice, and then the numbers of one that was not."""
+"""A study end to end: killed twice, it has the numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def until(what, timeout: float = 300.0):
 
 
 def worker_of(cell: RunFolder) -> int | None:
-    """The process that works on a cell which has a checkpoint."""
+    """Pid of the worker of a cell that has a checkpoint."""
     if not cell.is_held() or not list((cell.path / "checkpoints").glob("step-*")):
         return None
     return (read_json(cell.path / "origin.json") or {}).get("pid")
@@ -84,7 +84,7 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, out
 
 
-def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
+def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     (tmp_path / "tiny.yaml").write_text(json.dumps(STUDY))
     cells = expand(load_study(str(tmp_path / "tiny.yaml")), "small")
     alone = {cell.row: _alone(cell.config, tmp_path / "alone") for cell in cells[:2]}
@@ -98,14 +98,14 @@ def test_killed_twice_a_study_ends_with_the_same_numbers(tmp_path):
         assert status.running
         assert counts(status.cells)["running"] == 1
         os.kill(pid, signal.SIGKILL)
-        # another process goes on with it
+        # another process resumes it
         until(lambda: worker_of(folders["LMM"]) not in (None, pid))
         until(lambda: worker_of(folders["Linear Memory"]))
         ray_pids = below(first.pid)
     finally:
         first.kill()
         first.communicate()
-    # no process of a dead driver's Ray goes on, least of all one that writes into a run
+    # no process of the dead driver's Ray survives
     until(lambda: not [pid for pid in ray_pids if alive(pid)], timeout=60)
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
     assert not read_status(str(tmp_path / "tiny.yaml"), "small", root).running

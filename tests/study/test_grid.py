@@ -83,7 +83,7 @@ def test_listed_rows_are_run_at_every_point(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "count"), [("MAG*", 4), ("*depth 3*", 4), ("lmm DEPTH 1 t=32", 1), ("*T=6?", 4)]
 )
-def test_rows_are_chosen_by_pattern(tmp_path, asked, count):
+def test_rows_are_selected_by_pattern(tmp_path, asked, count):
     assert len(expand(load_study(write(tmp_path)), "small", rows=[asked])) == count
 
 
@@ -97,7 +97,7 @@ def test_rows_are_chosen_by_pattern(tmp_path, asked, count):
         (["MAC", "LMM* on a"], {"MAC on a", "MAC on b", "LMM on a", "LMM, twice on a"}),
     ],
 )
-def test_a_name_may_hold_commas_and_a_line_means_all_of_its_rows(asked, chosen):
+def test_a_name_may_contain_commas_and_a_line_selects_all_of_its_rows(asked, chosen):
     lines = ("LMM", "MAC", "LMM, twice")
     rows = [Row(name=f"{line} on {point}", line=line) for line in lines for point in ("a", "b")]
     assert chosen_rows(asked, rows, "tiny") == chosen
@@ -123,7 +123,7 @@ def test_a_name_may_hold_commas_and_a_line_means_all_of_its_rows(asked, chosen):
         ({"axes": {}, "scales": {"small": {}}}, "rows: a study needs rows"),
     ],
 )
-def test_a_wrong_axis_is_one_line(tmp_path, changes, said):
+def test_an_invalid_axis_is_a_one_line_error(tmp_path, changes, said):
     with pytest.raises(UsageError) as error:
         expand(load_study(write(tmp_path, **changes)), "small")
     assert said in str(error.value)

@@ -1,4 +1,4 @@
-"""A variant in a researcher's own file goes all the way: preset, training, resume, evaluation, table."""
+"""A variant in a user's own file: preset, training, resume, evaluation, table."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_preset_gives_it_the_parameters_of_the_size():
 
 
 @pytest.mark.usefixtures("lab")
-def test_it_is_a_language_model_cut_anywhere():
+def test_its_state_continues_a_sequence_exactly():
     torch.manual_seed(0)
     model = LanguageModel(preset("smoke", VARIANT)).double()
     tokens = torch.randint(260, (2, 20))
@@ -118,7 +118,7 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch
     capsys.readouterr()
     assert train("--json") == 0
     resumed = json.loads(capsys.readouterr().out)
-    assert 20 <= len(steps) < 35, "it went on from a checkpoint"
+    assert 20 <= len(steps) < 35, "it resumed from a checkpoint"
     for key in ("cell", "columns", "final_train_loss", "parameters", "state_bytes"):
         assert resumed[key] == straight[key]
     assert cli.run(["eval", resumed["cell"], "--root", "runs", "--json"]) == 0
@@ -127,7 +127,7 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch
 
 @pytest.mark.nightly
 @pytest.mark.cluster
-def test_it_has_its_row_in_the_table_of_a_study(lab):
+def test_it_is_a_row_of_a_study(lab):
     study = {
         "name": "mine",
         "columns": {"reasoning": {"title": "Reasoning"}},
@@ -158,7 +158,7 @@ def test_it_has_its_row_in_the_table_of_a_study(lab):
         ("x = 1 +", "cannot be imported: SyntaxError"),
     ],
 )
-def test_a_class_that_is_no_block_is_refused_before_anything_is_made(lab, capsys, source, line):
+def test_a_class_that_is_not_a_block_is_refused_at_once(lab, capsys, source, line):
     (lab / "my_lab" / "blocks.py").write_text(source)
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
     for arguments in ([], ["--dry-run"]):
@@ -185,7 +185,7 @@ def test_its_options_are_checked(lab, capsys, options, line):
 
 
 @pytest.mark.usefixtures("lab")
-def test_a_name_of_the_registry_does_as_well(monkeypatch):
+def test_a_registered_name_works_too(monkeypatch):
     monkeypatch.setitem(BLOCKS, "average", find(VARIANT))
     assert find("average") is find(VARIANT)
     assert preset("smoke", "average").mlp_expansion == preset("smoke", VARIANT).mlp_expansion

@@ -1,4 +1,4 @@
-"""Every row that the paper prints is run by a study, or is a printed reference with its source."""
+"""Every row of the paper's tables is run by a study or is a reference with a source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown() -> dict[tuple[str, str], dict[str, Row]]:
 
 
 @pytest.mark.parametrize(("table", "size", "row"), ROWS)
-def test_a_row_is_run_beside_its_numbers_or_says_where_they_are_from(table, size, row, shown):
+def test_each_printed_row_is_run_or_has_a_source(table, size, row, shown):
     printed = PAPER.tables[table]
     runs = shown.get((printed.study, size), {}).get(row)
     assert (runs is not None) != (row in printed.references), "one of the two, and not both"
@@ -47,7 +47,7 @@ def test_a_row_is_run_beside_its_numbers_or_says_where_they_are_from(table, size
         assert {key: runs.paper.get(key) for key in printed.columns} == printed.numbers(row, size)
 
 
-def test_it_is_the_whole_of_the_paper():
+def test_all_tables_and_figures_are_there():
     assert {key: len(table.by_size()) for key, table in PAPER.tables.items()} == {
         "table_1": 3, "table_2": 1, "table_3": 1, "table_4": 1, "table_5": 1,
     }  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_numbers_of_one_table_follow_from_those_of_another():
     assert rows["Samba"].get("long_context_acc") is None
 
 
-def test_a_row_is_left_out_where_the_paper_does_not_have_it():
+def test_a_row_that_the_paper_lacks_is_left_out():
     study = load_study("language")
     for size, rows in PAPER.tables["table_1"].sizes.items():
         assert {row.name for row in study.rows_at(size)} == set(rows)
@@ -94,7 +94,7 @@ def test_rows_at_small_scales_have_the_same_parameters():
     assert max(counts) < 1.05 * min(counts)
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_a_number_of_columns_that_differs_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="A has 1 numbers for 2 columns"):
         validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "rows": {"A": [1.0]}})
     path = tmp_path / "s.yaml"

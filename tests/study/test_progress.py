@@ -1,4 +1,4 @@
-"""The lines of a running study."""
+"""The live display of a study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search: its trials are cells, which are never run twice, and its best becomes a row."""
+"""A search: no trial runs twice, and the best trial becomes a row."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys):
         ({"model.d_model": {"choices": [16, 15]}}, "search.space at model.d_model=15"),
     ],
 )
-def test_a_space_is_checked_to_its_corners(hunt, space, said):
+def test_the_corners_of_a_search_space_are_checked(hunt, space, said):
     (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "space": space}}))
     with pytest.raises(UsageError) as error:
         _checked(hunt)
@@ -129,7 +129,7 @@ def _checked(folder) -> None:
     check_space(StudyRun(study, "small", folder, "c0ffee").with_search())
 
 
-def test_a_dry_run_tells_of_the_search(hunt, capsys):
+def test_dry_run_shows_the_search(hunt, capsys):
     assert call("--dry-run", "--json") == 0
     plan = json.loads(capsys.readouterr().out)["search"]
     assert plan["rungs"] == [3, 9, 27]
@@ -140,6 +140,6 @@ def test_a_dry_run_tells_of_the_search(hunt, capsys):
     ("steps", "rungs", "milestones"),
     [(90, 3, [10, 30, 90]), (100, 3, [11, 33, 100]), (2, 3, [1, 2]), (5, 1, [5])],
 )
-def test_milestones_are_ashas(steps, rungs, milestones):
+def test_milestones_are_those_of_asha(steps, rungs, milestones):
     search = Search(metric="loss", rungs=rungs, space={"optim.lr": Parameter(low=1e-4, high=1e-2)})
     assert search.milestones(steps) == milestones

@@ -43,7 +43,7 @@ def study(tmp_path):
     return load_study(write(tmp_path))
 
 
-def test_layers_lie_over_each_other(study):
+def test_layers_override_each_other(study):
     cells = expand(study, "large", overrides=["optim.lr=0.01"])
     assert [(cell.row, cell.seed, cell.config.seed) for cell in cells] == [
         ("LMM", 3, 3),
@@ -56,7 +56,7 @@ def test_layers_lie_over_each_other(study):
     assert (lmm.model.memory.decay, without.model.memory.decay) == (True, False)
 
 
-def test_a_whole_table_of_one_seed_comes_first(study):
+def test_cells_are_ordered_by_seed(study):
     cells = expand(study, "small", rows=["w/o decay", "LMM"], seeds=[4, 2])
     assert [(c.row, c.seed) for c in cells] == [
         ("LMM", 4),
@@ -66,7 +66,7 @@ def test_a_whole_table_of_one_seed_comes_first(study):
     ]
 
 
-def test_names_depend_on_what_decides_the_numbers_and_on_nothing_else(tmp_path, study):
+def test_names_depend_only_on_what_changes_the_numbers(tmp_path, study):
     def names(study, scale="small", data="d", version="1", **options):
         cells = expand(study, scale, **options)
         return [cell.config.fingerprint(data, version) for cell in cells]
@@ -104,7 +104,7 @@ def test_overlay_takes_dotted_keys_and_replaces_lists():
         ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, said):
+def test_an_invalid_study_is_a_one_line_error(tmp_path, changes, said):
     with pytest.raises(UsageError) as error:
         expand(load_study(write(tmp_path, **changes)), "small", rows=[])
     line = str(error.value)
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, said):
         assert word in line
 
 
-def test_a_row_that_is_left_out_is_checked_too(tmp_path):
+def test_rows_that_are_not_selected_are_checked_too(tmp_path):
     rows = [{"name": "LMM"}, {"name": "bad", "set": {"model.memory.depth": 0}}]
     with pytest.raises(UsageError, match="'bad'"):
         expand(load_study(write(tmp_path, rows=rows)), "small", rows=["LMM"])
@@ -147,7 +147,7 @@ def test_a_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
         expand(load_study(write(tmp_path, **changes)), "small")
 
 
-def test_a_study_like_another_says_what_differs(tmp_path):
+def test_a_study_like_another_has_only_the_differences(tmp_path):
     write(tmp_path)
     other = tmp_path / "rates.yaml"
     axis = {"field": "optim.lr", "values": [0.1, 0.2], "label": "at {}"}
@@ -180,7 +180,7 @@ def test_a_study_like_another_says_what_differs(tmp_path):
         (lambda study: expand(study, "small", overrides=["model.memory.dept=1"]), "depth"),
     ],
 )
-def test_unknown_names_get_the_nearest(study, call, near):
+def test_unknown_names_suggest_the_nearest(study, call, near):
     with pytest.raises(UsageError, match=f"did you mean {near}"):
         call(study)
 

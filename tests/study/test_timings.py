@@ -1,4 +1,4 @@
-"""Where a study's time went: the parts add up, on numbers laid out by hand."""
+"""The timings of a study add up, on made-up spans."""
 
 from __future__ import annotations
 

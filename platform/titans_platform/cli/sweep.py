@@ -43,7 +43,7 @@ def split(values: tuple[str, ...]) -> list[str]:
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """The rows of --rows; none given means all. Raises UsageError."""
+    """The rows of --rows; an empty list means all. Raises UsageError."""
     if values and not split(values):
         raise UsageError("--rows: is empty; give the name of a row, or leave the option out for all rows")
     # a name may contain a comma: only the study knows
@@ -83,7 +83,7 @@ def sweep() -> None:
 @root_option
 @json_option
 def list_studies(root: Path, as_json: bool) -> None:
-    """List the paper's tables and figures, what of each has been run under --root, and all studies.
+    """List the paper's tables and figures with the progress under --root, and all studies.
 
     \b
     Example:
@@ -97,7 +97,7 @@ def list_studies(root: Path, as_json: bool) -> None:
         try:
             studies.append((load_study(str(path)), path))
         except UsageError as error:
-            click.echo(f"wrong: {error}", err=True)
+            click.echo(f"invalid: {error}", err=True)
     items = overview(root.resolve(), {study.name: study for study, _ in studies})
     if as_json:
         of = {item.study.name: item.record() for item in items if item.study}
@@ -126,7 +126,7 @@ def _about(study: Study, path: Path) -> dict[str, Any]:
 @set_option
 @json_option
 def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show a study's rows, what each changes, and the columns at a scale.
+    """Show a study's rows, the fields that each changes, and the columns at a scale.
 
     \b
     Example:
@@ -157,13 +157,13 @@ def _show(console: Console, study: Study, scale: str, configs: Sequence[RunConfi
             way = "better" if expected.better else "worse"
             console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
     for name, axis in study.axes_at(scale).items():
-        console.print(f"{'each trained once for every' if axis.across else 'each at every'} {name}:")
+        console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
             console.print(f"  {value!s:30} {_changes(sets)}", markup=False)
 
 
 def _changes(sets: Mapping[str, Any]) -> str:
-    """Fields and values; what is trained on and asked is in the columns and the file."""
+    """Fields and values, without the long ones of LONG."""
     from titans_platform.text import flatten
 
     shown = {field: value for field, value in flatten(dict(sets)).items() if not field.startswith(LONG)}
