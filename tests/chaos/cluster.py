@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.local import BATCH, EVERY, Line, config, samples, weights
-from tests.small import RUN
 from titans_platform.training.checkpoint import step_of
 
 ELASTIC = {"elastic shrink": [2, 1], "elastic growth": [1, 2]}
@@ -186,7 +185,7 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int,
     from titans_platform.data import prepare
 
     line, straight = Line(fault), folder / "straight-workers"
-    data = RunConfig.model_validate_json(json.dumps(RUN)).data
+    data = RunConfig.model_validate_json(config(steps=STEPS)).data
     if not straight.exists():
         prepare(data, straight)
         assert start(straight, made.cluster.address, "2", 0.0).wait(900) == 0
