@@ -49,9 +49,7 @@ class Case(test_residual.Case):
         return super().pieces(sizes, partial(form, base=self.base), **options)
 
 
-# T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
-CALLS = test_residual.CALLS
-SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2)]
+CALLS, SWITCHED = test_residual.CALLS, test_residual.SWITCHED
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])

@@ -144,7 +144,7 @@ def packed(T: int) -> Tensor:
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("channels", [1, 16])
-@pytest.mark.parametrize("T", [17, 70])
+@pytest.mark.parametrize("T", [17, pytest.param(70, marks=pytest.mark.slow)])
 def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
     given = q, k, v, gate, state = leaves(
         (B, T, H, 16), (B, T, H, 16), (B, T, H, 32), (B, T, H, channels), (B, H, 16, 32)
@@ -162,7 +162,7 @@ def overflowing(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @overflowing
-@pytest.mark.parametrize("channels", [1, 16])
+@pytest.mark.parametrize("channels", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
     given = q, k, v, gate, state = leaves(
         (B, 70, H, 16), (B, 70, H, 16), (B, 70, H, 32), (B, 70, H, channels), (B, H, 16, 32)
@@ -195,6 +195,7 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
 
 
 @overflowing
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "kernel"),
     [("retnet", "simple_gla"), ("gla", "gla"), ("hgrn2", "gla"), ("mamba2", "simple_gla")],
