@@ -12,14 +12,14 @@ from titans_core.documents import Documents, check_not_empty
 
 
 class SeriesOutput(NamedTuple):
-    """The values that follow, [B, h, C], and the state after the window (None when packed)."""
+    """The predicted values [B, h, C], and the state after the window (None when packed)."""
 
     prediction: Tensor
     state: ModelState | None
 
 
 class SeriesModel(Backbone):
-    """The next ``horizon`` values of ``channels`` series, all at once, from what the last token has seen.
+    """Predicts the next ``horizon`` values of ``channels`` series at once, from the last token's features.
 
     A token is ``patch`` steps of all channels, embedded by one linear layer; ``vocab_size`` and
     ``tie_embeddings`` of the config are not used.
@@ -44,7 +44,7 @@ class SeriesModel(Backbone):
 
         Args:
             x_BTC: [B, T, C] values, T a multiple of ``patch``.
-            state: from an earlier call: the series goes on, cut between any two patches.
+            state: from an earlier call, to continue the series; it may be split between any two patches.
             document_starts: [B, T / patch] bool, True at the patch a packed series begins with; the
                 prediction is that of the last.
 
@@ -54,7 +54,7 @@ class SeriesModel(Backbone):
         check_not_empty(x_BTC, "x_BTC")
         B, T, C = x_BTC.shape
         if T % self.patch:
-            raise ValueError(f"patch: {self.patch} steps do not divide a window of {T}")
+            raise ValueError(f"patch: {self.patch} steps do not divide a window of {T} steps")
         x = self.embedding(x_BTC.reshape(B, T // self.patch, self.patch * C))
         x, state = self.encode(x, state, document_starts)
         return SeriesOutput(self.head(x[:, -1]).view(B, self.horizon, C), state)

@@ -1,4 +1,4 @@
-"""MAG, memory as gate: attention and memory side by side."""
+"""MAG, memory as gate: attention and memory in parallel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from titans_core.memory import MemoryCache, NeuralMemory
 
 
 class MAGState(NamedTuple):
-    """What the attention and the memory of a block carry."""
+    """The states of a block's attention and memory."""
 
     attention: AttentionState | None
     memory: MemoryCache | None
 
 
 class GateOptions(Frozen):
-    """What MAC and MAG take beyond `ModelConfig`."""
+    """Options of MAC and MAG."""
 
     gating: Gating = "sigmoid"
     """How the attention's output gates the memory's, which the paper leaves open: see `Gate`."""

@@ -12,7 +12,7 @@ from titans_core.config import Frozen, ModelConfig
 
 
 class TransformerOptions(Frozen):
-    """What a Transformer takes beyond `ModelConfig`."""
+    """Options of the Transformer."""
 
     projections: Literal["plain", "titans"] = "plain"
     """plain: the published baseline's. titans: SiLU, convolution and normalisation as in the hybrids."""

@@ -1,11 +1,10 @@
-"""Forecasters: models of a window of a series, one file each. A new one is a file and a line below."""
+"""Forecasters: models of a window of a series. To add one, write a file and register it below."""
 
 from titans_core.forecasting.base import Forecast, Forecaster, Window
 from titans_core.forecasting.crossformer import Crossformer
-from titans_core.forecasting.dlinear import DLinear
 from titans_core.forecasting.itransformer import ITransformer
+from titans_core.forecasting.linear import DLinear, RLinear
 from titans_core.forecasting.patchtst import PatchTST
-from titans_core.forecasting.rlinear import RLinear
 from titans_core.forecasting.simba import Simba
 from titans_core.forecasting.tide import TiDE
 from titans_core.forecasting.timesnet import TimesNet

@@ -1,4 +1,4 @@
-"""What every forecaster has in common: a window of T steps of C channels in, the h steps after it out."""
+"""The base of forecasters: a window of T steps of C channels in, a forecast of the next h steps out."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from titans_core.documents import check_not_empty
 
 
 class Window(NamedTuple):
-    """The shape of what a forecaster reads and gives."""
+    """The shapes of a forecaster's input and output."""
 
     length: int
-    """T, steps that it sees."""
+    """T, input steps."""
     horizon: int
-    """h, steps that it predicts."""
+    """h, predicted steps."""
     channels: int
-    """C"""
+    """C, series."""
 
 
 class Forecast(NamedTuple):
-    """The values that follow, [B, h, C]."""
+    """The predicted values, [B, h, C]."""
 
     prediction: Tensor
 
 
 class Forecaster(Model, ABC):
-    """A model of one window. A subclass is made of ``(config, window, options)``.
+    """A model of one window, constructed as ``(config, window, options)``.
 
-    Width, layers and heads are those of `ModelConfig`, where it has any; what it takes beyond them is in
-    ``Options``. One of your own is a subclass in a file of yours, named by its import path. A constructor
-    raises ValueError for what does not fit, in a line that begins with the field: of ``Options``, or else of
-    `ModelConfig`.
+    Width, layers and heads come from `ModelConfig`, further options from ``Options``. A custom forecaster
+    is a subclass named by its import path. Constructors raise ValueError in one line that begins with the
+    offending field of ``Options`` or `ModelConfig`.
     """
 
     Options: ClassVar[type[Frozen]] = NoOptions

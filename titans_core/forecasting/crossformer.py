@@ -14,12 +14,12 @@ from titans_core.forecasting.base import Forecaster, Window
 
 
 class CrossformerOptions(Frozen):
-    """What Crossformer takes."""
+    """Options of Crossformer."""
 
     segment: PositiveInt = 12
-    """P, steps of a token of one channel; what is missing at the window's beginning is its first value."""
+    """P, steps per token of a channel; the window is padded on the left with its first value."""
     routers: PositiveInt = 10
-    """R, through which the channels of a segment see each other."""
+    """R, through which channels of a segment attend to each other."""
     dropout: float = Field(default=0.2, ge=0, lt=1)
 
 
@@ -62,7 +62,7 @@ class TwoStage(nn.Module):
 
 
 class Merge(nn.Module):
-    """Two neighbouring segments become one; the last one of an odd number stands twice."""
+    """Merges pairs of neighbouring segments; an odd last one is repeated."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -76,7 +76,7 @@ class Merge(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One scale: what is ahead attends to itself, then to the encoder's segments; its share of the values."""
+    """One scale: future segments attend to themselves, then to the encoder, and predict their values."""
 
     def __init__(self, config: ModelConfig, segments: int, options: CrossformerOptions):
         super().__init__()
@@ -94,8 +94,8 @@ class Decoder(nn.Module):
 class Crossformer(Forecaster):
     """``n_layers`` encoder layers, each at half the resolution of the one before, a decoder at each scale.
 
-    The forecast is the sum of what the scales give, the embedding's own included. Width, heads and hidden
-    width are those of `ModelConfig`.
+    The forecast is the sum over scales, the embedding's included. Width, heads and hidden width are those of
+    `ModelConfig`.
     """
 
     Options = CrossformerOptions

@@ -12,7 +12,7 @@ from titans_core.forecasting.patchtst import encoder_layers
 
 
 class ITransformerOptions(Frozen):
-    """What iTransformer takes."""
+    """Options of iTransformer."""
 
     dropout: float = Field(default=0.1, ge=0, lt=1)
 

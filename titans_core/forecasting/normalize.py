@@ -1,4 +1,4 @@
-"""RevIN: each window and channel in units of its own mean and deviation, undone on what is predicted."""
+"""RevIN: normalises each window and channel by its mean and deviation, and undoes it on the forecast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Units(NamedTuple):
 class RevIN(nn.Module):
     """Reversible instance normalisation (Kim et al., ICLR 2022).
 
-    ``affine``: a learned weight and bias of each channel after it, undone too.
+    ``affine``: followed by a learned weight and bias per channel, undone too.
     """
 
     def __init__(self, channels: int, affine: bool = False):
@@ -29,7 +29,7 @@ class RevIN(nn.Module):
         self.bias_C = nn.Parameter(torch.zeros(channels)) if affine else None
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Units]:
-        """[B, T, C] in units of its own, and these units."""
+        """The normalised window [B, T, C], and its mean and deviation."""
         units = Units(
             x_BTC.mean(1, keepdim=True).detach(),
             (x_BTC.var(1, keepdim=True, correction=0) + EPS).sqrt().detach(),
@@ -42,6 +42,6 @@ class RevIN(nn.Module):
     def undo(self, y_BhC: Tensor, units: Units) -> Tensor:
         """[B, h, C] back in the units of the series."""
         if self.weight_C is not None and self.bias_C is not None:
-            # the weight may come near zero while it is trained
+            # the weight may come close to zero during training
             y_BhC = (y_BhC - self.bias_C) / (self.weight_C + EPS**2)
         return y_BhC * units.deviation + units.mean

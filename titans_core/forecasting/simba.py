@@ -15,19 +15,19 @@ from torch.nn import functional as F
 from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
 from titans_core.forecasting.base import Window
-from titans_core.forecasting.patches import PatchForecaster, PatchOptions
+from titans_core.forecasting.patchtst import PatchForecaster, PatchOptions
 from titans_core.init import initialize
 from titans_core.layers import RMSNorm
 from titans_kernels import state_dtype, without_autocast
 
 
 class SimbaOptions(PatchOptions):
-    """What Simba takes."""
+    """Options of Simba."""
 
     groups: PositiveInt = 4
-    """Groups G of channels that EinFFT mixes apart from each other; divides d_model."""
+    """G, the number of channel groups that EinFFT mixes separately; divides d_model."""
     shrink: float = 0.01
-    """Numbers of the spectrum nearer to zero than this become zero."""
+    """Soft-thresholding (softshrink) of the spectrum."""
 
 
 class EinFFT(nn.Module):

@@ -12,12 +12,12 @@ from titans_core.forecasting.normalize import RevIN
 
 
 class TiDEOptions(Frozen):
-    """What TiDE takes."""
+    """Options of TiDE."""
 
     output: PositiveInt = 8
-    """Features that the decoder gives for each step ahead."""
+    """Decoder features per predicted step."""
     hidden: PositiveInt = 128
-    """Hidden width of what makes a value of them."""
+    """Hidden width of the map from features to the value."""
     dropout: float = Field(default=0.3, ge=0, lt=1)
 
 

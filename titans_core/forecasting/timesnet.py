@@ -16,10 +16,10 @@ from titans_core.forecasting.normalize import RevIN
 
 
 class TimesNetOptions(Frozen):
-    """What TimesNet takes."""
+    """Options of TimesNet."""
 
     periods: PositiveInt = 5
-    """k, periods that a block looks at."""
+    """k, the number of periods per block."""
     kernels: PositiveInt = 6
     """Kernels of an inception layer: 1 x 1, 3 x 3, ..."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
