@@ -123,8 +123,9 @@ class DataConfig(Frozen):
     --root. It changes no number, and so no name."""
     cache_gb: Annotated[float, Field(gt=0)] = 20.0
     """Disk that shards of a remote store may take on each node, in the folder TITANS_CACHE names."""
-    on_corrupt: Literal["refuse", "skip"] = "refuse"
-    """Damaged shards: an error, or left out; the data's fingerprint says which were."""
+
+    on_corrupt: Literal["refuse"] = "refuse"
+    """Accepted for configs of earlier versions; damaged shards are always an error."""
 
     @model_validator(mode="after")
     def _long_items_need_streams(self) -> DataConfig:

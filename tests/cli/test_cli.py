@@ -36,7 +36,7 @@ FROZEN = {
     "cluster stop": "NAME JOB --dry-run",
     "cluster submit": "NAME COMMAND --detach --dry-run --json",
     "cluster up": "NAME --dry-run --json",
-    "data info": "CONFIG --set --root --verify --ngram --kmer --json",
+    "data info": "CONFIG --set --root --verify --kmer --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "data tokenizer": "SOURCES --size --out",
     "eval": "RUN --by-position --rows --read --set --root --json",

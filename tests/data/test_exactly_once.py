@@ -13,7 +13,7 @@ import pytest
 from titans_platform.data.order import WINDOW
 from titans_platform.data.reading import SourceRows
 from titans_platform.data.shards import Manifest, SplitInfo, SplitWriter, write_manifest
-from titans_platform.data.store import Folder
+from titans_platform.data.store import LocalShards
 from titans_platform.data.stream import RowStream
 
 COUNTS = (1, 2, 3, 8)
@@ -49,7 +49,7 @@ def sources(tmp_path_factory) -> list[SourceRows]:
     folder = tmp_path_factory.mktemp("sources")
     written = [write_source(folder / str(shards), shards, 1024) for shards in (20, 3)]
     return [
-        SourceRows(Folder(path), manifest, LENGTH, 0, weight)
+        SourceRows(LocalShards(path), manifest, LENGTH, 0, weight)
         for (path, manifest), weight in zip(written, (0.6, 0.4), strict=True)
     ]
 

@@ -82,7 +82,7 @@ def test_what_is_done_is_not_done_again(texts, tmp_path):
     prepared = prepare(config(texts), tmp_path / "a", run=counted)
     assert made == list(range(FILES))
     # one damaged part is made anew
-    (prepared.sources[0].place.path / "00003" / "train-00000.arrow").write_bytes(b"")
+    (prepared.sources[0].files.path / "00003" / "train-00000.arrow").write_bytes(b"")
     assert files(prepare(config(texts), tmp_path / "a", run=counted, repair=True)) == files(prepared)
     assert made[FILES:] == [3]
 
@@ -104,7 +104,7 @@ def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limi
     assert (read.read(0, held).tokens == whole.sources[0].train.read(0, held).tokens)[:-30].all()
     assert len(taken) == (FILES if limit == 10**6 else -(-limit // (tokens(whole) // FILES)))
     if limit == 100:
-        assert not (cut.sources[0].place.path / "00001").exists()
+        assert not (cut.sources[0].files.path / "00001").exists()
 
 
 def test_a_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
     """Five shards, of which one changed without a change of size or time."""
     monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
     data = config({"kind": "stdlib", "max_tokens": 5000, "validation_fraction": 0})
-    shard = prepare(data, tmp_path).sources[0].place.path / "train-00002.arrow"
+    shard = prepare(data, tmp_path).sources[0].files.path / "train-00002.arrow"
     return data, shard
 
 
@@ -165,23 +165,22 @@ def spoil(shard: Path) -> None:
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def test_damaged_shards_are_left_out_and_counted_if_the_config_says_so(damaged, tmp_path, caplog):
+def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(damaged, tmp_path):
     data, shard = damaged
-    skip = data.model_copy(update={"on_corrupt": "skip"})
-    whole = open_prepared(skip, tmp_path)
-    assert whole.fingerprint == open_prepared(data, tmp_path).fingerprint
     spoil(shard)
+    open_prepared(data, tmp_path)
     with pytest.raises(UsageError, match=r"train-00002\.arrow: corrupted shard"):
         open_prepared(data, tmp_path, verify=True)
-    assert open_prepared(skip, tmp_path, verify=True).sources[0].manifest.left_out == ("train-00002.arrow",)
-    # remembered, and what is read is another thing
-    left = open_prepared(skip, tmp_path)
-    assert left.sources[0].manifest.train.tokens == 5000 - 1024
-    assert left.fingerprint != whole.fingerprint
-    assert "1 damaged shards left out, 1024 tokens: train-00002.arrow" in caplog.text
-    batch = left.train_stream(8, seed=0).batch(0)
-    assert batch.tokens.shape == (8, 17)
-    assert prepare(skip, tmp_path, repair=True).fingerprint == whole.fingerprint
+    prepare(data, tmp_path, repair=True)
+    open_prepared(data, tmp_path, verify=True)
+
+
+def test_a_config_with_the_former_field_still_loads():
+    """`on_corrupt: refuse` stands in the config.json of older runs."""
+    former = {"sources": [{"kind": "stdlib"}], "on_corrupt": "refuse"}
+    assert DataConfig.model_validate_json(json.dumps(former)).sources[0].kind == "stdlib"
+    with pytest.raises(ValueError, match="on_corrupt"):
+        DataConfig.model_validate_json(json.dumps(former | {"on_corrupt": "skip"}))
 
 
 def test_the_vocabulary_is_checked_before_anything_is_tokenised(texts, tmp_path, capsys):

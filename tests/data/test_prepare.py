@@ -155,7 +155,7 @@ def test_failure_leaves_nothing(tmp_path):
 
 def shard_of(prepared) -> Path:
     source = prepared.sources[0]
-    return source.place.path / source.manifest.train.shards[0].file
+    return source.files.path / source.manifest.train.shards[0].file
 
 
 @pytest.mark.parametrize(

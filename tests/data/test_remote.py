@@ -148,12 +148,12 @@ def test_a_stalled_request_is_asked_again(prepared, tmp_path, monkeypatch):
 
 
 def test_storage_that_stays_away_is_one_error_naming_the_shard(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "TRIES", 2)
+    monkeypatch.setattr(store, "MAX_ATTEMPTS", 2)
     stream = open_prepared(prepared, tmp_path).train_stream(4, 0)
     monkeypatch.setattr(Proxy, "every", 1)
     monkeypatch.setattr(Proxy, "ways", repeat("500"))
     with pytest.raises(
-        TitansError, match=r"^s3://.*/train-000\d\d\.arrow: the storage does not answer after 2"
+        TitansError, match=r"^s3://.*/train-000\d\d\.arrow: the object store does not respond, after 2"
     ):
         stream.batch(0)
 
@@ -177,15 +177,15 @@ def test_the_cache_lets_the_least_used_go_and_takes_no_wrong_content(tmp_path):
     held = ShardCache(250 / 1e9, tmp_path)
     contents = [bytes([i]) * 100 for i in range(3)]
     first, second, third = map(info_of, contents)
-    path = held.fetched(first, lambda: iter([contents[0]]), "first")
-    held.fetched(second, lambda: iter([contents[1]]), "second")
+    path = held.fetch(first, lambda: iter([contents[0]]), "first")
+    held.fetch(second, lambda: iter([contents[1]]), "second")
     time.sleep(0.01)
-    assert held.fetched(first, lambda: pytest.fail("it is here"), "first") == path
-    held.fetched(third, lambda: iter([contents[2][:50], contents[2][50:]]), "third")
+    assert held.fetch(first, lambda: pytest.fail("it is here"), "first") == path
+    held.fetch(third, lambda: iter([contents[2][:50], contents[2][50:]]), "third")
     left = {path.read_bytes() for path in tmp_path.glob("*.arrow")}
     assert left == {contents[0], contents[2]}
     with pytest.raises(UsageError, match=r"^s3://b/second: corrupted shard"):
-        held.fetched(second, lambda: iter([b"wrong" * 20]), "s3://b/second")
+        held.fetch(second, lambda: iter([b"wrong" * 20]), "s3://b/second")
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -201,7 +201,7 @@ def test_files_are_fetched_ahead_in_order():
             done.set()
         return Path(info.file)
 
-    ahead = cache.Ahead(fetch)
-    ahead.ask([info_of(b"", name) for name in "abc"])
+    ahead = cache.Prefetcher(fetch)
+    ahead.request([info_of(b"", name) for name in "abc"])
     assert done.wait(10)
     assert fetched == ["a", "b", "c"]

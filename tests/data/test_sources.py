@@ -18,7 +18,7 @@ import pytest
 
 from titans_platform.config import DataConfig, SourceConfig
 from titans_platform.data import PreparedData, prepare, sources
-from titans_platform.data.encode import _pieces, place
+from titans_platform.data.encode import _pieces, split_documents
 from titans_platform.data.sources import CORPUS, Document, FilesSource, StdlibSource
 from titans_platform.errors import UsageError
 
@@ -137,7 +137,7 @@ def test_one_file_is_split_by_position(tmp_path):
     ],
 )
 def test_where_one_document_is_cut(text, fraction, kept):
-    placed = list(place(iter([Document(text, text, None)]), fraction, seed=0))
+    placed = list(split_documents(iter([Document(text, text, None)]), fraction, seed=0))
     assert "".join(document.text for document, _ in placed) == text
     assert [document.text for document, validation in placed if validation] == [kept] * (kept is not None)
 
@@ -154,14 +154,14 @@ def test_max_tokens_leaves_a_share_to_validation(tmp_path):
 )
 def test_few_documents_fill_both_sides(n, fraction, kept):
     documents = [Document(f"text {i}", str(i), None) for i in range(n)]
-    placed = list(place(iter(documents), fraction, seed=0))
+    placed = list(split_documents(iter(documents), fraction, seed=0))
     assert sum(validation for _, validation in placed) == kept
     assert [document for document, _ in placed] == documents
 
 
 def test_many_documents_keep_about_the_fraction():
     documents = (Document("text", str(i), None) for i in range(4000))
-    kept = sum(validation for _, validation in place(documents, 0.1, seed=0))
+    kept = sum(validation for _, validation in split_documents(documents, 0.1, seed=0))
     assert 300 < kept < 500
 
 

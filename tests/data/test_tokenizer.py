@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from titans_platform.cli import run as titans
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import load_tokenizer, sources
-from titans_platform.data.handover import write_tokenizer
-from titans_platform.data.tokenizer import TextStream
+from titans_platform.data.tokenizer import TextStream, write_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.study.grid import known_studies, load_study, resolve

@@ -87,7 +87,6 @@ def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
 @click.option("--verify", is_flag=True, help="Read every shard and compare its hash.")
-@click.option("--ngram", type=click.IntRange(1), metavar="N", help="Also the perplexity of an N-gram model.")
 @click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also a regression on up to K-mers.")
 @json_option
 def info(
@@ -95,38 +94,28 @@ def info(
     overrides: tuple[str, ...],
     root: Path,
     verify: bool,
-    ngram: int | None,
     kmer: int | None,
     as_json: bool,
 ) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
-
-    With data.on_corrupt=skip, the damaged shards that --verify finds are left out from then on. --ngram
-    counts all training tokens in memory, and is measured on the tokens that the perplexity task takes.
 
     Labelled sequences are read anew: items and classes of each part, and with --kmer the accuracy of a
     logistic regression on counts of k-mers, k and penalty chosen on the validation part.
 
     \b
     Example:
-      titans data info run.yaml --ngram 4
+      titans data info run.yaml --verify
       titans data info promoters.yaml --kmer 6
     """
     if (labelled := _labelled(config, overrides)) is not None:
         _show_labelled(labelled, root, kmer, as_json)
         return
     if kmer:
-        raise UsageError("--kmer: the run has no labelled sequences; for text there is --ngram")
+        raise UsageError("--kmer: the run has no labelled sequences")
     from titans_platform.data import open_prepared
-    from titans_platform.data.ngram import ngram_perplexity
 
     cfg = _load(config, overrides)
-    prepared = open_prepared(cfg.data, root, verify=verify)
-    described = describe(prepared)
-    if ngram:
-        value, tokens = ngram_perplexity(prepared, ngram, cfg.eval.perplexity_tokens)
-        described["ngram"] = {"order": ngram, "perplexity": value, "tokens": tokens}
-    _show(described, as_json)
+    _show(describe(open_prepared(cfg.data, root, verify=verify)), as_json)
 
 
 @data.command(short_help="Make a tokenizer of a corpus.")
@@ -260,9 +249,8 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
             "validation_rows": len(validation),
             "bytes": sum(file.bytes for file in source.manifest.files),
             "fingerprint": source.manifest.content,
-            "folder": str(source.place),
+            "folder": str(source.files),
             "revision": source.manifest.revision,
-            "left_out": list(source.manifest.left_out),
         }
     return {
         "fingerprint": prepared.fingerprint,
@@ -293,16 +281,3 @@ def _show(described: dict[str, Any], as_json: bool) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if found := described.get("ngram"):
-        console.print(
-            f"an interpolated {found['order']}-gram has perplexity {found['perplexity']:.3f} on "
-            f"{found['tokens']:,} validation tokens",
-            highlight=False,
-            soft_wrap=True,
-        )
-    for label, source in described["sources"].items():
-        if source["left_out"]:
-            names = ", ".join(source["left_out"])
-            console.print(
-                f"{label}: {len(source['left_out'])} damaged shards left out: {names}", soft_wrap=True
-            )

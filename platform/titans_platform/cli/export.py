@@ -26,7 +26,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     """
     from titans_core import LanguageModel
     from titans_core.pretrained import save_folder
-    from titans_platform.data.handover import write_tokenizer
+    from titans_platform.data.tokenizer import write_tokenizer
     from titans_platform.runs.load import load_run
 
     model, tokenizer, cfg = load_run(run, root)

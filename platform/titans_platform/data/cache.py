@@ -1,4 +1,4 @@
-"""Shards of a remote store on a disk of the node, shared by its workers."""
+"""A cache of remote shards on a local disk, shared by the workers of a node."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CACHE = "TITANS_CACHE"
 
 
 class ShardCache:
-    """Files by the hash of their content, ``gigabytes`` at most: those not used for longest go first.
+    """An LRU cache of files by the hash of their content, ``gigabytes`` at most.
 
-    A file is written under another name, its hash compared, and renamed; one process fetches it and the
-    others wait. What is mapped stays readable when it is removed.
+    A file is written under a temporary name, verified and renamed; one process downloads it while the others
+    wait. A file that is evicted while it is mapped stays readable.
     """
 
     def __init__(self, gigabytes: float, folder: Path | None = None):
@@ -35,8 +35,8 @@ class ShardCache:
         self.folder = folder or (Path(given) if given else default)
         self.bytes = int(gigabytes * 1e9)
 
-    def fetched(self, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> Path:
-        """The file, from ``chunks`` unless it is here. Raises UsageError that names the shard: it is not the
+    def fetch(self, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> Path:
+        """The cached file, written from ``chunks`` on a miss. Raises UsageError if its hash is not the
         manifest's.
         """
         path = self.folder / f"{info.sha256}.arrow"
@@ -44,10 +44,10 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.folder / f"{info.sha256}.lock"):
                 if not _touch(path):
-                    self._make_room(path, info.bytes)
+                    self._evict(path, info.bytes)
                     self._write(path, info, chunks, name)
-                    # others have written meanwhile, into the same room
-                    self._make_room(path)
+                    # other processes have written meanwhile
+                    self._evict(path)
         return path
 
     def _write(self, path: Path, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> None:
@@ -67,8 +67,8 @@ class ShardCache:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _make_room(self, wanted: Path, needed: int = 0) -> None:
-        with FileLock(self.folder / "room.lock"):
+    def _evict(self, wanted: Path, needed: int = 0) -> None:
+        with FileLock(self.folder / "evict.lock"):
             files = [(path, path.stat()) for path in self.folder.glob("*.arrow")]
             held = sum(stat.st_size for _, stat in files)
             for path, stat in sorted(files, key=lambda file: file[1].st_mtime_ns):
@@ -80,40 +80,40 @@ class ShardCache:
 
 
 def _touch(path: Path) -> bool:
-    """Mark a file as used now; whether it is there."""
+    """Mark a file as just used. Returns whether it exists."""
     with suppress(FileNotFoundError):
         os.utime(path)
         return True
     return False
 
 
-class Ahead:
-    """A thread that fetches the files asked for, in order; it ends when there is nothing left to fetch."""
+class Prefetcher:
+    """Downloads requested files in order, in a background thread that ends with an empty queue."""
 
     def __init__(self, fetch: Callable[[ShardInfo], object]):
-        self._fetch, self._wanted = fetch, deque[ShardInfo]()
+        self._fetch, self._queue = fetch, deque[ShardInfo]()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def ask(self, infos: Sequence[ShardInfo]) -> None:
-        """Fetch these, and no longer what was asked for before."""
+    def request(self, infos: Sequence[ShardInfo]) -> None:
+        """Replace the queue by these files."""
         if self._process != os.getpid():
-            # a fork has the lock, perhaps held, and not the thread
+            # a forked process inherits the lock, perhaps held, but not the thread
             self._lock, self._thread, self._process = threading.Lock(), None, os.getpid()
         with self._lock:
-            self._wanted = deque(infos)
+            self._queue = deque(infos)
             if self._thread is None and infos:
-                self._thread = threading.Thread(target=self._run, name="shards")
+                self._thread = threading.Thread(target=self._run, name="shard-prefetch")
                 self._thread.start()
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._wanted or not threading.main_thread().is_alive():
+                if not self._queue or not threading.main_thread().is_alive():
                     self._thread = None
                     return
-                info = self._wanted.popleft()
-            # whatever it is, it is raised again where the shard is needed
+                info = self._queue.popleft()
+            # raised again where the shard is read
             with suppress(Exception):
                 self._fetch(info)

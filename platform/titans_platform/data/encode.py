@@ -21,7 +21,7 @@ from titans_platform.data.sources import Document
 from titans_platform.data.tokenizer import Tokenizer
 from titans_platform.errors import UsageError, within
 
-# Documents looked at before the first is placed: sources of fewer get an exact split with both sides filled
+# Documents buffered before the first is assigned: sources of fewer get an exact split
 WINDOW_DOCUMENTS = 256
 WINDOW_CHARACTERS = 32 * 2**20
 # A longer text is tokenised in pieces: ids as Python objects take some forty bytes a character
@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
     item: str | None
     """Hash of the task item."""
     done: float | None
-    """Share of the source done so far, where known."""
+    """Fraction of the source read so far, if known."""
 
 
 def encode_documents(
@@ -58,7 +58,7 @@ def encode_documents(
     left = config.max_tokens
     documents = (document for document in documents if document.text.strip())
     fraction = config.validation_fraction
-    placed = _by_hash(documents, fraction, seed) if several else place(documents, fraction, seed)
+    placed = _by_hash(documents, fraction, seed) if several else split_documents(documents, fraction, seed)
     for document, validation, ids in _tokenise(placed, tokenizer):
         limit = None if left is None else math.ceil(left * document.share)
         tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
@@ -73,8 +73,10 @@ def encode_documents(
             return
 
 
-def place(documents: Iterator[Document], fraction: float, seed: int) -> Iterator[tuple[Document, bool]]:
-    """Each document with whether it is kept for validation: the hash of its key decides.
+def split_documents(
+    documents: Iterator[Document], fraction: float, seed: int
+) -> Iterator[tuple[Document, bool]]:
+    """Each document with whether it is held out for validation, by the hash of its key.
 
     A source of few documents is ranked by that hash, so that ``fraction`` of them, at least one and not
     all, are kept; in a longer one each is kept with probability ``fraction``. The only document of a source
@@ -105,10 +107,10 @@ def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Iter
 
 
 def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Document, bool]]:
-    """The document in two, cut near a line or word border; whole where a part would be blank."""
+    """Split a document near a line or word boundary; yields it whole if a part would be blank."""
     text = document.text
     start = round(len(text) * (1 - fraction))
-    # no further on than half of what is kept
+    # at most half of the held-out text further on
     end = (start + len(text)) // 2 + 1
     borders = (text.find(character, start, end) for character in "\n ")
     cut = next((border for border in borders if border >= 0), start)
@@ -120,7 +122,7 @@ def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Do
 
 
 def _unit(seed: int, key: str) -> float:
-    """A number in [0, 1) that is a function of seed and key alone."""
+    """A hash of seed and key as a number in [0, 1)."""
     name = f"{seed}:{key}".encode("utf-8", "replace")
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
 
@@ -138,7 +140,7 @@ def _tokenise(
 
 
 def _groups(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in lists that close as soon as they hold GROUP_CHARACTERS."""
+    """Batches of items of at least GROUP_CHARACTERS characters."""
     group: list[T] = []
     held = 0
     for item in items:
@@ -164,7 +166,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def task_identity(config: SourceConfig) -> list[Any]:
-    """JSON that changes when the items of a task source would: versions, and files that tasks read."""
+    """What the items of a task source depend on, as JSON: task versions and the files that tasks read."""
     from titans_platform.evals import build_task
 
     identity = []
@@ -211,7 +213,7 @@ def interleave(weights: list[float]) -> list[int]:
     shares = [weight / total for weight in exact]
     length = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
     counts = [max(1, round(share * length)) if share else 0 for share in shares]
-    # smooth weighted round-robin: the one furthest behind its share is next
+    # smooth weighted round-robin: the index furthest behind its share is next
     behind, order = [0] * len(counts), []
     for _ in range(sum(counts)):
         behind = [b + count for b, count in zip(behind, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""The order of training rows: functions of a key and a position, with nothing to store between steps."""
+"""The order of training rows: a stateless shuffle, a function of a key and a position."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 
 WINDOW = 8
-"""Shards whose rows are mixed with each other, where a source has too many to mix all."""
+"""Shards that are shuffled together, in a source with too many to shuffle as a whole."""
 
 
 class Window(NamedTuple):
-    """Rows that an epoch mixes with each other: those of ``shards``, from position ``first`` on."""
+    """Rows that are shuffled together in an epoch: those of ``shards``, from position ``first`` on."""
 
     shards: tuple[int, ...]
     first: int
@@ -25,10 +25,10 @@ class Window(NamedTuple):
 
 
 class SourceOrder:
-    """An order of a source's rows for each epoch.
+    """The shuffled order of a source's rows in each epoch.
 
-    With few shards it mixes all rows. With ``windowed`` it takes the shards in a new order, WINDOW at a
-    time, and mixes the rows of these: only so many shards have to be at hand at once.
+    With few shards all rows are shuffled. With ``windowed`` the shards are shuffled, and then the rows of
+    WINDOW shards at a time, so that only so many are read at once.
 
     ``counts`` are the rows of each shard, in order of their numbers; ``key`` names seed and source.
     """
@@ -37,9 +37,9 @@ class SourceOrder:
         self.rows = int(counts.sum())
         self._counts, self._key, self._windowed = counts, key, windowed
         self._first_row = np.cumsum(counts) - counts
-        # the last few are kept: a batch may span two windows, and two epochs
+        # a batch may span two windows, and two epochs
         self.windows = lru_cache(maxsize=2)(self._windows)
-        self._rows_of = lru_cache(maxsize=2)(self._mixed)
+        self._rows_of = lru_cache(maxsize=2)(self._shuffled_rows)
 
     def at(self, drawn: Integers) -> Integers:
         """Row numbers of the samples ``drawn``, which count from the start of the first epoch."""
@@ -87,8 +87,8 @@ class SourceOrder:
             first += rows
         return windows
 
-    def _mixed(self, epoch: int, number: int) -> Integers:
-        """The rows of a window, mixed."""
+    def _shuffled_rows(self, epoch: int, number: int) -> Integers:
+        """The rows of a window, shuffled."""
         window = self.windows(epoch)[number]
         if not self._windowed:
             return shuffled(window.rows, f"{self._key}/{epoch}")

@@ -1,4 +1,4 @@
-"""Tokenising one source: whole, or in parts that processes of a machine or Ray's tasks share.
+"""Tokenising one source: whole, or in parts, by local processes or as Ray tasks.
 
 What the parts are is decided by the source alone, so that the shards are the same whoever made them. Each
 part that is done is kept, with a manifest of its own; the source's manifest comes last.
@@ -59,10 +59,10 @@ class Job:
     name: str
     """The source's folder in the store."""
     tokenizer: str
-    """The kept copy of the tokenizer's file in the store, or the name of one without a file."""
+    """The copy of the tokenizer's file in the store, or the name of a built-in one."""
     plan: Plan = WHOLE
     number: int | None = None
-    """The part; None: the source is one."""
+    """Index of the part; None: the source is not split."""
     limit: int | None = None
     """Stop after so many tokens."""
 
@@ -73,11 +73,11 @@ class Job:
 
 
 Runner = Callable[[Iterator[Job]], Iterator[tuple[int, Manifest]]]
-"""Makes parts, and says which are made; takes a job only when it can begin it."""
+"""Runs jobs and yields finished parts with their manifests; pulls a job only when it can start it."""
 
 
 def make_part(job: Job, progress: Progress | None = None) -> Manifest:
-    """Tokenise one part, or the whole source, and put it into the store. Raises UsageError."""
+    """Tokenise one part, or the whole source, and publish it in the store. Raises UsageError."""
     data, field = job.data, f"data.sources.{job.source}"
     config = data.sources[job.source].model_copy(update={"max_tokens": job.limit})
     tokenizer = kept_tokenizer(job.store, job.tokenizer)
@@ -105,7 +105,7 @@ def make_part(job: Job, progress: Progress | None = None) -> Manifest:
 
 
 def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
-    """Make what is not made yet of a source. Raises UsageError, TitansError."""
+    """Tokenise the missing parts of a source. Raises UsageError, TitansError."""
     job = replace(job, plan=_plan(job), limit=job.data.sources[job.source].max_tokens)
     if not job.plan.parts:
         make_part(job, progress)
@@ -125,7 +125,7 @@ def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
 
 
 def _plan(job: Job) -> Plan:
-    """The source's parts; those of an earlier try, which may have seen another revision."""
+    """The source's parts; those of an earlier attempt, if any, which may be of another revision."""
     config, name = job.data.sources[job.source], f"{job.name}/plan.json"
     if config.kind == "task":
         return WHOLE
@@ -138,18 +138,18 @@ def _plan(job: Job) -> Plan:
 
 
 def _finished(job: Job) -> Iterator[tuple[int, Manifest]]:
-    """The parts that are there and whole."""
+    """The parts that are complete."""
     for number in range(len(job.plan.parts)):
         part = replace(job, number=number)
         with suppress(FileNotFoundError, UsageError):
             name = f"{part.folder}/{MANIFEST}"
             manifest = parse_manifest(job.store.read(name), name)
-            if not job.store.place(part.folder, 0).problems(manifest.files, verify=False):
+            if not job.store.shards(part.folder, 0).find_corruption(manifest.files, verify=False):
                 yield number, manifest
 
 
 def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterator[int]:
-    """Parts to make, in order, until those at the beginning hold ``limit`` tokens."""
+    """Parts to tokenise, in order, until the first parts hold ``limit`` tokens."""
     for number in range(parts):
         beginning = takewhile(lambda manifest: manifest is not None, map(made.get, range(parts)))
         if limit is not None and sum(_tokens(manifest) for manifest in beginning if manifest) >= limit:
@@ -159,7 +159,7 @@ def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterat
 
 
 def _up_to_limit(job: Job, made: dict[int, Manifest]) -> dict[str, Manifest]:
-    """The parts that make the source, by folder; the last is made again where it holds too much."""
+    """The parts of the source, by folder; the last is tokenised again if it holds more than ``limit``."""
     chosen, left = {}, job.limit
     for number in range(len(job.plan.parts)):
         part, manifest = replace(job, number=number), made.get(number)
@@ -206,8 +206,8 @@ def _counts(made: dict[int, Manifest]) -> tuple[int, int]:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder`` that takes its place at the end; the caller holds the lock."""
-    # left by a process that died; or one that lives on a lost node, and must not write into ours
+    """A temporary folder that replaces ``folder`` on success; the caller holds the lock."""
+    # left by a process that died, or that still runs on a lost node and must not write into this one
     for left in folder.parent.glob(f"{folder.name}.*partial"):
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
@@ -223,7 +223,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
 def _write(
     folder: Path, encoded: Iterator[Encoded], vocab_size: int, label: str, progress: Progress | None
 ) -> Manifest:
-    """Write the shards of both splits and the hashes of the items; what was written."""
+    """Write the shards of both splits and the hashes of the items. Returns the manifest."""
     train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))
     hashes: list[int] = []
     for one in encoded:
@@ -237,7 +237,7 @@ def _write(
     return Manifest(
         schema_version=SCHEMA,
         label=label,
-        # closed first: what is left is hashed when it is written
+        # close() first: it hashes what it flushes
         train=train.close(),
         validation=validation.close(),
         content=digest([train.content.hexdigest(), validation.content.hexdigest()], 16),
@@ -246,7 +246,7 @@ def _write(
 
 
 def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
-    """The tokenizer whose file the store keeps under this name."""
+    """The tokenizer that the store has under this name."""
     if kept in BUILT_IN:
         return load_tokenizer(kept)
     path = store.staging / "tokenizers" / kept
@@ -257,7 +257,7 @@ def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
 
 
 def by_processes(processes: int) -> Runner:
-    """Parts in so many processes of this machine."""
+    """A runner on local processes."""
 
     def run(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
         if processes == 1:
@@ -265,7 +265,7 @@ def by_processes(processes: int) -> Runner:
             return
         others = multiprocessing.active_children()
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context, initializer=_end_with_parent) as pool:
+        with ProcessPoolExecutor(processes, context, initializer=_exit_with_parent) as pool:
             running: dict[Future[Manifest], int] = {}
             try:
                 for _ in count():
@@ -277,8 +277,8 @@ def by_processes(processes: int) -> Runner:
                         yield running.pop(future), future.result()
             except BrokenProcessPool:
                 raise TitansError(
-                    "a process that tokenised died, perhaps for want of memory; the same command goes on, "
-                    "try it with fewer --processes"
+                    "a tokenising process died, perhaps out of memory; run the same command again to resume, "
+                    "with fewer --processes"
                 ) from None
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -288,8 +288,8 @@ def by_processes(processes: int) -> Runner:
     return run
 
 
-def _end_with_parent() -> None:
-    """A process whose parent was killed would wait for work for ever."""
+def _exit_with_parent() -> None:
+    """Exit with the parent, so that no orphan is left."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -302,17 +302,17 @@ def _end_with_parent() -> None:
 
 
 def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
-    """Parts as tasks of Ray Data, each on one CPU; Ray has been started or joined."""
+    """A runner on Ray Data, one CPU a part; Ray is initialised."""
     import ray
     import ray.data
 
-    # its import sets this anew; what there is to see is in our own progress
+    # its import resets the level; progress is shown by our own bars
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    # a task gives back one small row: else the others wait until Ray has seen how much the first one gives
+    # tasks return one small row; with reservations the others would wait for the first one's output size
     context.op_resource_reservation_enabled = False
-    # a batch of tasks at a time: what max_tokens leaves out is not begun
+    # in waves, so that parts beyond max_tokens are not started
     at_once = 4 * max(1, int(ray.cluster_resources().get("CPU", 1)))
     while wave := [{"job": pickle.dumps(job)} for job in islice(jobs, at_once)]:
         tasks = ray.data.from_items(wave, override_num_blocks=len(wave)).map(_ray_task, num_cpus=1)
@@ -323,7 +323,7 @@ def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
 
 
 def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
-    """One part; an error of ours comes back as it is, not as one of Ray's."""
+    """One part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
     job: Job = pickle.loads(row["job"])
     try:
         return {"number": job.number or 0, "manifest": make_part(job).model_dump_json(), "error": b""}

@@ -8,11 +8,9 @@ folders a DataConfig means (so that opening needs neither the sources nor the to
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,12 @@ from titans_platform.config import DataConfig, digest
 from titans_platform.data.encode import task_identity
 from titans_platform.data.parts import Job, Progress, Runner, by_processes, kept_tokenizer, make_source
 from titans_platform.data.reading import SourceRows, read_table
-from titans_platform.data.shards import MANIFEST, REPAIR, SCHEMA, Manifest, parse_manifest, without
+from titans_platform.data.shards import MANIFEST, REPAIR, SCHEMA, Manifest, parse_manifest
 from titans_platform.data.sources import open_source
-from titans_platform.data.store import Store, open_store
+from titans_platform.data.store import LocalStore, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
-
-log = logging.getLogger(__name__)
-LEFT_OUT = "left-out.json"
-"""Beside a manifest: shards that were found damaged while their size and time were right."""
 
 
 class NotPrepared(UsageError):
@@ -73,9 +67,9 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str:
-        """Names all that decides what is read, no path: content, tokenizer, shares, row length, packing.
+        """Hash of what determines the rows: content, tokenizer, weights, row length, packing; no paths.
 
-        With the standard library among the sources it begins with the Python version.
+        With a stdlib source it begins with the Python version.
         """
         parts = [[s.manifest.content, s.manifest.python, s.weight] for s in self.sources]
         python = next((s.manifest.python for s in self.sources if s.manifest.python), None)
@@ -87,7 +81,7 @@ class PreparedData:
 
     @cached_property
     def labels(self) -> list[str]:
-        """A name for each source, each once."""
+        """A unique name for each source."""
         names = [source.manifest.label for source in self.sources]
         return [f"{n}#{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
 
@@ -97,7 +91,7 @@ class PreparedData:
         parts = [np.empty(0, np.uint64)]
         for source in self.sources:
             if (info := source.manifest.items) is not None:
-                column = read_table(source.place, info).column("hash")
+                column = read_table(source.files, info).column("hash")
                 parts.append(column.to_numpy(zero_copy_only=True))
         return ItemHashes(np.concatenate(parts))
 
@@ -124,7 +118,7 @@ def prepare(
     repair: bool = False,
     run: Runner | None = None,
 ) -> PreparedData:
-    """Tokenise what is not tokenised yet and open it all; a second call only opens.
+    """Tokenise the sources that are not prepared yet and open all of them. Idempotent.
 
     ``repair`` makes damaged shards anew; without it they raise. ``run`` makes the parts of large sources, by
     default in a process a core. Processes may prepare the same data at once: one works, the others wait.
@@ -174,7 +168,7 @@ def _prepare_source(
     repair: bool,
     run: Runner,
 ) -> str:
-    """Make the folder of source ``i`` unless it is there and whole; its name.
+    """Prepare source ``i`` unless it is complete. Returns the name of its folder.
 
     The name is a hash of all that decides what the folder holds; running text is cut into rows only when
     read.
@@ -199,23 +193,18 @@ def _prepare_source(
 
 
 def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
-    """Whether a source is complete. Raises UsageError where it is damaged and neither to be repaired nor read
-    without its damaged shards.
+    """Whether a source is complete. Raises UsageError if it is damaged, unless it is to be repaired.
+
+    To repair, the hashes of local shards are compared too: a flipped bit changes neither size nor time.
     """
-    if repair:
-        # known to be damaged, though sizes and times do not show it
-        with suppress(FileNotFoundError):
-            for file in json.loads(store.read(f"{name}/{LEFT_OUT}")):
-                store.discard(f"{name}/{file}")
-            store.discard(f"{name}/{LEFT_OUT}")
     try:
-        _manifest(data if not repair else data.model_copy(update={"on_corrupt": "refuse"}), store, name)
+        _manifest(data, store, name, verify=repair and isinstance(store, LocalStore))
     except Missing:
         return False
     except UsageError:
         if not repair:
             raise
-        # parts that are whole stay
+        # intact parts are reused
         store.discard(f"{name}/{MANIFEST}")
         return False
     return True
@@ -226,36 +215,20 @@ class Missing(UsageError):
 
 
 def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -> Manifest:
-    """The manifest of a source, its files checked. Raises UsageError naming the first that is damaged.
-
-    With ``data.on_corrupt: skip`` damaged shards are left out; those that ``verify`` found are remembered.
-    """
+    """The manifest of a source, its files checked. Raises UsageError naming the first that is damaged."""
     where = f"{name}/{MANIFEST}"
     try:
         manifest = parse_manifest(store.read(where), store / where)
     except FileNotFoundError:
         raise Missing(f"{store / where}: missing; {REPAIR}") from None
-    problems = store.place(name, data.cache_gb).problems(manifest.files, verify)
-    items = () if manifest.items is None else (manifest.items.file,)
-    if problems and (data.on_corrupt == "refuse" or not problems.keys().isdisjoint(items)):
-        raise UsageError(f"{next(iter(problems.values()))}; {REPAIR}")
-    if data.on_corrupt == "refuse":
-        return manifest
-    with suppress(FileNotFoundError):
-        problems = json.loads(store.read(f"{name}/{LEFT_OUT}")) | problems
-    if not problems:
-        return manifest
-    if verify:
-        store.write(f"{name}/{LEFT_OUT}", json.dumps(problems, indent=2).encode())
-    left = without(manifest, problems)
-    tokens = sum(shard.rows for shard in manifest.files if shard.file in problems)
-    shards = ", ".join(sorted(problems))
-    log.warning("%s: %d damaged shards left out, %d tokens: %s", store / name, len(problems), tokens, shards)
-    return left
+    damage = store.shards(name, data.cache_gb).find_corruption(manifest.files, verify)
+    if damage:
+        raise UsageError(f"{next(iter(damage.values()))}; {REPAIR}")
+    return manifest
 
 
 def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> PreparedData:
-    """Data that `prepare` made, neither sources nor tokenizer needed. Raises UsageError.
+    """Open data that `prepare` wrote; needs neither the sources nor the tokenizer. Raises UsageError.
 
     ``verify`` hashes every shard, also those whose time of writing is the manifest's.
     """
@@ -277,9 +250,9 @@ def _open_folders(
     tokenizer = kept_tokenizer(store, kept)
     sources = []
     for name, source in zip(names, data.sources, strict=True):
-        manifest, place = _manifest(data, store, name, verify), store.place(name, data.cache_gb)
+        manifest, files = _manifest(data, store, name, verify), store.shards(name, data.cache_gb)
         length, borders = data.sequence_length, data.packing == "borders"
-        sources.append(SourceRows(place, manifest, length, tokenizer.pad, source.weight, borders))
+        sources.append(SourceRows(files, manifest, length, tokenizer.pad, source.weight, borders))
     return PreparedData(data, tokenizer, sources)
 
 

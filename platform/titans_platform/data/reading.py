@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from titans_platform.data.order import Integers
 from titans_platform.data.shards import REPAIR, BoolArray, Manifest, ShardInfo, SplitInfo
-from titans_platform.data.store import Place
+from titans_platform.data.store import ShardSource
 from titans_platform.errors import UsageError
 
 MANY_SHARDS = 16
@@ -25,8 +25,8 @@ LONG_ROW = 1 / 64
 """Rows that take more of a shard than this are read across the borders of shards, however many there are:
 what is cut off at the end of each would be too much."""
 OPEN_SHARDS = 16
-"""Shards of a split that stay mapped unless it is read in more places at once. Those not used for longest are
-let go, and their pages with them."""
+"""Shards of a split that stay mapped unless it is read in more places at once. The least recently
+used are unmapped."""
 
 
 class Span(NamedTuple):
@@ -37,15 +37,15 @@ class Span(NamedTuple):
     loss: BoolArray
 
 
-def read_table(place: Place, info: ShardInfo) -> pa.RecordBatch:
+def read_table(files: ShardSource, info: ShardInfo) -> pa.RecordBatch:
     """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds its rows."""
     try:
-        batch = pa.ipc.open_file(pa.py_buffer(place.open(info))).get_record_batch(0)
+        batch = pa.ipc.open_file(pa.py_buffer(files.open(info))).get_record_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(f"{place}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
+        raise UsageError(f"{files}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != info.rows:
         what = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
-        raise UsageError(f"{place}/{info.file}: {what}; {REPAIR}")
+        raise UsageError(f"{files}/{info.file}: {what}; {REPAIR}")
     return batch
 
 
@@ -92,12 +92,12 @@ def _copy(found: Span, out: Span, rows: Integers) -> None:
 class Split:
     """The tokens of one split as one long sequence, read from its shards in place."""
 
-    def __init__(self, place: Place, info: SplitInfo):
-        self.place, self.info = place, info
+    def __init__(self, files: ShardSource, info: SplitInfo):
+        self.files, self.info = files, info
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
         """Where each shard begins in the sequence."""
-        self.keep_open = OPEN_SHARDS
+        self.max_open = OPEN_SHARDS
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def read(self, start: int, stop: int) -> Span:
@@ -130,30 +130,30 @@ class Split:
     def shard(self, number: int) -> Shard:
         """A shard, mapped."""
         if number not in self._open:
-            self._open[number] = Shard(read_table(self.place, self.info.shards[number]))
-            if len(self._open) > self.keep_open:
+            self._open[number] = Shard(read_table(self.files, self.info.shards[number]))
+            if len(self._open) > self.max_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]
 
-    def ahead(self, shards: Sequence[int]) -> None:
-        """These shards will be needed next."""
-        self.place.ahead([self.info.shards[number] for number in shards])
+    def prefetch(self, shards: Sequence[int]) -> None:
+        """Fetch these shards in the background: they are needed next."""
+        self.files.prefetch([self.info.shards[number] for number in shards])
 
 
 class SplitRows(Split):
     """The training or validation rows of a source.
 
     Running text is cut into rows of T+1 tokens, T apart; a task item is a row of T tokens. A split of many
-    shards, or with ``gaps`` between them, is cut shard by shard, and what is left at the end of each makes
+    shards is cut shard by shard, and what is left at the end of each makes
     no row.
     """
 
-    def __init__(self, place: Place, info: SplitInfo, length: int, items: bool, gaps: bool):
-        super().__init__(place, info)
+    def __init__(self, files: ShardSource, info: SplitInfo, length: int, items: bool):
+        super().__init__(files, info)
         self.length, self.width = length, length + (not items)
         held, largest = self.held, int(self.held.max(initial=0))
-        self.by_shard = gaps or (len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW)
+        self.by_shard = len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW
         if self.by_shard:
             self.counts = np.maximum(held - (self.width - length), 0) // length
         else:
@@ -178,18 +178,18 @@ class SourceRows:
 
     def __init__(
         self,
-        place: Place,
+        files: ShardSource,
         manifest: Manifest,
         sequence_length: int,
         pad: int,
         weight: float,
         borders: bool = True,
     ):
-        self.place, self.manifest, self.weight = place, manifest, weight
+        self.files, self.manifest, self.weight = files, manifest, weight
         self.length, self.pad, self.borders = sequence_length, pad, borders
         self.items = manifest.item_tokens is not None
         self.train, self.validation = (
-            SplitRows(place, info, sequence_length, self.items, bool(manifest.left_out))
+            SplitRows(files, info, sequence_length, self.items)
             for info in (manifest.train, manifest.validation)
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +29,14 @@ BoolArray = NDArray[np.bool_]
 
 
 class ShardInfo(Frozen):
-    """One file of a prepared source and how to tell that it is whole."""
+    """One file of a prepared source, with its checksum."""
 
     file: str
     rows: int
     bytes: int
     sha256: str
     mtime_ns: int
-    """When it was written: a file touched since is hashed again when it is opened."""
+    """Time of writing: a file modified since is hashed again when it is opened."""
 
 
 class SplitInfo(Frozen):
@@ -50,12 +49,12 @@ class SplitInfo(Frozen):
 
 
 class Manifest(Frozen):
-    """What a prepared source is; written last, so a folder with one is complete."""
+    """Describes a prepared source; written last, so that a folder with a manifest is complete."""
 
     schema_version: int
     label: str
     python: str | None = None
-    """Version of the Python whose standard library it is."""
+    """stdlib: the version of Python."""
     content: str
     """Hash of all tokens, starts and loss masks, of both splits."""
     item_tokens: int | None = None
@@ -70,8 +69,6 @@ class Manifest(Frozen):
     """The commit of a Hub dataset."""
     tokenizer: str | None = None
     """The tokenizer's fingerprint."""
-    left_out: tuple[str, ...] = ()
-    """Shards that were damaged and are not read; never in a file."""
 
     @property
     def files(self) -> tuple[ShardInfo, ...]:
@@ -81,7 +78,7 @@ class Manifest(Frozen):
 
 
 class SplitWriter:
-    """Gathers documents and writes a shard whenever one is full; holds one shard in memory."""
+    """Buffers documents and writes a shard when it is full; holds one shard in memory."""
 
     def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int | None = None):
         dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
@@ -110,7 +107,7 @@ class SplitWriter:
         self.tokens += len(tokens)
 
     def close(self) -> SplitInfo:
-        """Write what is left; what the split holds."""
+        """Flush the last shard. Returns what the split holds."""
         if self._filled:
             self._flush()
         held = {"documents": self.documents, "tokens": self.tokens, "shard_tokens": self.shard_tokens}
@@ -161,29 +158,14 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
+        fields.pop("left_out", None)  # always empty in manifests of earlier versions
         return Manifest.model_validate_json(json.dumps(fields))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{where}: is not a manifest or was changed; {REPAIR}") from error
 
 
-def without(manifest: Manifest, files: Collection[str]) -> Manifest:
-    """The manifest of what is left when shards are not read; its content is another."""
-
-    def kept(split: SplitInfo) -> SplitInfo:
-        shards = tuple(shard for shard in split.shards if shard.file not in files)
-        return split.model_copy(update={"shards": shards, "tokens": sum(shard.rows for shard in shards)})
-
-    names = sorted(files)
-    return manifest.model_copy(
-        update={
-            "train": kept(manifest.train), "validation": kept(manifest.validation), "left_out": tuple(names),
-            "content": digest([manifest.content, "without", names], 16),
-        }
-    )  # fmt: skip
-
-
-def file_problem(path: Path, info: ShardInfo, verify: bool) -> str | None:
-    """What is wrong with a file, in words that name it.
+def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
+    """What is wrong with a file, as a message that names it; None if nothing is.
 
     Its size is always compared; its hash only where its time of writing is not the manifest's, or with
     ``verify``: hashing a corpus at every start would take minutes.

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
 
-# not on every machine: distributions ship these apart, or leave them out of slim images
+# not on every machine: distributions package these separately or omit them in slim images
 STDLIB_LEFT_OUT = {
     "site-packages", "dist-packages", "__pycache__", "idlelib", "ensurepip", "lib2to3", "distutils",
     "tkinter", "turtledemo", "venv", "lib-dynload",
 }  # fmt: skip
 KINDS = (".txt", ".py", ".jsonl", ".parquet", ".arrow")
 BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""What of `datasets` reads records; the other kinds are one document a file."""
+"""Builders of `datasets` for files of records; files of the other kinds are one document each."""
 COMPRESSED = (".gz", ".xz")
 
 
@@ -35,26 +35,26 @@ CORPUS_SHA256 = "b9f54f9ef265a5799d324573853f64d232adbe24263e98a088573cb2e4142ea
 """Of the unpacked file, which tools/build_corpus.py makes."""
 
 PART_BYTES = 256 * 2**20
-"""Files of a part, before they are unpacked; a source of less than two parts is tokenised in one."""
+"""Compressed size of a part; a source of less than two parts is not split."""
 PART_TOKENS = 2**27
-"""With ``max_tokens`` of less a source is tokenised in one part, from its beginning."""
+"""A source with a smaller ``max_tokens`` is not split."""
 PART_DOCUMENTS = 256
-"""A source of fewer documents is not cut: its split into training and validation is exact."""
+"""A source of fewer documents is not split: its validation fraction is exact."""
 HUB_BYTES = 2**30
-"""Text of a Hub dataset that is tokenised in one part."""
+"""A smaller Hub dataset is not split."""
 MANY_FILES = 8
-"""Files of a Hub dataset that is large where nothing says how large."""
+"""A Hub dataset of unknown size is split if it has at least so many files."""
 
 
 Part = Sequence[int]
-"""The files from the first number up to the second; or which shard of how many."""
+"""First file and the one after the last; of a Hub dataset, shard index and number of shards."""
 
 
 class Plan(NamedTuple):
-    """What a source is read in."""
+    """How a source is split into parts."""
 
     parts: Sequence[Part] = ()
-    """What `TextSource.documents` takes for each part; none: the source is read in one."""
+    """The argument of `TextSource.documents` for each part; empty: the source is not split."""
     revision: str | None = None
     """The commit of a Hub dataset; all parts are of one."""
 
@@ -67,11 +67,11 @@ class Document(NamedTuple):
 
     text: str
     key: str
-    """What decides whether it is kept for validation: equal keys go to the same side."""
+    """Decides whether the document is held out: equal keys go to the same split."""
     done: float | None
-    """Share of the source read so far, where it is known."""
+    """Fraction of the source read so far, if known."""
     share: float = 1.0
-    """Share of what is left of ``max_tokens`` that it may take."""
+    """Fraction of the remaining ``max_tokens`` that it may take."""
 
 
 class TextSource(ABC):
@@ -80,14 +80,14 @@ class TextSource(ABC):
     label: str
     """Its name in tables."""
     python: str | None = None
-    """Version of the Python whose own text it is."""
+    """stdlib: the version of Python."""
 
     @abstractmethod
     def identity(self) -> Any:
         """JSON that changes when the source changes. Raises UsageError where it cannot be found."""
 
     def plan(self) -> Plan:
-        """The parts that several processes may read; a function of the source alone."""
+        """How to split the source among processes; a function of the source alone."""
         return WHOLE
 
     @abstractmethod
@@ -212,7 +212,7 @@ class FilesSource(RecordSource):
         super().__init__(source, field, cache, Path(self.path).name)
 
     def files(self) -> list[File]:
-        """The files the path means, sorted. Raises UsageError where it means none."""
+        """The files at the path, sorted. Raises UsageError if there are none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
         remote = "://" in self.path
         found, one = self._remote() if remote else self._local()
@@ -233,9 +233,9 @@ class FilesSource(RecordSource):
         return sum(file.bytes for file in files)
 
     def _local(self) -> tuple[list[File], bool]:
-        """What there is at a local path, and whether the path is a file."""
+        """The files at a local path, and whether the path itself is a file."""
         expanded = os.path.abspath(os.path.expanduser(self.path))
-        # the name of what is there is no pattern
+        # an existing path is not a pattern
         pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
         inside = os.path.join(pattern, "**") if os.path.isdir(expanded) else pattern
         names = filter(os.path.isfile, glob.glob(inside, recursive=True))
@@ -243,7 +243,7 @@ class FilesSource(RecordSource):
         return [File(n, stat.st_size, stat.st_mtime_ns) for n, stat in stats], os.path.isfile(expanded)
 
     def _remote(self) -> tuple[list[File], bool]:
-        """What there is at a URL, and whether it is a file. Raises UsageError."""
+        """The files at a URL, and whether the URL itself is a file. Raises UsageError."""
         import fsspec
 
         try:
@@ -254,7 +254,7 @@ class FilesSource(RecordSource):
             )
         except ImportError as error:
             raise UsageError(f"{self.field}.path: {one_line(error, 160)}; pip install it") from None
-        except Exception as error:  # file systems raise what they like
+        except Exception as error:  # file systems have no common exception
             raise UsageError(
                 f"{self.field}.path: {self.path} cannot be listed: {one_line(error, 160)}"
             ) from error
@@ -274,11 +274,11 @@ class FilesSource(RecordSource):
         files = self.files()
         found: list[Any] = [list(file) for file in files]
         one_document = len(files) == 1 and kind_of(Path(files[0].name)) not in BUILDERS
-        # what was prepared when one document could not be split is prepared again
+        # data prepared before single documents could be split are prepared again
         return [*found, "split by position"] if one_document and self.source.validation_fraction else found
 
     def plan(self) -> Plan:
-        """Neighbouring files, together of PART_BYTES."""
+        """Consecutive files of at least PART_BYTES in all."""
         files, limit = self.files(), self.source.max_tokens
         few = len(files) < PART_DOCUMENTS and not any(kind_of(Path(file.name)) in BUILDERS for file in files)
         if few or sum(file.bytes for file in files) < 2 * PART_BYTES or (limit or PART_TOKENS) < PART_TOKENS:
@@ -296,16 +296,16 @@ class FilesSource(RecordSource):
         sizes = [file.bytes for file in files]
         first, last = part or (0, len(files))
         for i, file in list(enumerate(files))[first:last]:
-            # within a file nothing says how far the reader is
+            # the position within a file is unknown
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
             builder = BUILDERS.get(kind_of(Path(file.name)) or "", "text")
             text_field = "text" if builder == "text" else self.source.text_field
             whole = {"sample_by": "document"} if builder == "text" else {}
-            # the library takes the name for a pattern
+            # the library treats the name as a pattern
             options = {"data_files": [glob.escape(file.name)], "split": "train"} | whole
             with self.opened(file.name, builder, **options) as records:
                 for text in self.texts(file.name, records, text_field):
-                    # keyed by text, so that a document met twice is never on both sides
+                    # keyed by text, so that duplicates go to the same split
                     yield Document(text, text, done)
 
 
@@ -317,11 +317,11 @@ class HubSource(RecordSource):
         super().__init__(source, field, cache, self.dataset + (f"/{source.subset}" if source.subset else ""))
 
     def identity(self) -> Any:
-        """Its name is in the config already; what is prepared stays until its folder is deleted."""
+        """None: its name is in the config; prepared data stay until their folder is deleted."""
         return None
 
     def plan(self) -> Plan:
-        """The dataset's files, each a part, of the commit that is the newest now."""
+        """One part per file of the dataset, at its newest commit."""
         revision = self.source.revision or self._newest()
         if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
             return Plan((), revision)
@@ -346,7 +346,7 @@ class HubSource(RecordSource):
         )
 
     def _newest(self) -> str | None:
-        """The dataset's commit, None where the Hub cannot be asked."""
+        """The dataset's newest commit; None if the Hub is not reachable."""
         import huggingface_hub
 
         if Path(self.dataset).exists():

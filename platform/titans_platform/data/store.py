@@ -17,34 +17,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from titans_platform.data.cache import Ahead, ShardCache
-from titans_platform.data.shards import MANIFEST, ShardInfo, file_problem
+from titans_platform.data.cache import Prefetcher, ShardCache
+from titans_platform.data.shards import MANIFEST, ShardInfo, find_damage
 from titans_platform.errors import TitansError, UsageError, one_line
 from titans_platform.files import write_bytes
 
-TRIES = 6
-FIRST_WAIT = 0.25
-"""Seconds before the second try; each wait is twice the one before."""
+MAX_ATTEMPTS = 6
+FIRST_BACKOFF = 0.25
+"""Seconds before the first retry; doubled at each further one."""
 CHUNK = 8 * 2**20
-"""Bytes of one request: what is asked again after an error, and what a fetch holds in memory."""
+"""Bytes of one request: the unit of a retry, and what a download holds in memory."""
 T = TypeVar("T")
 
 
-class Place(Protocol):
+class ShardSource(Protocol):
     """The files of one prepared source."""
 
     def open(self, info: ShardInfo) -> mmap.mmap:
         """A file, mapped; fetched first if need be. Raises OSError, UsageError, TitansError."""
         ...
 
-    def ahead(self, infos: Sequence[ShardInfo]) -> None:
-        """These files will be needed next, in this order."""
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """Fetch these files in the background, in this order: they are needed next."""
         ...
 
-    def problems(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """What is wrong, by name, with the files that are not as the manifest says.
+    def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
+        """The damaged files, by name, each with what is wrong: those that differ from the manifest.
 
-        Sizes are always compared, hashes of all with ``verify``.
+        Sizes are always compared; with ``verify`` the hashes of all files too.
         """
         ...
 
@@ -64,12 +64,12 @@ class Store(ABC):
         """Write a small file, whole or not at all. Raises TitansError, UsageError."""
 
     @abstractmethod
-    def place(self, name: str, cache_gb: float) -> Place:
+    def shards(self, name: str, cache_gb: float) -> ShardSource:
         """The files of the source ``name``."""
 
     @abstractmethod
     def publish(self, folder: Path) -> None:
-        """Take over a folder that is complete in ``staging``."""
+        """Publish a folder that is complete in ``staging``."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -84,7 +84,7 @@ class Store(ABC):
         return f"{self}/{name}"
 
 
-class Folder:
+class LocalShards:
     """Files in a folder of this machine."""
 
     def __init__(self, path: Path):
@@ -93,12 +93,12 @@ class Folder:
     def open(self, info: ShardInfo) -> mmap.mmap:
         return mapped(self.path / info.file)
 
-    def ahead(self, infos: Sequence[ShardInfo]) -> None:
-        """The system reads ahead by itself."""
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """Nothing: the operating system reads ahead by itself."""
 
-    def problems(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
+    def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
         """Also the hashes of files whose time of writing is not the manifest's."""
-        found = ((info.file, file_problem(self.path / info.file, info, verify)) for info in infos)
+        found = ((info.file, find_damage(self.path / info.file, info, verify)) for info in infos)
         return {name: problem for name, problem in found if problem}
 
     def __str__(self) -> str:
@@ -119,11 +119,11 @@ class LocalStore(Store):
     def write(self, name: str, content: bytes) -> None:
         write_bytes(self.staging / name, content)
 
-    def place(self, name: str, cache_gb: float) -> Folder:
-        return Folder(self.staging / name)
+    def shards(self, name: str, cache_gb: float) -> LocalShards:
+        return LocalShards(self.staging / name)
 
     def publish(self, folder: Path) -> None:
-        """It is there already."""
+        """Nothing: the folder is where it belongs."""
 
     def remove(self, name: str) -> None:
         shutil.rmtree(self.staging / name, ignore_errors=True)
@@ -136,7 +136,7 @@ class LocalStore(Store):
 
 
 class Bucket(Store):
-    """An object store. What fails on the way is tried again; sources are made under ``staging``."""
+    """An object store. Failed requests are retried; sources are prepared under ``staging``."""
 
     def __init__(self, uri: str, staging: Path):
         # credentials and endpoints may follow the question mark
@@ -154,19 +154,20 @@ class Bucket(Store):
             raise UsageError(f"data.store: {self.shown} cannot be opened: {one_line(error, 160)}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        # connections do not travel
+        # connections cannot be pickled
         return {key: value for key, value in vars(self).items() if key != "_files"}
 
     def read(self, name: str) -> bytes:
         return b"".join(self.chunks(name))
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The content of a file, CHUNK bytes a request, each of which is tried again where it fails."""
+        """The content of a file, CHUNK bytes a request; a failed request is retried."""
         files, base = self._files
-        file = self._tried(name, lambda: files.open_input_file(f"{base}/{name}"))
-        size = self._tried(name, file.size)
+        file = self._retried(name, lambda: files.open_input_file(f"{base}/{name}"))
+        size = self._retried(name, file.size)
         for at in range(0, size, CHUNK):
-            yield self._tried(name, lambda at=at: _whole(file.read_at(min(CHUNK, size - at), at), size - at))
+            wanted = min(CHUNK, size - at)
+            yield self._retried(name, lambda at=at, n=wanted: _complete(file.read_at(n, at), n))
 
     def write(self, name: str, content: bytes) -> None:
         def put() -> None:
@@ -174,7 +175,7 @@ class Bucket(Store):
             with files.open_output_stream(f"{base}/{name}") as out:
                 out.write(content)
 
-        self._tried(name, put)
+        self._retried(name, put)
 
     def upload(self, path: Path, name: str) -> None:
         """Write a local file."""
@@ -184,7 +185,7 @@ class Bucket(Store):
             with path.open("rb") as file, files.open_output_stream(f"{base}/{name}") as out:
                 shutil.copyfileobj(file, out, CHUNK)
 
-        self._tried(name, put)
+        self._retried(name, put)
 
     def sizes(self, name: str) -> dict[str, int]:
         """Bytes of every file of a source, in one listing."""
@@ -193,14 +194,14 @@ class Bucket(Store):
         files, base = self._files
         folder = f"{base}/{name}"
         wanted = fs.FileSelector(folder, allow_not_found=True, recursive=True)
-        infos = self._tried(name, lambda: files.get_file_info(wanted))
+        infos = self._retried(name, lambda: files.get_file_info(wanted))
         return {info.path[len(folder) + 1 :]: info.size for info in infos if info.is_file}
 
-    def place(self, name: str, cache_gb: float) -> Remote:
-        return Remote(self, name, ShardCache(cache_gb))
+    def shards(self, name: str, cache_gb: float) -> RemoteShards:
+        return RemoteShards(self, name, ShardCache(cache_gb))
 
     def publish(self, folder: Path) -> None:
-        """Upload it, the manifest last, and remove it here."""
+        """Upload the folder, the manifest last, and remove the local copy."""
         names = [path.relative_to(self.staging).as_posix() for path in folder.rglob("*") if path.is_file()]
         for name in sorted(names, key=lambda name: name.endswith(MANIFEST)):
             self.upload(self.staging / name, name)
@@ -209,53 +210,53 @@ class Bucket(Store):
     def remove(self, name: str) -> None:
         files, base = self._files
         with suppress(FileNotFoundError):
-            self._tried(name, lambda: files.delete_dir(f"{base}/{name}"))
+            self._retried(name, lambda: files.delete_dir(f"{base}/{name}"))
 
     def discard(self, name: str) -> None:
         files, base = self._files
         with suppress(FileNotFoundError):
-            self._tried(name, lambda: files.delete_file(f"{base}/{name}"))
+            self._retried(name, lambda: files.delete_file(f"{base}/{name}"))
 
     def __str__(self) -> str:
         return self.shown
 
-    def _tried(self, name: str, call: Callable[[], T]) -> T:
-        """What ``call`` returns, asked for up to TRIES times. Raises TitansError that names the file."""
-        for tried in range(TRIES):
+    def _retried(self, name: str, call: Callable[[], T]) -> T:
+        """Call with retries and exponential backoff. Raises TitansError that names the file."""
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 return call()
             except FileNotFoundError:
                 raise
             except OSError as error:
-                if tried == TRIES - 1:
-                    why = f"after {TRIES} tries: {one_line(error, 160)}"
-                    raise TitansError(f"{self / name}: the storage does not answer {why}") from error
-                time.sleep(FIRST_WAIT * 2**tried * random.uniform(0.8, 1.2))
+                if attempt == MAX_ATTEMPTS - 1:
+                    why = f"after {MAX_ATTEMPTS} attempts: {one_line(error, 160)}"
+                    raise TitansError(f"{self / name}: the object store does not respond, {why}") from error
+                time.sleep(FIRST_BACKOFF * 2**attempt * random.uniform(0.8, 1.2))
         raise AssertionError
 
 
-class Remote:
-    """The files of a source in a bucket, by way of the node's cache."""
+class RemoteShards:
+    """The files of a source in a bucket, downloaded through the node's cache."""
 
     def __init__(self, bucket: Bucket, name: str, cache: ShardCache):
         self.bucket, self.name, self.cache = bucket, name, cache
-        self._ahead = Ahead(self.local)
+        self._prefetcher = Prefetcher(self.local)
 
     def local(self, info: ShardInfo) -> Path:
         """The file in the cache. Raises UsageError, TitansError."""
         name = f"{self.name}/{info.file}"
-        return self.cache.fetched(info, lambda: self.bucket.chunks(name), self.bucket / name)
+        return self.cache.fetch(info, lambda: self.bucket.chunks(name), self.bucket / name)
 
     def open(self, info: ShardInfo) -> mmap.mmap:
         while True:
-            # another process may need the room just now
+            # another process may evict it from the cache just now
             with suppress(FileNotFoundError):
                 return mapped(self.local(info))
 
-    def ahead(self, infos: Sequence[ShardInfo]) -> None:
-        self._ahead.ask(infos)
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        self._prefetcher.request(infos)
 
-    def problems(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
+    def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
         """With ``verify`` every file is fetched."""
         there, found = self.bucket.sizes(self.name), {}
         for info in infos:
@@ -291,8 +292,8 @@ def mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _whole(content: bytes, left: int) -> bytes:
-    """Raises OSError for an answer that broke off."""
-    if len(content) < min(CHUNK, left):
-        raise OSError(f"{len(content)} bytes came of {min(CHUNK, left)}")
+def _complete(content: bytes, wanted: int) -> bytes:
+    """``content``, if it is as long as ``wanted``. Raises OSError for a truncated response."""
+    if len(content) < wanted:
+        raise OSError(f"{len(content)} of {wanted} bytes received")
     return content

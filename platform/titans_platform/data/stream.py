@@ -67,7 +67,7 @@ class RowStream:
         self._cycle, self._turn, self._per_cycle = spread(
             interleave([source.weight for source in sources]), len(sources)
         )
-        self._asked: dict[int, tuple[int, int]] = {}
+        self._prefetched: dict[int, tuple[int, int]] = {}
 
     @property
     def rows(self) -> list[int]:
@@ -87,7 +87,7 @@ class RowStream:
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
     def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """The source and the row of each of a step's samples; what comes next is asked for ahead."""
+        """The source and the row of each of a step's samples; prefetches the next window."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # else a worker, or a micro-batch, could see one source only
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]
@@ -97,17 +97,17 @@ class RowStream:
         rows = np.empty_like(drawn)
         for s in np.unique(which).tolist():
             mine = which == s
-            self._ask_ahead(s, int(drawn[mine].min()))
+            self._prefetch(s, int(drawn[mine].min()))
             rows[mine] = self._orders[s].at(drawn[mine])
         return which, rows
 
-    def _ask_ahead(self, s: int, drawn: int) -> None:
-        """Ask for the shards of a source's window and of the next one, once each time a window begins."""
+    def _prefetch(self, s: int, drawn: int) -> None:
+        """Prefetch the shards of a source's window and of the next one, when a window begins."""
         order = self._orders[s]
         at = order.window_at(drawn)
-        if self._asked.get(s) != at:
-            self._asked[s] = at
-            self.sources[s].train.ahead([*order.shards(*at), *order.shards(*order.next_window(*at))])
+        if self._prefetched.get(s) != at:
+            self._prefetched[s] = at
+            self.sources[s].train.prefetch([*order.shards(*at), *order.shards(*order.next_window(*at))])
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Continuous streams: each row of a batch goes on where the same row of the step before ended.
+"""Continuous streams: each row of a batch continues the same row of the previous step.
 
 The state of a model can then be carried from step to step (truncated backpropagation through time). Which
 tokens a step holds, and which streams are reset, is a function of the seed and the step alone.
@@ -24,7 +24,7 @@ from titans_platform.errors import UsageError
 
 
 class StreamBatch(NamedTuple):
-    """The next rows of some streams, which predictions count, and which streams begin anew."""
+    """The next rows of some streams, which predictions count, and which streams are reset."""
 
     tokens: Tensor
     """int64 [B, W+1]"""
@@ -93,8 +93,8 @@ class Streams:
         width: W.
         seed: decides where streams begin, and which are reset.
         rank, world_size: this worker has the streams rank, rank + world_size, ...
-        reset_probability: with which a stream begins anew at a step, for no reason in the text.
-        carry_after: steps before which all streams begin anew at each step.
+        reset_probability: probability of a random reset of a stream at a step.
+        carry_after: all streams are reset at every step before this one.
 
     Raises:
         UsageError: there are fewer streams than workers or sources, or a source has too few rows.
@@ -127,7 +127,7 @@ class Streams:
         for i, source in enumerate(sources):
             if source.weight:
                 self._place(i, source)
-        self._asked: dict[int, int] = {}
+        self._prefetched: dict[int, int] = {}
 
     def _place(self, i: int, source: SourceRows) -> None:
         """Where the streams of source ``i`` begin."""
@@ -147,7 +147,7 @@ class Streams:
         base = int(uniform(1, f"{self.seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
         self.begin[streams] = base + each * np.arange(len(streams))
         # each stream reads a shard of its own
-        source.train.keep_open = max(OPEN_SHARDS, 2 * len(streams))
+        source.train.max_open = max(OPEN_SHARDS, 2 * len(streams))
 
     def rows(self, step: int) -> Integers:
         """[B] the row of its source that each stream is at."""
@@ -155,7 +155,7 @@ class Streams:
         return (self.begin + step) % ends[self.source]
 
     def resets(self, step: int) -> NDArray[np.bool_]:
-        """[B] which streams begin anew at ``step``."""
+        """[B] which streams are reset at ``step``."""
         if step == 0 or step < self.carry_after:
             return np.ones(self.batch_size, np.bool_)
         found = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
@@ -173,14 +173,14 @@ class Streams:
         for b, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
             table, split = self.tables[s], self.sources[s].train
             first, length = int(table.first[row]), int(table.length[row])
-            self._ask_ahead(b, split, first)
+            self._prefetch(b, split, first)
             span = split.read(first, first + length + 1)
             tokens[b, : length + 1], loss[b, :length] = span.tokens, span.loss[1:]
         return StreamBatch(*map(torch.from_numpy, (tokens, loss, resets)))
 
-    def _ask_ahead(self, b: int, split: Split, first: int) -> None:
-        """Ask for the shard of a stream and the next one, when it comes to a new one."""
+    def _prefetch(self, b: int, split: Split, first: int) -> None:
+        """Prefetch the shard of a stream and the next one, when it reaches a new one."""
         shard = int(split.shard_of(np.array([first]))[0])
-        if self._asked.get(b) != shard:
-            self._asked[b] = shard
-            split.ahead([shard, (shard + 1) % len(split.held)])
+        if self._prefetched.get(b) != shard:
+            self._prefetched[b] = shard
+            split.prefetch([shard, (shard + 1) % len(split.held)])

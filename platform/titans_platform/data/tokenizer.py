@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from titans_platform.errors import UsageError, one_line
 FORMS = "`byte`, `dna`, a SentencePiece .model, a tokenizer.json, or a Hub repository: openai-community/gpt2"
 # what the studies' paper scales name is shipped by nobody
 _HINT = (
-    "; that of Llama 2 (32,000 ids) is had by --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
+    "; for that of Llama 2 (32,000 ids) give --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
     "which downloads it"
 )
 # names in use for the two special tokens, most specific first; the end-of-text token of models
@@ -58,7 +61,7 @@ class Tokenizer(ABC):
         return [i for i in map(int, ids) if i not in (self.bos, self.pad)]
 
     def _add_special(self, ids: int, bos: int | None, pad: int | None) -> None:
-        """Set bos and pad, on new ids behind the ``ids`` known ones where the model has none of its own."""
+        """Set bos and pad; an id that the model lacks is added after its ``ids`` known ones."""
         self.bos = ids if bos is None else bos
         ids = max(ids, self.bos + 1)
         self.pad = ids if pad is None else pad
@@ -237,6 +240,52 @@ def train_tokenizer(texts: Iterable[str], size: int) -> str:
     if (found := model.get_vocab_size()) < size:
         raise UsageError(f"--size: the text gives {found} ids, not {size}; name fewer or more text")
     return model.to_str()
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
+    """Export a tokenizer. Returns the file that `load_tokenizer` takes.
+
+    Bytes and a tokenizer.json are written for `transformers.AutoTokenizer`, with the document's start before
+    each text, as in training. A SentencePiece model is copied as it is. Raises UsageError for letters of DNA.
+    """
+    if not isinstance(tokenizer, ByteTokenizer | JsonTokenizer):
+        if tokenizer.path is None:
+            raise UsageError(f"data.tokenizer: {tokenizer.fingerprint} cannot be exported")
+        return Path(shutil.copy(tokenizer.path, folder / "tokenizer.model"))
+    from tokenizers import Tokenizer as Model
+    from tokenizers.processors import TemplateProcessing
+
+    model = _byte_model() if isinstance(tokenizer, ByteTokenizer) else Model.from_file(str(tokenizer.path))
+    start, pad = (_special(model, i, name) for i, name in ((tokenizer.bos, "<s>"), (tokenizer.pad, "<pad>")))
+    model.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, tokenizer.bos)])
+    path = folder / "tokenizer.json"
+    model.save(str(path))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {"bos_token": start, "eos_token": start, "pad_token": pad}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _byte_model() -> Any:
+    """The bytes as a byte-level BPE without merges, whose letters are those of GPT-2."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers
+
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, count(256)
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    model = Model(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return model
+
+
+def _special(model: Any, token: int, name: str) -> str:
+    """The name of a special token, which gets one where the model has none."""
+    if (known := model.id_to_token(token)) is not None:
+        return known
+    model.add_special_tokens([name])
+    assert model.token_to_id(name) == token, "special tokens stand behind the known ones"
+    return name
 
 
 def _from_hub(repository: str) -> Path:

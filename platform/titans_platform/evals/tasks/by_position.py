@@ -324,18 +324,9 @@ def longest_text(prepared: Any) -> int:
 
 
 def _stretches(prepared: Any) -> list[tuple[Any, int, int]]:
-    """Each split of held-out text, and the first and the last token up to which it has no gap."""
-    found = []
-    for source in prepared.sources:
-        split = source.validation
-        if source.items or not len(split.held):
-            continue
-        ends = (split.begins + split.held).tolist()
-        # shards that are left out leave gaps
-        gaps = bool(source.manifest.left_out)
-        borders = zip(split.begins.tolist(), ends, strict=True) if gaps else [(0, ends[-1])]
-        found += [(split, begin, end) for begin, end in borders]
-    return found
+    """Each split of held-out text, with its first token and the end of its last."""
+    splits = [source.validation for source in prepared.sources if not source.items]
+    return [(split, 0, int(split.held.sum())) for split in splits if len(split.held)]
 
 
 def long_texts(
