@@ -17,9 +17,9 @@ from torch.torch_version import TorchVersion
 from titans_kernels import forms
 from titans_kernels.memory.options import without_autocast
 
-SHORTEST, NARROWEST = 16, 16
+MIN_TOKENS, MIN_WIDTH = 16, 16
 """Fewer tokens, as when a model writes, are a few products; narrower heads fill no tensor core."""
-FORGOTTEN = -32.0
+MIN_LOG_DECAY = -32.0
 """The logarithm of a decay that leaves 1e-14 of a state, nothing beside what the next token writes. They take
 differences of sums of decays: a stronger one adds rounding errors, and minus infinity makes them NaN."""
 INSTALLED = importlib.util.find_spec("fla") is not None
@@ -27,8 +27,8 @@ INSTALLED = importlib.util.find_spec("fla") is not None
 
 def refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
     """Why these kernels do not serve a GPU's call with v [B, T, H, F] and G ``decays``; None if they do."""
-    if v.shape[1] < SHORTEST or min(key_width, v.shape[-1]) < NARROWEST:
-        return f"fewer than {SHORTEST} tokens, or heads narrower than {NARROWEST}"
+    if v.shape[1] < MIN_TOKENS or min(key_width, v.shape[-1]) < MIN_WIDTH:
+        return f"fewer than {MIN_TOKENS} tokens, or heads narrower than {MIN_WIDTH}"
     if key_width % 2 or v.shape[-1] % 2:
         return "heads of an odd width"
     if operands == torch.float64:
@@ -77,7 +77,7 @@ def linear_attention(
     forms.note("linear_attention", f"flash-linear-attention's {name}")
     # "fla.ops.gla" has "chunk_gla"; a decorator of theirs hides what it takes
     kernel: Any = getattr(importlib.import_module(f"fla.ops.{name.removeprefix('chunk_')}"), name)
-    decay = log_decay.float().clamp(min=FORGOTTEN)
+    decay = log_decay.float().clamp(min=MIN_LOG_DECAY)
     tokens = (q, k, v, decay.squeeze(-1) if decay.shape[-1] == 1 else decay)
     borders, last = None, None
     if index_BT is not None:

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.native import in_parts, library, numbers, pointer, pointers, serves
+from titans_kernels.native import library, numbers, parallel_for, pointer, pointers, serves
 
-LEAST_NORM = 1e-6
+NORM_EPS = 1e-6
 """What a vector of norm 0 is divided by."""
 
 
@@ -40,7 +40,7 @@ class _Norm(torch.autograd.Function):
         ctx.epsilon, y = epsilon, torch.empty_like(x)
         shape, tensors = _norm_shape(x, epsilon), [pointer(t) for t in (x, weight, gate, y)]
         forward = _library(x).norm_forward
-        in_parts(x.numel() // x.shape[-1], lambda *rows: forward(*shape, *tensors, *rows))
+        parallel_for(x.numel() // x.shape[-1], lambda *rows: forward(*shape, *tensors, *rows))
         return y
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Norm(torch.autograd.Function):
         shape, dweight = _norm_shape(x, ctx.epsilon), _Partial(weight)
         before, after = [pointer(t) for t in (x, weight, gate, dy, dx)], pointer(dgate)
         backward = _library(x).norm_backward
-        in_parts(
+        parallel_for(
             x.numel() // x.shape[-1], lambda *rows: backward(*shape, *before, dweight.of(rows), after, *rows)
         )
         return dx, dweight.sum(), dgate, None
@@ -105,7 +105,7 @@ class _Mix(torch.autograd.Function):
         width, held = x.shape[-1] // len(parts) // heads, numbers(borders)
         unit = sum(1 << i for i, scaled in enumerate(parts) if scaled)
         shape = _Shape(
-            weight.shape[0], len(parts), heads, width, unit, LEAST_NORM, ctypes.addressof(held),
+            weight.shape[0], len(parts), heads, width, unit, NORM_EPS, ctypes.addressof(held),
             state.stride(0) if len(state) > 1 else 0,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, state)
@@ -113,7 +113,7 @@ class _Mix(torch.autograd.Function):
         out = [x.new_empty(*x.shape[:-1], heads, width) for _ in parts]
         tensors = [ctypes.byref(shape), *map(pointer, (x, weight, state)), pointers(out)]
         forward = _library(x).mix_forward
-        in_parts(len(borders) - 1, lambda *rows: forward(*tensors, *rows))
+        parallel_for(len(borders) - 1, lambda *rows: forward(*tensors, *rows))
         return tuple(out)
 
     @staticmethod
@@ -124,7 +124,7 @@ class _Mix(torch.autograd.Function):
         douts = [g.contiguous() for g in douts]
         before = [ctypes.byref(ctx.shape), *map(pointer, (x, weight, state)), pointers(douts), pointer(dx)]
         after, backward = pointer(dstate), _library(x).mix_backward
-        in_parts(len(ctx.borders) - 1, lambda *rows: backward(*before, dweight.of(rows), after, *rows))
+        parallel_for(len(ctx.borders) - 1, lambda *rows: backward(*before, dweight.of(rows), after, *rows))
         return dx, dweight.sum(), dstate, None, None, None
 
 

@@ -79,7 +79,7 @@ def linear_attention(
             y, state = fla.linear_attention(q, k, v, log_decay, state, index_BT)
             return y.to(dtype), state
         if not torch.compiler.is_compiling():
-            if fla and T >= fla.SHORTEST:
+            if fla and T >= fla.MIN_TOKENS:
                 forms.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
             forms.note("linear_attention", "chunked", v)
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))

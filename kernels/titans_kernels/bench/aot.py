@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
-from titans_kernels.memory.forms.triton.launch import Launch, written_down
+from titans_kernels.memory.forms.triton.launch import Launch, record_launches
 from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
 from titans_kernels.memory.forms.triton.refusal import too_large
@@ -82,7 +82,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
     tokens = [q, k, v, *(torch.empty(B, T, H, device="meta") for _ in range(3))]
     start = torch.empty(B, H, size, device="meta")
     rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
-    with written_down() as found:
+    with record_launches() as found:
         for keep in (True, False):
             y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, None, kept, *rule)

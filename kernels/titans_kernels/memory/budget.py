@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import state_dtype, without_autocast
 from titans_kernels.memory.parts.layout import document_borders, layout_of
-from titans_kernels.native import in_parts, library, numbers, pointer, serves
+from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
-KERNEL_NUMEL = 2**14
+MAX_KERNEL_NUMEL = 2**14
 """Numbers in a chunk's keys up to which the Triton kernel serves."""
 Held = tuple[Tensor, Tensor]
 """Of an open chunk's tokens so far: keys [B, H, p, D] and effective steps e [B, H, p]."""
@@ -192,7 +192,7 @@ budget_steps.register_autograd(_autograd, setup_context=_setup)
 
 def _has_kernel(k: Tensor, chunk_size: int) -> bool:
     """Whether Triton serves: a chunk's keys and their gradients have to fit a program's registers."""
-    return k.is_cuda and k.dtype != torch.float64 and chunk_size * k.shape[-1] <= KERNEL_NUMEL
+    return k.is_cuda and k.dtype != torch.float64 and chunk_size * k.shape[-1] <= MAX_KERNEL_NUMEL
 
 
 def _forward(
@@ -281,4 +281,4 @@ class _Compiled:
     def _run(self, function, tensors: tuple[Tensor, ...]) -> None:
         arguments = ctypes.byref(self.shape), *map(pointer, tensors)
         jobs = (len(self.borders) - 1) * self.shape.heads
-        in_parts(jobs, lambda *part: function(*arguments, *part))
+        parallel_for(jobs, lambda *part: function(*arguments, *part))

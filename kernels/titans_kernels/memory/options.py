@@ -103,7 +103,7 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def over_weights(gate: Tensor, width: int, by_column: bool) -> Tensor:
+def broadcast_gate(gate: Tensor, width: int, by_column: bool) -> Tensor:
     """A gate [...], or [..., A] by column, as what multiplies weights [..., D, width]."""
     gate = gate if by_column else gate[..., None]
     groups = gate.shape[-1]

@@ -98,7 +98,7 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def in_parts(jobs: int, work: Callable[[ctypes.c_int64, ctypes.c_int64], object]) -> None:
+def parallel_for(jobs: int, work: Callable[[ctypes.c_int64, ctypes.c_int64], object]) -> None:
     """``work(first, stop)`` for all jobs in torch's number of threads: a call lets go of Python's lock."""
     threads = torch.get_num_threads()
     parts = max(1, min(jobs, 1 if threads == 1 else 4 * threads))

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.forms.reference import apply_memory, bounded, each_document
+from titans_kernels.memory.forms.reference import apply_memory, clip_norm, each_document
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
     MemoryState,
     Options,
     Result,
+    broadcast_gate,
     distances,
-    over_weights,
     whole,
 )
 from titans_kernels.memory.parts.vjp import flows, vjp
@@ -82,14 +82,14 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     # copies: a view would keep all of a call's tokens alive
     alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha.clone()
     decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
-    decays = [over_weights(decay, W.shape[-1], by_column) for W in chunk.start]
+    decays = [broadcast_gate(decay, W.shape[-1], by_column) for W in chunk.start]
     gradients = token_gradients(
         rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, options.base
     )
     W, S, y = chunk.weights, chunk.momentum, []
     for t in range(now.q.shape[2]):
         gates = [gate[:, :, t, None, None] for gate in (now.eta, now.theta)]
-        forget = [over_weights(now.alpha[:, :, t], w.shape[-1], by_column) for w in W]
+        forget = [broadcast_gate(now.alpha[:, :, t], w.shape[-1], by_column) for w in W]
         layers = zip(W, S, gradients, forget, strict=True)
         after = [rule.update(w, s, g[:, :, t], a, *gates) for w, s, g, a in layers]
         W, S = (tuple(part) for part in zip(*after, strict=True))
@@ -127,7 +127,7 @@ def token_gradients(
     error = rule.error(predict(residual, k[..., None, :], x), v[..., None, :])
     errors, gradients = [pull(residual, error, x)], []
     for pullback in reversed(pullbacks):
-        gradient, *errors = pullback(bounded(errors[0], bound))
+        gradient, *errors = pullback(clip_norm(errors[0], bound))
         gradients.append(gradient)
     return gradients[::-1]
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.reference import squared_error, surprise
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, over_weights
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate
 from titans_kernels.memory.parts.gates import decay_products
 from titans_kernels.memory.parts.layout import Layout, Span, layout_of
 from titans_kernels.memory.residual import Residual, predict
@@ -145,7 +145,7 @@ def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Opti
     x, outputs = inputs.q, []
     for l, (W, S, X, d) in enumerate(zip(weights, momentum, keys, errors, strict=True)):
         x = x if l == 0 else f.value(x)
-        widen = lambda gate, width=W.shape[-1]: over_weights(gate, width, True)  # noqa: E731
+        widen = lambda gate, width=W.shape[-1]: broadcast_gate(gate, width, True)  # noqa: E731
         beta, m = (widen(gate)[..., 0, :] for gate in (chunk.beta, chunk.m))
         z, scores = beta * (x @ W) + m * (x @ S), x @ X.mT
         z = z + (1 - beta) * (x @ options.base[l]) if options.base else z

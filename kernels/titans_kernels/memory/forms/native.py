@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, whole
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.native import in_parts, library, numbers, pointer, pointers
+from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 256 * 2**20
 """A call whose chunk-start states are larger is left to `chunked`, which keeps some of them."""
@@ -174,7 +174,7 @@ class Call(NamedTuple):
     def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
         """Documents and heads are independent."""
         spec = ctypes.byref(self.spec)
-        in_parts(self.documents * self.spec.heads, lambda *jobs: function(spec, *arguments, *jobs))
+        parallel_for(self.documents * self.spec.heads, lambda *jobs: function(spec, *arguments, *jobs))
 
 
 class _Memory(torch.autograd.Function):

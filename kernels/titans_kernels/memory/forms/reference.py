@@ -19,8 +19,8 @@ from titans_kernels.memory.options import (
     Layers,
     Options,
     Result,
+    broadcast_gate,
     distances,
-    over_weights,
     state_dtype,
     whole,
 )
@@ -64,13 +64,13 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         eta, theta = (gate[:, :, None, None] for gate in (now.eta, now.theta))
         decay = (1 - now.alpha) * decay
         point = tuple(
-            rule.gradient_point(V, over_weights(decay, V.shape[-1], by_column))
+            rule.gradient_point(V, broadcast_gate(decay, V.shape[-1], by_column))
             for V in distances(chunk_start, base)
         )
         point = whole(point, base)
         gradient = inner_gradient(point, now.k, now.v, f, options.surprise_bound, rule, options.residual)
         after = [
-            rule.update(V, S, g, over_weights(now.alpha, V.shape[-1], by_column), eta, theta)  # (13, 14)
+            rule.update(V, S, g, broadcast_gate(now.alpha, V.shape[-1], by_column), eta, theta)  # (13, 14)
             for V, S, g in zip(distances(weights, base), momentum, gradient, strict=True)
         ]
         moved, momentum = (tuple(part) for part in zip(*after, strict=True))
@@ -144,13 +144,13 @@ def surprise(
         z.append(inputs[-1] @ W)
         inputs.append(f.value(z[-1]))
     last = inputs[-1] @ weights[-1]
-    errors = [bounded(pull(residual, error(predict(residual, k_BHTD, last), v_BHTD), last), bound)]
+    errors = [clip_norm(pull(residual, error(predict(residual, k_BHTD, last), v_BHTD), last), bound)]
     for W, out in zip(reversed(weights), reversed(z), strict=False):
-        errors.insert(0, bounded(f.through(errors[0] @ W.mT, out), bound))
+        errors.insert(0, clip_norm(f.through(errors[0] @ W.mT, out), bound))
     return inputs, errors
 
 
-def bounded(d: Tensor, bound: float | None) -> Tensor:
+def clip_norm(d: Tensor, bound: float | None) -> Tensor:
     """d min(1, c / |d|): the optional bound on a token's surprise, norm over the last dimension."""
     if bound is None:
         return d

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.parts.gates import Gates
-from titans_kernels.memory.parts.passes import Keys, Last, Reads, State, read_factors, side_by_side
+from titans_kernels.memory.parts.passes import Keys, Last, Reads, State, concat_scaled, read_factors
 from titans_kernels.memory.residual import Norm
 
 
@@ -146,7 +146,7 @@ def curves(keys: Keys, f: Activation) -> tuple[list[Tensor], list[Tensor]]:
 
 def leaving(keys: Keys, last: Last) -> list[Tensor]:
     """What of each key's input goes into the state after the chunk."""
-    return [side_by_side(X, last.c, last.n) for X in keys.X]
+    return [concat_scaled(X, last.c, last.n) for X in keys.X]
 
 
 def held(keys: Keys, bound: float | None) -> list[Tensor]:

@@ -122,7 +122,7 @@ def advance(state: State, keys: Keys, last: Last) -> None:
         if state.B:
             W.addcmul_(state.B[l], 1 - last.a)
         S.mul_(last.h)
-        WS.baddbmm_(side_by_side(X, last.c, last.n).mT, d, alpha=-1)
+        WS.baddbmm_(concat_scaled(X, last.c, last.n).mT, d, alpha=-1)
 
 
 def read_pass(
@@ -142,7 +142,7 @@ def read_pass(
     factors = read_factors(gates, WS[0].shape[1] // q.shape[-1])
     for l, state in enumerate(WS):
         x = reads.x[l]
-        reads.scaled.append(side_by_side(x, *factors))
+        reads.scaled.append(concat_scaled(x, *factors))
         reads.scores.append(torch.bmm(x, keys.X[l].mT))
         if known is None:
             y = torch.bmm(reads.scaled[l], state)
@@ -161,7 +161,7 @@ def read_factors(gates: Gates, parts: int) -> tuple[Tensor, ...]:
     return (beta, m, 1 - beta) if parts == 3 else (beta, m)
 
 
-def side_by_side(x: Tensor, *factors: Tensor) -> Tensor:
+def concat_scaled(x: Tensor, *factors: Tensor) -> Tensor:
     """x times each factor [R, b, factors * D]."""
     D = x.shape[-1]
     both = x.new_empty(*x.shape[:-1], len(factors) * D)

@@ -43,7 +43,7 @@ _here = _Here()
 
 
 @contextmanager
-def written_down() -> Iterator[list[Launch]]:
+def record_launches() -> Iterator[list[Launch]]:
     """A context in which kernels do not start: the list holds what would have started."""
     launches: list[Launch] = []
     _here.lists.append(launches)
@@ -53,7 +53,7 @@ def written_down() -> Iterator[list[Launch]]:
         _here.lists.pop()
 
 
-def writing_down() -> bool:
+def is_recording() -> bool:
     """Whether kernels are written down at the moment, over tensors that may hold nothing."""
     return bool(_here.lists)
 

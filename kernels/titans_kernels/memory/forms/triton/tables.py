@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.forms.triton.launch import writing_down
+from titans_kernels.memory.forms.triton.launch import is_recording
 from titans_kernels.memory.parts.layout import document_borders
 
 
@@ -56,7 +56,7 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
 
 def _unreadable() -> bool:
     """Whether tensors hold nothing that could be read, or not before a graph that is being captured runs."""
-    return writing_down() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return is_recording() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=64)
