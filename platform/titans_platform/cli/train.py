@@ -328,10 +328,8 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
             found.setdefault(task, {}).setdefault(bucket, {})[length] = value
     for task, rows in found.items():
         lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
-        table = Table(
-            box=box.SIMPLE_HEAD, title=f"{task}: where in the text, by tokens", title_justify="left"
-        )
-        table.add_column("")
+        table = Table(box=box.SIMPLE_HEAD, title=task, title_justify="left")
+        table.add_column("position, at tokens")
         for length in lengths:
             table.add_column(f"{int(length):,}", justify="right")
         for bucket, values in rows.items():
