@@ -29,6 +29,7 @@ FROZEN = {
     "bench memory": "--against --lengths --pairs --threads --quick --json",
     "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",
     "bench stream": "--preset --variants --tokens --every --text --memory-gb --threads --figure --json",
+    "clean": "--all-checkpoints --root --dry-run --json",
     "cluster down": "NAME --dry-run",
     "cluster list": "--json",
     "cluster logs": "NAME JOB --no-follow --dry-run",
@@ -46,6 +47,9 @@ FROZEN = {
     "init": "PATH --data --preset --force --reference",
     "inspect": "RUN --text --out --arrow --tokens --position --root",
     "paper": "--root --out",
+    "runs delete": "NAMES --root --dry-run",
+    "runs list": "--state --study --tag --root --json",
+    "runs tag": "RUN NAMES --remove --root --dry-run",
     "sweep list": "--root --json",
     "sweep report": "STUDY --scale --rows --seeds --set --root --ui --json",
     "sweep run": "STUDY --scale --rows --seeds --set --root --rerun-stale --concurrency "

@@ -20,6 +20,7 @@ LIGHT = [
     ["cluster", "list"],
     ["cluster", "up", "local", "--dry-run"],
     ["cluster", "up", "kuberay", "--dry-run"],
+    ["runs", "list"],
     ["sweep", "list"],
     ["sweep", "status"],
 ]

@@ -32,6 +32,7 @@ AFTER_INTERRUPT = {
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("bench", "bench", "Measure the speed and memory of the neural memory, and of others."),
+    "clean": ("runs", "clean", "Delete old checkpoints of finished runs, and dead Ray sessions."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Turn sources into token shards, and look at them."),
     "eval": ("train", "evaluate", "Measure a run or one of its checkpoints."),
@@ -40,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "init": ("init", "init", "Write a run file to begin with, every field explained."),
     "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
     "paper": ("paper", "paper", "Write one page of the paper's tables and figures, ours beside them."),
+    "runs": ("runs", "runs", "List, tag and delete runs."),
     "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
     "tasks": ("tasks", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
     "train": ("train", "train", "Train and measure one model."),

@@ -1,0 +1,240 @@
+"""`titans runs`: list, tag and delete runs; `titans clean`: free disk space."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from titans_platform.cli import dry_run_option, echo_json, json_option, root_option
+from titans_platform.errors import UsageError
+from titans_platform.files import read_json, write_json
+from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
+
+TAGS = "tags.json"
+STATES = ("done", "running", "failed", "interrupted")
+SESSION_AGE = 24 * 3600.0
+"""Seconds after which a Ray session without a process is deleted."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as `titans runs list` shows it."""
+
+    name: str
+    state: str
+    variant: str
+    steps: int
+    bytes: int
+    """On disk, checkpoints included."""
+    studies: list[str]
+    tags: list[str]
+
+
+@click.group()
+def runs() -> None:
+    """Runs under --root: list, tag and delete them.
+
+    \b
+    Example:
+      titans runs list --state done
+    """
+
+
+@runs.command("list")
+@click.option("--state", type=click.Choice(STATES), help="Only runs in this state.")
+@click.option("--study", metavar="NAME", help="Only runs of this study, e.g. ablation or ablation-laptop.")
+@click.option("--tag", "wanted", metavar="TAG", multiple=True, help="Only runs with this tag; repeatable.")
+@root_option
+@json_option
+def list_runs(
+    state: str | None, study: str | None, wanted: tuple[str, ...], root: Path, as_json: bool
+) -> None:
+    """List runs: name, state, variant, steps, size on disk, studies and tags.
+
+    \b
+    Example:
+      titans runs list --study ablation --tag baseline
+    """
+    found = [
+        run
+        for run in _runs(root)
+        if (state is None or run.state == state)
+        and (study is None or any(label == study or label.startswith(f"{study}-") for label in run.studies))
+        and set(wanted) <= set(run.tags)
+    ]
+    if as_json:
+        echo_json([asdict(run) for run in found])
+        return
+    for run in found:
+        size = f"{run.bytes / 2**20:.1f} MB"
+        more = " ".join([*run.studies, *(f"#{tag}" for tag in run.tags)])
+        click.echo(
+            f"{run.name}  {run.state:<11} {run.variant:<16} {run.steps:>7,} {size:>11}  {more}".rstrip()
+        )
+    total = sum(run.bytes for run in found)
+    click.echo(f"{len(found)} runs, {total / 2**20:,.1f} MB under {root / 'cells'}", err=True)
+
+
+@runs.command()
+@click.argument("run")
+@click.argument("names", nargs=-1, required=True, metavar="TAG...")
+@click.option("--remove", is_flag=True, help="Remove the tags instead.")
+@root_option
+@dry_run_option
+def tag(run: str, names: tuple[str, ...], remove: bool, root: Path, dry_run: bool) -> None:
+    """Add tags to RUN (its name, or how it begins). Tags are kept in its folder and change no number.
+
+    \b
+    Example:
+      titans runs tag 3f2a91c0 baseline
+    """
+    folder = _folder(run, root)
+    if bad := next((name for name in names if not re.fullmatch(r"[\w.:=-]+", name)), None):
+        raise UsageError(f"tag {bad!r}: use letters, digits and . : = _ -")
+    kept = set(_tags(folder))
+    kept = kept - set(names) if remove else kept | set(names)
+    if not dry_run:
+        write_json(folder.path / TAGS, {"tags": sorted(kept)})
+    click.echo(f"{folder.name}: {' '.join(sorted(kept)) or 'no tags'}")
+
+
+@runs.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN...")
+@root_option
+@dry_run_option
+def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
+    """Delete runs: their folders, checkpoints and MLflow runs. A run that is being trained is refused.
+
+    A study that has a deleted run trains it again.
+
+    \b
+    Example:
+      titans runs delete 3f2a91c0 --dry-run
+    """
+    folders = [_folder(name, root) for name in names]
+    if busy := next((folder for folder in folders if folder.is_held()), None):
+        raise UsageError(f"{busy.name}: is running; stop it first")
+    for folder in folders:
+        click.echo(f"{'would delete' if dry_run else 'deleting'} {folder.path} ({_mb(_size(folder.path))})")
+        if not dry_run:
+            _delete(folder, root)
+
+
+def _delete(folder: RunFolder, root: Path) -> None:
+    with folder.hold(0):
+        if os.environ.get("TITANS_MLFLOW") or (root / "mlflow.db").exists():
+            # imports mlflow, which takes seconds
+            from titans_platform.tracking import open_store
+
+            open_store(root).discard_cell(folder.name)
+        shutil.rmtree(folder.path)
+
+
+@click.command()
+@click.option("--all-checkpoints", is_flag=True, help="Delete the last checkpoint of finished runs too.")
+@root_option
+@dry_run_option
+@json_option
+def clean(all_checkpoints: bool, root: Path, dry_run: bool, as_json: bool) -> None:
+    """Delete what nothing needs: older checkpoints of finished runs, and dead Ray sessions.
+
+    The checkpoint that eval, generate and export use is kept. With --all-checkpoints it goes too: such a run
+    keeps its numbers, but cannot be used or trained further. Ray's session folders are deleted when they are
+    older than a day and no process uses them.
+
+    \b
+    Example:
+      titans clean --dry-run
+    """
+    paths = [*_old_checkpoints(root, all_checkpoints), *_dead_sessions()]
+    freed = {str(path): _size(path) for path in paths}
+    for path in [] if dry_run else paths:
+        shutil.rmtree(path, ignore_errors=True)
+    if as_json:
+        echo_json({"deleted": not dry_run, "bytes": freed})
+        return
+    for path, size in freed.items():
+        click.echo(f"{_mb(size):>11}  {path}")
+    click.echo(f"{'would free' if dry_run else 'freed'} {_mb(sum(freed.values()))}")
+
+
+def _old_checkpoints(root: Path, everything: bool) -> Iterator[Path]:
+    # imports torch
+    from titans_platform.runs.load import find_checkpoint
+
+    used = {_start_from(folder) for folder in _folders(root)}
+    for folder in _folders(root):
+        points = sorted((folder.path / CHECKPOINTS).glob("step-*"))
+        if not points or folder.state() != "done":
+            continue
+        try:
+            kept = None if everything else find_checkpoint(str(folder.path), root)
+        except UsageError as error:
+            click.echo(f"{folder.name}: all checkpoints are kept: {error}", err=True)
+            continue
+        yield from (point for point in points if point.resolve() != kept and str(point.resolve()) not in used)
+
+
+def _start_from(folder: RunFolder) -> str | None:
+    return (read_json(folder.path / CONFIG) or {}).get("start_from")
+
+
+def _dead_sessions() -> Iterator[Path]:
+    """Session folders of Ray that are older than a day, ours, and named by no living process."""
+    place = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    sessions = [path for path in sorted(place.glob("session_2*")) if path.is_dir() and not path.is_symlink()]
+    if not sessions:
+        return
+    alive = subprocess.run(["ps", "-axww", "-o", "command="], capture_output=True, text=True).stdout
+    for path in sessions:
+        last = max((file.lstat().st_mtime for file in path.rglob("*")), default=path.stat().st_mtime)
+        old = time.time() - last > SESSION_AGE
+        if old and path.stat().st_uid == os.getuid() and path.name not in alive:
+            yield path
+
+
+def _runs(root: Path) -> Iterator[RunInfo]:
+    studies: dict[str, list[str]] = {}
+    for manifest in sorted((root / "studies").glob("*/cells.json")):
+        for cell in (read_json(manifest) or {}).get("cells", []):
+            studies.setdefault(cell["cell"], []).append(manifest.parent.name)
+    for folder in _folders(root):
+        config = read_json(folder.path / CONFIG) or {}
+        variant = str(config.get("model", {}).get("variant", "?"))
+        steps = int(config.get("optim", {}).get("steps", 0))
+        belongs = list(dict.fromkeys(studies.get(folder.name, [])))
+        yield RunInfo(folder.name, folder.state(), variant, steps, _size(folder.path), belongs, _tags(folder))
+
+
+def _folders(root: Path) -> list[RunFolder]:
+    return [RunFolder(root, path.name) for path in sorted((root / "cells").glob("*")) if path.is_dir()]
+
+
+def _folder(run: str, root: Path) -> RunFolder:
+    found = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
+    if len(found) != 1:
+        what = f"{len(found)} runs begin so; give more of the name" if found else "no such run"
+        raise UsageError(f"{run}: {what} under {root / 'cells'}; titans runs list shows them")
+    return found[0]
+
+
+def _tags(folder: RunFolder) -> list[str]:
+    return (read_json(folder.path / TAGS) or {}).get("tags", [])
+
+
+def _size(path: Path) -> int:
+    files: Iterable[Path] = path.rglob("*")
+    return sum(file.lstat().st_size for file in files if not file.is_dir())
+
+
+def _mb(size: int) -> str:
+    return f"{size / 2**20:,.1f} MB"
