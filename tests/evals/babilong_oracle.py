@@ -15,7 +15,7 @@ from titans_platform.config import TaskConfig
 from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.evals import build_generated
 from titans_platform.evals.items import count_tokens
-from titans_platform.evals.tasks.babi import Babilong, parts_of
+from titans_platform.evals.tasks.babi import Babilong, split_question
 
 KINDS = ("qa1", "qa2", "qa4", "qa5")
 LENGTHS = (0, 1024, 4096, 16_384, 131_072)
@@ -26,7 +26,7 @@ class Oracle:
     """Finds the facts in a row, and says what the story with these facts and this question answers."""
 
     def __init__(self, task: Babilong):
-        told = [parts_of(item) for item in task._questions()]
+        told = [split_question(item) for item in task._questions()]
         self.known = {(tuple(facts), asked): answer for facts, asked, answer in told}
         self.answers = sorted({answer for _, _, answer in told})
         facts = sorted({fact for facts, _, _ in told for fact in facts}, key=len, reverse=True)

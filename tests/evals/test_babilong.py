@@ -18,7 +18,7 @@ from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import build_generated, build_task, encode_item, evaluate
 from titans_platform.evals.items import count_tokens
-from titans_platform.evals.tasks.babi import parts_of
+from titans_platform.evals.tasks.babi import split_question
 
 BYTE = load_tokenizer("byte")
 PEOPLE, PLACES = ("Mary", "John", "Daniel"), ("garden", "office", "kitchen", "hallway")
@@ -58,8 +58,8 @@ def solved(before: str) -> str | None:
 
 @pytest.mark.parametrize("shots", [0, 3])
 def test_the_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
-    task, told = made(files, shots=shots), {parts_of(item)[1:] for item in made(files)._questions()}
-    stories = {tuple(parts_of(item)[0]) for item in made(files)._questions()}
+    task, told = made(files, shots=shots), {split_question(item)[1:] for item in made(files)._questions()}
+    stories = {tuple(split_question(item)[0]) for item in made(files)._questions()}
     for seed in range(30):
         item = task.item(random.Random(seed), 900, BYTE)
         tokens, is_answer = encode_item(item, BYTE, 900)

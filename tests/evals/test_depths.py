@@ -59,7 +59,7 @@ def test_depths_are_printed_by_length_and_positions_beside_them():
 
 def test_rows_beyond_the_budget_of_a_pass_give_what_one_pass_gives(tiny_run, monkeypatch):
     monkeypatch.setattr("titans_platform.evals.scoring.PREFILL_TOKENS", 200)
-    monkeypatch.setattr("titans_platform.evals.scoring.AT_ONCE", 2)
+    monkeypatch.setattr("titans_platform.evals.scoring.MAX_PARALLEL_ROWS", 2)
     torch.manual_seed(0)
     model, passes = LanguageModel(tiny_run.model), []
     model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape))

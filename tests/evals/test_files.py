@@ -23,7 +23,7 @@ from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer, build_generated, build_task, encode_item, evaluate
-from titans_platform.evals.items import prose_of
+from titans_platform.evals.items import load_prose
 from titans_platform.evals.lm_harness import MISSING, HarnessModel, harness_model
 from titans_platform.evals.scoring import encode_pair
 
@@ -165,14 +165,14 @@ def test_bad_records_name_file_and_fault(content, message, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
     with pytest.raises(UsageError, match=message):
-        prose_of(str(path))
+        load_prose(str(path))
 
 
 def test_prose_has_single_spaces_and_may_be_compressed(tmp_path):
     path = tmp_path / "p.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in ("It  rained.", "The\nship sailed."))
-    assert prose_of(str(path)) == "It rained. The ship sailed. "
+    assert load_prose(str(path)) == "It rained. The ship sailed. "
 
 
 def test_a_context_keeps_the_spaces_it_ends_with_for_the_answer():

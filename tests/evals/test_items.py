@@ -17,8 +17,8 @@ from titans_platform.evals.items import (
     VERBS,
     answer_spans,
     fill,
-    item_of,
-    murmur,
+    lowercase_words,
+    make_item,
     prose,
     scatter,
 )
@@ -64,7 +64,7 @@ def test_an_item_that_is_too_long_says_so():
 
 
 def test_pieces_are_joined_and_hash_is_of_the_text():
-    item = item_of([("a", False), ("", True), ("b", False), ("c", True), ("d", True)])
+    item = make_item([("a", False), ("", True), ("b", False), ("c", True), ("d", True)])
     assert item.pieces == (("ab", False), ("cd", True))
     assert item.hash == Item((("abcd", False),)).hash != Item((("abce", False),)).hash
     assert re.fullmatch(r"[0-9a-f]{16}", item.hash)
@@ -80,7 +80,7 @@ def test_fill_reaches_the_length_or_the_last_word_before_it(length):
     words = WordTokenizer()
 
     def build(characters):
-        return item_of([(("xy " * characters)[:characters] + " where? ", False), ("here", True)])
+        return make_item([(("xy " * characters)[:characters] + " where? ", False), ("here", True)])
 
     assert len(fill(build, length, BYTE).text) + 1 == length
     tokens, _ = encode_item(fill(build, length, words), words, length)
@@ -93,7 +93,7 @@ def test_a_long_row_is_filled_as_a_short_one_in_fewer_counts(monkeypatch):
 
     def build(characters):
         built.append(characters)
-        return item_of([(("xy z abcdef " * characters)[:characters] + " where? ", False), ("here", True)])
+        return make_item([(("xy z abcdef " * characters)[:characters] + " where? ", False), ("here", True)])
 
     item, slow = fill(build, 3000, words), len(built)
     built.clear()
@@ -104,10 +104,10 @@ def test_a_long_row_is_filled_as_a_short_one_in_fewer_counts(monkeypatch):
 
 def test_fill_refuses_what_cannot_fit():
     with pytest.raises(UsageError, match="ask for longer rows"):
-        fill(lambda n: item_of([("a" * (n + 10), False), ("b", True)]), 11, BYTE)
+        fill(lambda n: make_item([("a" * (n + 10), False), ("b", True)]), 11, BYTE)
 
 
-@pytest.mark.parametrize("make", [prose, murmur])
+@pytest.mark.parametrize("make", [prose, lowercase_words])
 def test_filler_has_the_length_asked_for(make):
     rng = random.Random(0)
     assert [len(make(rng, n)) for n in (0, 1, 7, 100, 1001)] == [0, 1, 7, 100, 1001]
@@ -116,7 +116,7 @@ def test_filler_has_the_length_asked_for(make):
 def test_filler_words_state_no_fact_and_hold_no_needle():
     world = {word.lower() for word in (*PEOPLE, *PLACES, *THINGS)}
     assert not world & {*NOUNS, *ADJECTIVES, *VERBS}
-    assert re.fullmatch(r"[a-z ]+", murmur(random.Random(1), 5000))
+    assert re.fullmatch(r"[a-z ]+", lowercase_words(random.Random(1), 5000))
     assert not re.search(r"\d|special|magic", prose(random.Random(1), 5000))
 
 
@@ -189,7 +189,7 @@ def test_bad_options_name_the_field(task, options, message):
 
 
 def test_only_generated_tasks_make_training_rows():
-    with pytest.raises(UsageError, match=r"perplexity makes no items.*needle"):
+    with pytest.raises(UsageError, match=r"perplexity generates no items.*needle"):
         build_generated(TaskConfig(task="perplexity"))
 
 

@@ -11,8 +11,8 @@ import torch
 from titans_core import BLOCKS, LanguageModel
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import Request, Scorer, scoring
-from titans_platform.evals.scoring import PASS_TOKENS as PASS
-from titans_platform.evals.scoring import Group, alike, batch_groups, forks, group_rows
+from titans_platform.evals.scoring import FORWARD_OVERHEAD_TOKENS as PASS
+from titans_platform.evals.scoring import Group, batch_groups, forks, group_by_prefix, similar_lengths
 
 BYTE = load_tokenizer("byte")
 
@@ -51,7 +51,7 @@ def small(tiny_run, variant):
 @pytest.mark.parametrize("max_length", [40, 1000])
 def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monkeypatch):
     # so that small batches have several forks and several passes at each
-    monkeypatch.setattr("titans_platform.evals.scoring.PASS_TOKENS", 6)
+    monkeypatch.setattr("titans_platform.evals.scoring.FORWARD_OVERHEAD_TOKENS", 6)
     asked, model = requests(), small(tiny_run, variant)
     with torch.inference_mode():
         found = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
@@ -87,11 +87,11 @@ def test_a_uniform_model_gives_every_token_the_same(tiny_run):
 
 def test_every_row_is_in_one_group_and_shares_what_its_neighbours_have():
     rows = [[1, 2, 3, 4], [1, 2, 3, 5], [9], [1, 2, 3, 4, 6], [1, 7]]
-    assert group_rows(rows, [3, 3, 1, 3, 1]) == [Group(3, (0, 3, 1)), Group(0, (4,)), Group(0, (2,))]
+    assert group_by_prefix(rows, [3, 3, 1, 3, 1]) == [Group(3, (0, 3, 1)), Group(0, (4,)), Group(0, (2,))]
     # no more than allowed: what is scored is read by each row
-    assert group_rows(rows[:2], [1, 2]) == [Group(1, (0, 1))]
+    assert group_by_prefix(rows[:2], [1, 2]) == [Group(1, (0, 1))]
     asked = [request.context + request.continuation for request in requests(2, 40)]
-    found = group_rows(asked, [len(row) for row in asked])
+    found = group_by_prefix(asked, [len(row) for row in asked])
     assert sorted(row for group in found for row in group.rows) == list(range(len(asked)))
     for group in found:
         assert len({tuple(asked[row][: group.shared]) for row in group.rows}) == 1
@@ -111,7 +111,7 @@ def test_a_fork_more_is_made_where_it_saves_more_than_a_pass():
     near, far, none = Group(start, (0, 1)), Group(2 * start, (2, 3)), Group(0, (4,))
     assert [fork.position for fork in forks([far, near, none])] == [0, start, 2 * start]
     assert [fork.position for fork in forks([far._replace(shared=start + PASS), near])] == [start]
-    assert alike([5, 4, 5 + PASS + 1]) == [[2], [0, 1]]
+    assert similar_lengths([5, 4, 5 + PASS + 1]) == [[2], [0, 1]]
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "transformer"])
@@ -129,12 +129,12 @@ def test_long_rows_are_read_in_pieces_on_the_state(variant, start, tiny_run, mon
 
 def test_long_rows_are_read_side_by_side_as_memory_allows(tiny_run, monkeypatch):
     def rows(variant, length):
-        return Scorer(small(tiny_run, variant), BYTE, torch.device("cpu"), 100).side_by_side(length)
+        return Scorer(small(tiny_run, variant), BYTE, torch.device("cpu"), 100).parallel_rows(length)
 
     assert rows("lmm", 50) == 2
     assert rows("lmm", 100) == 1
-    assert rows("lmm", 130) == scoring.AT_ONCE
+    assert rows("lmm", 130) == scoring.MAX_PARALLEL_ROWS
     kept = small(tiny_run, "transformer").state_bytes(130) + 130 * scoring.TOKEN_BYTES
-    monkeypatch.setattr(scoring, "AT_ONCE_BYTES", 3 * kept)
+    monkeypatch.setattr(scoring, "PARALLEL_BYTES", 3 * kept)
     assert rows("transformer", 130) == 3
     assert rows("transformer", 10_000) == 1

@@ -1,6 +1,6 @@
-"""Items: one question-answer row as text pieces, its tokens, and the filler that brings it to length.
+"""Items: one row of questions and answers as pieces of text, its tokens, and filler up to a length.
 
-No word of the filler is a person, a place or a thing of the reasoning tasks, so it never states a fact.
+The filler has no word that is a person, a place or a thing of the reasoning tasks, so it states no fact.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any, Protocol
 from titans_platform.errors import UsageError
 
 LONG = 32_768
-"""Tokens from which on a row's filler is first measured by tokens a character."""
+"""Rows of at least so many tokens estimate their filler from the tokens per character first."""
 
 
 class Tokenizer(Protocol):
-    """What evaluation needs of a tokenizer (`titans_platform.data.load_tokenizer` gives one)."""
+    """The tokenizer interface that evaluation uses (`titans_platform.data.load_tokenizer`)."""
 
     vocab_size: int
     bos: int
     pad: int
 
     def encode(self, text: str, /) -> list[int]:
-        """Token ids of `text`, without a document start."""
+        """Token ids of `text`, without the document start."""
         ...
 
     def decode(self, tokens: list[int], /) -> str:
@@ -42,24 +42,24 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Item:
-    """One row: `(text, is_answer)` pieces in reading order; each answer follows at least one other piece."""
+    """One row: `(text, is_answer)` pieces in reading order; the first piece is not an answer."""
 
     pieces: tuple[tuple[str, bool], ...]
     buckets: tuple[str, ...] = ()
-    """What each answer is counted under besides the whole, as the depth of a needle; none: no buckets."""
+    """A bucket for each answer, with an accuracy of its own (a needle's depth, say); empty: none."""
 
     @cached_property
     def text(self) -> str:
-        """The whole row as it is read, answers included."""
+        """Text of the whole row, answers included."""
         return "".join(text for text, _ in self.pieces)
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits of the text's sha256: two items with the same text are the same item."""
+        """16 hex digits of the text's sha256; items with the same text count as the same item."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def questions(self) -> Iterator[tuple[str, str]]:
-        """(all text before the answer, answer) of each answer."""
+        """For each answer: all text before it, and the answer."""
         before = ""
         for text, is_answer in self.pieces:
             if is_answer:
@@ -67,8 +67,8 @@ class Item:
             before += text
 
 
-def item_of(pieces: Iterable[tuple[str, bool]], buckets: tuple[str, ...] = ()) -> Item:
-    """Item of `pieces` with neighbours of the same kind joined and empty ones left out.
+def make_item(pieces: Iterable[tuple[str, bool]], buckets: tuple[str, ...] = ()) -> Item:
+    """Item of `pieces`, with adjacent pieces of the same kind joined and empty ones dropped.
 
     Pieces are tokenised one by one, so that an answer's tokens are its own; joining first keeps a
     subword tokenizer from seeing more seams than that needs.
@@ -140,7 +140,7 @@ def fill(build: Callable[[int], Item], length: int, tokenizer: Tokenizer) -> Ite
         low, high = high, 2 * high + 8
         tokens = count_tokens(build(high), tokenizer)
     if length >= LONG:
-        low, high = _closer(lambda n: count_tokens(build(n), tokenizer), low, high, length)
+        low, high = _narrow(lambda n: count_tokens(build(n), tokenizer), low, high, length)
     while high - low > 1:
         middle = (low + high) // 2
         if count_tokens(build(middle), tokenizer) <= length:
@@ -150,8 +150,8 @@ def fill(build: Callable[[int], Item], length: int, tokenizer: Tokenizer) -> Ite
     return build(low)
 
 
-def _closer(count: Callable[[int], int], low: int, high: int, length: int) -> tuple[int, int]:
-    """Closer bounds around `length` tokens, by the tokens a character has between them.
+def _narrow(count: Callable[[int], int], low: int, high: int, length: int) -> tuple[int, int]:
+    """Tighter bounds around `length` tokens, by interpolating tokens per character.
 
     A long text takes a while to count; a search by halves counts it twenty times.
     """
@@ -221,17 +221,17 @@ LINKS = ("before", "after", "beyond", "beside", "near", "behind", "under", "abov
 
 
 def prose(rng: random.Random, characters: int) -> str:
-    """Exactly `characters` characters of sentences, ending with a whole one (the first may be cut)."""
+    """Sentences, exactly `characters` characters; the first may be truncated."""
     return _joined(lambda: _sentence(rng), characters)
 
 
-def murmur(rng: random.Random, characters: int) -> str:
-    """Exactly `characters` characters of lower-case words and spaces: no capital, digit or mark."""
+def lowercase_words(rng: random.Random, characters: int) -> str:
+    """Lower-case words and spaces, exactly `characters` characters: no capital, digit or punctuation."""
     return _joined(lambda: rng.choice(NOUNS if rng.random() < 0.5 else VERBS), characters)
 
 
 def _sentence(rng: random.Random) -> str:
-    """A sentence of eight to ten words without digits or names; its full stop included."""
+    """A sentence of eight to ten words without digits or names, with its full stop."""
     subject, verb = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", rng.choice(VERBS)
     place = f"{rng.choice(NOUNS)} {rng.choice(LINKS)} the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
     return f"The {subject} {verb} the {place}."
@@ -247,7 +247,7 @@ def _joined(make: Callable[[], str], characters: int) -> str:
 
 
 def read_text(path: str) -> str:
-    """Text of a UTF-8 file, plain, .gz or .xz. Raises UsageError where it cannot be read."""
+    """Text of a UTF-8 file, plain, .gz or .xz. Raises UsageError if it cannot be read."""
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8") as file:
@@ -257,7 +257,7 @@ def read_text(path: str) -> str:
 
 
 def read_jsonl(path: str) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file. Raises UsageError: cannot be read, empty, or a line is no JSON object."""
+    """Objects of a .jsonl file. Raises UsageError: unreadable, empty, or a line is not a JSON object."""
     records = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if line.strip():
@@ -274,13 +274,13 @@ def read_jsonl(path: str) -> list[dict[str, Any]]:
 
 
 def cycle(text: str, start: int, characters: int) -> str:
-    """`characters` characters of `text` from `start` on, round and round."""
+    """`characters` characters of `text` from `start` on, repeating the text."""
     return (text * ((start + characters) // len(text) + 1))[start : start + characters]
 
 
 @lru_cache(maxsize=4)
-def prose_of(path: str) -> str:
-    """The file's text with runs of white space made one space, as RULER does with its essays."""
+def load_prose(path: str) -> str:
+    """Text of the file with runs of white space collapsed, as RULER does with its essays."""
     if ".jsonl" in path:
         text = " ".join(str(record.get("text", "")) for record in read_jsonl(path))
     else:

@@ -1,4 +1,4 @@
-"""Adapter to lm-evaluation-harness (the extra `lm-eval`): its tasks, on this repository's models."""
+"""Adapter to lm-evaluation-harness (the extra `lm-eval`)."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ from titans_platform.evals.registry import Context, Measurement, Task, register
 from titans_platform.evals.scoring import Request, Scorer, encode_pair
 
 MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.9'"
-# draws for standard errors that have no closed form; the harness's 100 000 take longer than the evaluation
+# bootstrap samples for standard errors without a closed form; the harness's default of 100,000 is slow
 BOOTSTRAPS = 1000
 CHANCES = {
     **dict.fromkeys(("piqa", "winogrande"), 1 / 2),
     **dict.fromkeys(("hellaswag", "arc_easy", "arc_challenge"), 1 / 4),
     **dict.fromkeys(("lambada_openai", "lambada_standard"), 0.0),
     "social_iqa": 1 / 3,
-    # the share of yes in its validation set
+    # the share of yes in the validation set
     "boolq": 0.6217,
 }
 
 
 class LmEvalOptions(Frozen):
-    """Which of the harness's tasks, by which metric."""
+    """Tasks of the harness, and the metric."""
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     metric: str = "acc"
-    """A metric of every one of them, e.g. acc, acc_norm, perplexity, word_perplexity."""
+    """A metric that all of them have, e.g. acc, acc_norm, perplexity, word_perplexity."""
     chance: float | None = None
-    """What guessing gets; None: known for the tasks of the paper's Table 1."""
+    """Value of guessing; None: known for the tasks of the paper's Table 1."""
     num_fewshot: Annotated[int, Field(ge=0)] = 0
     include_path: str | None = None
-    """A folder of further task files (YAML), e.g. ones that read local data."""
+    """A folder of additional task files (YAML), e.g. ones that read local data."""
 
 
 class HarnessModel:
-    """The three methods the harness calls on a model, each with a list of requests with `.args`.
+    """The three methods that the harness calls on a model, each with a list of requests with `.args`.
 
-    It imports nothing of the harness, so that it can be tested without it. Its rolling windows are not the
-    harness's: there, the last window repeats the text before it as context, and no row begins with a
-    document start.
+    It does not import the harness, so it can be tested without it. Its rolling windows differ from the
+    harness's, whose last window repeats the text before it as context, and whose rows have no document start.
     """
 
     def __init__(self, scorer: Scorer, max_length: int) -> None:
@@ -69,7 +68,7 @@ class HarnessModel:
         return totals
 
     def _windows(self, tokens: list[int]) -> list[Request]:
-        """Every token once; a later window opens with the last token of the one before."""
+        """Windows that score every token once; the context of each is the last token of the window before."""
         if not tokens:
             return []
         width = self.max_length - 1
@@ -80,52 +79,55 @@ class HarnessModel:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy continuation of each `(context, {until, max_gen_toks})`, up to the first stop string.
 
-        A context that is too long loses its beginning; what is written goes on from the model's state, beyond
-        `max_length` too.
+        A context that is too long is truncated on the left. Generation continues from the model's state, also
+        beyond `max_length`.
         """
-        asked = [self._asked(*request.args) for request in requests]
-        texts = [""] * len(asked)
-        for batch in self.scorer.batches([len(one.context) for one in asked]):
-            for i, text in zip(batch, self._written([asked[i] for i in batch]), strict=True):
+        prompts = [self._prompt(*request.args) for request in requests]
+        texts = [""] * len(prompts)
+        for batch in self.scorer.batches([len(one.context) for one in prompts]):
+            for i, text in zip(batch, self._generate([prompts[i] for i in batch]), strict=True):
                 texts[i] = text
         return texts
 
-    def _asked(self, context: str, settings: dict[str, Any]) -> _Asked:
+    def _prompt(self, context: str, settings: dict[str, Any]) -> _Prompt:
         if settings.get("do_sample") or settings.get("temperature", 0):
-            raise UsageError("task: lm_eval decodes greedily; this task asks for sampling")
+            raise UsageError("task: lm_eval decodes greedily, and this task wants sampling; leave it out")
         until, tokenizer = settings.get("until") or [], self.scorer.tokenizer
         stops = (until,) if isinstance(until, str) else tuple(until)
         tokens = tokenizer.encode(context)
         kept = tokens[max(0, len(tokens) - (self.max_length - 1)) :]
-        return _Asked([tokenizer.bos, *kept], stops, int(settings.get("max_gen_toks", 256)))
+        return _Prompt([tokenizer.bos, *kept], stops, int(settings.get("max_gen_toks", 256)))
 
-    def _written(self, batch: list[_Asked]) -> list[str]:
+    def _generate(self, batch: list[_Prompt]) -> list[str]:
         scorer, tokenizer = self.scorer, self.scorer.tokenizer
         made: list[list[int]] = [[] for _ in batch]
         writing = Writing(
             scorer.model,
-            [asked.context for asked in batch],
-            max(asked.most for asked in batch),
+            [prompt.context for prompt in batch],
+            max(prompt.max_new_tokens for prompt in batch),
             stop=(tokenizer.bos, tokenizer.pad),
             device=scorer.device,
         )
         for row, token in writing:
             made[row].append(token)
-            if len(made[row]) == batch[row].most or batch[row].end(tokenizer.decode(made[row])) is not None:
+            if (
+                len(made[row]) == batch[row].max_new_tokens
+                or batch[row].end(tokenizer.decode(made[row])) is not None
+            ):
                 writing.end(row)
         texts = map(tokenizer.decode, made)
-        return [text[: asked.end(text)] for asked, text in zip(batch, texts, strict=True)]
+        return [text[: prompt.end(text)] for prompt, text in zip(batch, texts, strict=True)]
 
 
-class _Asked(NamedTuple):
-    """What a text is to be gone on from, strings that end it, the most tokens."""
+class _Prompt(NamedTuple):
+    """Prompt, stop strings, maximum new tokens."""
 
     context: list[int]
     stops: tuple[str, ...]
-    most: int
+    max_new_tokens: int
 
     def end(self, text: str) -> int | None:
-        """Where the first stop string begins; None without one."""
+        """Position of the first stop string; None if there is none."""
         return min((text.find(stop) for stop in self.stops if stop in text), default=None)
 
 
@@ -158,7 +160,7 @@ class LmEval(Task):
 
     @property
     def chance(self) -> float:
-        """`options.chance`, or the mean of the tasks' own.
+        """`options.chance`, or the mean of the tasks' chance levels.
 
         Raises:
             UsageError: a task whose chance is not known, and none given.
@@ -171,7 +173,7 @@ class LmEval(Task):
         return fmean(CHANCES[name] for name in self.options.names)
 
     def measure(self, context: Context) -> Measurement:
-        """The metric on `config.items` documents of each task; stderr 0 where the harness has none."""
+        """The metric on `config.items` documents of each task; stderr is 0 if the harness reports none."""
         model = harness_model(context.scorer, context.length)
         import lm_eval  # pyright: ignore[reportMissingImports]
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
@@ -192,10 +194,10 @@ class LmEval(Task):
             random_seed=context.config.seed,
         )
         if found is None:
-            raise UsageError("task: lm_eval gave no results; it answers on rank 0 only")
+            raise UsageError("task: lm_eval returns results on rank 0 only; evaluate in one process")
         values, errors = [], []
         for name in self.options.names:
-            # the harness names a result `metric,filter`; N/A, where it has no standard error, counts as none
+            # the harness names a result `metric,filter`; a standard error may be N/A
             result = {key.partition(",")[0]: value for key, value in reversed(found["results"][name].items())}
             numbers = {key: float(value) for key, value in result.items() if isinstance(value, int | float)}
             if metric not in numbers:

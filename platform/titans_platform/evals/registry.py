@@ -1,4 +1,4 @@
-"""The registry of tasks: what a task is, what one that generates items is, how a config builds one."""
+"""The registry of tasks; base classes of tasks and of tasks that generate items; floors."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from titans_core.config import Frozen
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError, find_named, nearest
 from titans_platform.evals.items import Item, Tokenizer, answer_spans, encode_item
-from titans_platform.evals.scoring import Scorer, measure_shared
+from titans_platform.evals.scoring import Scorer, measure_distributed
 from titans_platform.loading import validate
 
-# how many items in a row may have been seen before, until a task counts as used up
+# consecutive items that were seen before, after which a task has no more new items
 PATIENCE = 1000
 
 FLOOR_ITEMS, MIN_FLOOR_ITEMS = 1000, 50
-"""Items that heuristics are measured on, at most and at least."""
+"""Most and fewest items that heuristics are measured on."""
 FLOOR_TOKENS, FLOOR_ANSWERS = 2**19, 3000
-"""Tokens and answers in these items, after which no more are drawn than the least."""
+"""Tokens and answers after which sampling stops, once it has the fewest items."""
 
 Heuristic = Callable[[str], Sequence[str]]
-"""Takes the text before an answer, returns the answers it guesses among, each with equal probability."""
+"""Maps the text before an answer to the answers that it guesses among with equal probability."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a task gives at one length: its value, the value's standard error, and what guessing gives."""
+    """Result of a task at one length."""
 
     value: float
     stderr: float
     chance: float
     items: int
     buckets: dict[str, float] = field(default_factory=dict)
-    """The value by what tells items apart: perplexity by the number of tokens a prediction could see
-    (`"64-127"`), answers by the depth of a needle (`"30-40%"`)."""
+    """The value by bucket: perplexity by the number of tokens that a prediction could see (`"64-127"`),
+    accuracy by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
     """Accuracy of the task's best heuristic, or chance if that is higher; None: the task lists none."""
     heuristic: str | None = None
@@ -52,7 +52,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Context:
-    """What a task measures with: the scorer (model, tokenizer, device), the data, and how much of it."""
+    """Inputs of a measurement: the scorer (model, tokenizer, device), the data, the evaluation config."""
 
     scorer: Scorer
     prepared: Any
@@ -62,7 +62,7 @@ class Context:
 
 
 class NoOptions(Frozen):
-    """Options of a task that has none."""
+    """Options of a task without options."""
 
 
 class Task(ABC):
@@ -70,24 +70,24 @@ class Task(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
-    """Raise it with any change that changes a number: cells measured with another version run again."""
+    """Increment it with every change that changes a number: cells of another version run again."""
     Options: ClassVar[type[Frozen]] = NoOptions
     data_kind: ClassVar[str] = "tokens"
-    """What it is measured on: the data of an objective of the same kind."""
+    """Kind of data that the task needs: that of an objective with the same kind."""
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()
 
     @property
     def label(self) -> str:
-        """Name with its kind: what tells two tasks of one column apart."""
+        """Name and kind; unique among the tasks of a column unless they differ in other options."""
         kind = getattr(self.options, "kind", None)
         return f"{self.name}-{kind}" if kind else self.name
 
     @property
     @abstractmethod
     def chance(self) -> float:
-        """What a model that knows nothing gets; an upper bound where it depends on the file read."""
+        """Value of guessing without reading; an upper bound if it depends on a file."""
 
     @abstractmethod
     def measure(self, context: Context) -> Measurement:
@@ -105,7 +105,7 @@ class Floor(NamedTuple):
 
 
 class GeneratedTask(Task):
-    """A task that generates items, for training rows too; all it needs beside `chance` is `item`.
+    """A task that generates items, also for training rows. A subclass needs `chance` and `item`.
 
     A model below or at the floor (`floor`) may be using a shortcut, so a task should list its `heuristics`.
     """
@@ -126,7 +126,7 @@ class GeneratedTask(Task):
         return _floor(type(self), self.options, length, tokenizer) if self.heuristics else None
 
     def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
-        """The items that heuristics are measured on: a function of the options and the length."""
+        """Items that heuristics are measured on: a function of the options and the length only."""
         rng = random.Random(f"floor of {self.name} {self.options.model_dump_json()} {length}")
         answers = 0
         for drawn in range(FLOOR_ITEMS):
@@ -150,9 +150,9 @@ class GeneratedTask(Task):
         The standard error takes the item, not the answer, as what is drawn independently; with one answer
         an item it is sqrt(p (1 - p) / n).
         """
-        rows, items = context.scorer.side_by_side(context.length), self._fresh_items(context)
+        rows, items = context.scorer.parallel_rows(context.length), self._fresh_items(context)
         batches = iter(lambda: list(islice(items, rows)), [])
-        measured = measure_shared(batches, partial(_graded, context))
+        measured = measure_distributed(batches, partial(_graded, context))
         shares: list[float] = []
         buckets: dict[str, list[bool]] = {}
         for names, right in chain.from_iterable(measured):
@@ -173,7 +173,7 @@ class GeneratedTask(Task):
         )
 
     def _fresh_items(self, context: Context) -> Iterator[Item]:
-        """Up to `config.items` different items, none of which occurs in the training rows, one by one.
+        """Up to `config.items` distinct items that do not occur in the training rows.
 
         Raises:
             UsageError: not one unseen item was found.
@@ -196,13 +196,13 @@ class GeneratedTask(Task):
 
 
 def _natural(name: str) -> tuple[int, str]:
-    """Order of buckets: by the number they begin with."""
+    """Sort key of buckets: the number at the start of the name."""
     digits = re.match(r"\d+", name)
     return int(digits[0]) if digits else 0, name
 
 
 def _graded(context: Context, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
-    """Per item the buckets of its answers, and whether each answer is right.
+    """For each item, the buckets of its answers and whether each answer is correct.
 
     Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
     decoding from the question gives the whole answer: one forward pass does for generation.
@@ -239,7 +239,7 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Toke
 
 
 PROTOCOL = 1
-"""Version of what all tasks share: filling, encoding, scoring, drawing items. Raise it as a task's own."""
+"""Version of what all tasks share: filling, encoding, scoring, sampling. Increment it as a task's own."""
 
 TASKS: dict[str, type[Task]] = {}
 """Every task by name."""
@@ -248,7 +248,7 @@ T = TypeVar("T", bound=type[Task])
 
 
 def register(task: T) -> T:
-    """Class decorator that puts a task into the registry.
+    """Class decorator that registers a task.
 
     Raises:
         ValueError: another task has the same name.
@@ -278,7 +278,7 @@ def build_task(config: TaskConfig) -> Task:
 
 
 def build_generated(config: TaskConfig) -> GeneratedTask:
-    """`build_task` for tasks that generate items, which is what training rows come from.
+    """`build_task` for tasks that generate items, as training rows need.
 
     Raises:
         UsageError: as `build_task`, or the task only measures.
@@ -286,7 +286,7 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
     task = build_task(config)
     if not isinstance(task, GeneratedTask):
         able = sorted(name for name, kind in TASKS.items() if issubclass(kind, GeneratedTask))
-        raise UsageError(f"task: {config.task} makes no items to train on; use one of {', '.join(able)}")
+        raise UsageError(f"task: {config.task} generates no items to train on; use one of {', '.join(able)}")
     return task
 
 

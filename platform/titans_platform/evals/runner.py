@@ -27,14 +27,14 @@ def evaluate(
     *,
     device: str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Every column of `config` on `model`, which is left in the mode it came in.
+    """Measure every column of `config` on `model`; the model's training mode is restored.
 
     A task is measured at each of its lengths (multiples of `sequence_length` tokens); its value is their
     mean, and a column's value the mean of its tasks. Items are a function of `config.seed`, the task's
     options and the length alone, so every model gets the same ones.
 
-    In a process group every worker calls this: each measures its share of the batches, and all return the
-    same result, bit for bit that of one worker.
+    In a process group every rank calls this: each measures its share of the batches, and all return the same
+    result, bit for bit that of a single process.
 
     Args:
         model: called as `model(tokens [B, T], document_starts=None or bool [B, T])`, gives `.logits`.
@@ -51,7 +51,7 @@ def evaluate(
         UsageError: a task, option or length is not valid, or no unseen item is left.
     """
     tasks = {column: _labelled(configs) for column, configs in config.columns.items()}
-    # data other than tokens have no tokenizer, and their tasks ask for none
+    # data other than tokens have no tokenizer, and their tasks need none
     tokenizer: Any = getattr(prepared, "tokenizer", None)
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
@@ -63,7 +63,7 @@ def evaluate(
                 found: list[Measurement] = []
                 for multiple in asked.lengths:
                     length = row_length(multiple, sequence_length)
-                    # two columns may have a task in common, as an average has with what it is of
+                    # columns may share a task, as an average and its parts do
                     same = asked.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
                         known[same] = task.measure(Context(scorer, prepared, config, length))
@@ -86,7 +86,7 @@ def row_length(multiple: float, sequence_length: int) -> int:
 
 
 def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConfig]]:
-    """The tasks of a column, each with a label no other task of the column has, and how it is asked."""
+    """Tasks of a column with unique labels and their configs."""
     if not configs:
         raise UsageError("columns: a column needs at least one task")
     seen: Counter[str] = Counter()
@@ -100,13 +100,13 @@ def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConf
 
 
 def _finite(chance: float) -> float | None:
-    """The chance level as JSON takes it: None where it is not finite, as for a rate."""
+    """The chance level for JSON: None if it is not finite, as for a rate."""
     return chance if math.isfinite(chance) else None
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every submodule's mode is restored."""
+    """Evaluation mode without gradients; the mode of every submodule is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -114,7 +114,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad() if sharded_modules(model) else torch.inference_mode():
             yield
     finally:
-        # free what the last forward pass gathered, as a backward pass would
+        # free the parameters gathered by the last forward pass, as a backward pass would
         for module in sharded_modules(model):
             module.reshard()
         for module, mode in modes.items():

@@ -1,11 +1,10 @@
-"""Forward passes for evaluation, shared by the workers of a process group: each measures its share of the
-batches, and all get every result.
+"""Forward passes for evaluation, distributed over a process group: each rank measures its share of the
+batches, and all ranks get every result.
 
-Rows that begin alike read their beginning once: the choices of a question, whose context is the same.
-Neighbours in sorted order make a group. A batch reads the beginnings of its groups together, the longer ones
-on after the shorter ones have ended, and copies the state at its `forks` for the rows of the groups that end
-there. A fork lies before the end of a beginning where each row of its group reading the rest costs less than
-another pass.
+Rows with a common prefix (the choices of one question, say) share its forward pass. Rows are sorted, and
+neighbours with a common prefix make a group. A batch reads the prefixes of its groups together and copies the
+states at its `forks`, one copy for each row of the groups whose prefix ends there. A fork comes before the
+end of a prefix where reading the rest in every row of the group costs less than another forward pass.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -29,31 +28,31 @@ from titans_core.generation import PREFILL_TOKENS
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 
-IDS_AT_ONCE, LOGITS_AT_ONCE = {"cpu": 1024}, {"cpu": 2**18}
-"""Ids of the vocabulary whose logits are made together, and logits: what a processor's cache holds."""
-AT_ONCE = 16
-"""Rows that are read side by side in pieces, at most."""
-AT_ONCE_BYTES = 2**28
-"""What they and their states may take."""
+VOCAB_BLOCK, LOGITS_PER_BLOCK = {"cpu": 1024}, {"cpu": 2**18}
+"""Vocabulary ids whose logits are computed together, and logits at once: sized for a CPU's cache."""
+MAX_PARALLEL_ROWS = 16
+"""Most rows that are read together in chunks."""
+PARALLEL_BYTES = 2**28
+"""Memory limit of these rows and their states, bytes."""
 TOKEN_BYTES = 16
-"""A token as it comes and as it goes to the model, two integers."""
-PASS_TOKENS = 256
-"""What a pass costs beside its tokens, in tokens: what would save fewer is not worth a pass of its own."""
+"""A token takes two int64: one in the batch and one on the device."""
+FORWARD_OVERHEAD_TOKENS = 256
+"""Fixed cost of a forward pass, in tokens; a pass that saves fewer tokens is not worth it."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 T = TypeVar("T")
 
 
-def measure_shared(batches: Iterable[Batch], measure: Callable[[Batch], Result]) -> list[Result]:
-    """``measure`` of every batch, in order and on every worker; worker r measures r, r + W, r + 2W, ...
+def measure_distributed(batches: Iterable[Batch], measure: Callable[[Batch], Result]) -> list[Result]:
+    """``measure`` of every batch, in order, on every rank; rank r measures batches r, r + W, r + 2W, ...
 
-    A batch is measured as it is given, by one worker, so the results do not depend on W. All workers make
-    the same number of passes, since those of a sharded model need all of them: one that has no batch left
-    measures another's and drops the result.
+    One rank measures a whole batch, so the results do not depend on the world size W. All ranks make the same
+    number of forward passes, because those of a sharded model need all ranks: a rank without a batch of its
+    own measures another one's and drops the result.
 
     Raises:
-        TitansError: another worker could not measure; the own error is raised as it is.
+        TitansError: another rank failed; an error of this rank is raised unchanged.
     """
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     batches, own, total = iter(batches), [], 0
@@ -68,10 +67,10 @@ def measure_shared(batches: Iterable[Batch], measure: Callable[[Batch], Result])
     return [gathered[i % workers][i // workers] for i in range(total)]
 
 
-def measure_alone(model: nn.Module, measure: Callable[[], Result]) -> Result:
-    """What ``measure`` gives on the first worker, on every worker.
+def measure_on_rank_0(model: nn.Module, measure: Callable[[], Result]) -> Result:
+    """The result of ``measure`` on rank 0, returned on every rank.
 
-    The others wait, so that it can time what it does; of a sharded model all take part.
+    The other ranks wait, so that rank 0 can take timings; with a sharded model all ranks take part.
     """
     if not dist.is_initialized():
         return measure()
@@ -85,18 +84,17 @@ def measure_alone(model: nn.Module, measure: Callable[[], Result]) -> Result:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Modules whose parameters the workers share out (FSDP2), so that each pass needs all workers."""
+    """Modules whose parameters are sharded (FSDP2), so that each forward pass needs all ranks."""
     if not dist.is_initialized():
         return []
-    # a second of imports that a single worker need not wait for
+    # takes a second to import, and a single process does not need it
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _gather(found: Any, error: Exception | None) -> list[Any]:
-    """``found`` of every worker, unless one has an error: a worker that raised alone would leave the others
-    waiting for it."""
+    """``found`` of every rank. Raises on all ranks if one has an error; otherwise the others would hang."""
     outcomes: list[Any] = [(found, error and str(error))]
     if dist.is_initialized():
         own, outcomes = outcomes[0], [None] * dist.get_world_size()
@@ -105,12 +103,12 @@ def _gather(found: Any, error: Exception | None) -> list[Any]:
         raise error
     for rank, (_, reason) in enumerate(outcomes):
         if reason is not None:
-            raise TitansError(f"evaluation failed on worker {rank}: {reason}")
+            raise TitansError(f"evaluation failed on rank {rank}: {reason}")
     return [result for result, _ in outcomes]
 
 
 class Request(NamedTuple):
-    """A context and a continuation to be scored after it; token ids, no document start."""
+    """A context and the continuation to score after it; token ids, without a document start."""
 
     context: list[int]
     continuation: list[int]
@@ -128,7 +126,7 @@ def encode_pair(context: str, continuation: str, tokenizer: Tokenizer) -> Reques
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation in nats, whether greedy decoding would give it, its tokens."""
+    """Log-likelihood of a continuation (nats), whether greedy decoding gives it, its number of tokens."""
 
     logprob: float
     greedy: bool
@@ -137,7 +135,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model with its tokenizer and device, and how many tokens one forward pass takes."""
+    """A model with its tokenizer, its device and the number of tokens in a forward pass."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -148,18 +146,18 @@ class Scorer:
         """Rows of `length` tokens in one forward pass."""
         return max(1, self.batch_tokens // length)
 
-    def side_by_side(self, length: int) -> int:
-        """Rows of `length` tokens that `greedy` takes at once; of those it reads in pieces also several."""
-        if not self._in_pieces(length):
+    def parallel_rows(self, length: int) -> int:
+        """Rows of `length` tokens that `greedy` reads together, whether in one pass or in chunks."""
+        if not self._is_chunked(length):
             return self.rows(length)
-        kept = AT_ONCE_BYTES // (cast(LanguageModel, self.model).state_bytes(length) + TOKEN_BYTES * length)
-        return max(1, min(AT_ONCE, kept))
+        kept = PARALLEL_BYTES // (cast(LanguageModel, self.model).state_bytes(length) + TOKEN_BYTES * length)
+        return max(1, min(MAX_PARALLEL_ROWS, kept))
 
-    def _in_pieces(self, length: int) -> bool:
+    def _is_chunked(self, length: int) -> bool:
         return length > self.batch_tokens and isinstance(self.model, LanguageModel)
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Which rows of these lengths share a pass: similar ones, the longest first."""
+        """Indices of the rows that share a forward pass: rows of similar length, the longest first."""
         order, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
         while order:
             rows = self.rows(lengths[order[0]])
@@ -178,12 +176,12 @@ class Scorer:
         Rows longer than `batch_tokens` are read in pieces, each on the state that the last one left, so that
         memory grows with the length by the tokens alone (and by what attention without a window keeps).
         """
-        if not self._in_pieces(tokens_BT.shape[1]):
+        if not self._is_chunked(tokens_BT.shape[1]):
             return self.logits(tokens_BT).argmax(-1).cpu()[:, start:]
         found, state, end = [], None, 0
         for piece_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(tokens_BT)), 1):
             end += piece_BT.shape[1]
-            # sharded models: every worker makes all of these passes, wherever its answers are
+            # sharded models: every rank makes all of these passes, even if it needs few of the results
             out = self.model(piece_BT.to(self.device), state, last=end <= start)
             state = out.state
             if end > start:
@@ -191,16 +189,16 @@ class Scorer:
         return torch.cat(found, 1)
 
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
-        """Scores in the order of `requests`; contexts lose their beginning where a row exceeds `max_length`.
+        """Scores in the order of `requests`; contexts are truncated on the left to fit `max_length` tokens.
 
-        What rows have in common at their beginning is read once (`group_rows`), and logits are made of the
-        tokens scored alone. Rows of similar length share a pass, padded on the right, which a causal model
-        does not see. Every worker of a process group calls this with the same requests.
+        A common prefix of several rows is read once (`group_by_prefix`), and logits are computed only for the
+        tokens that are scored. Rows of similar length share a pass, padded on the right, which a causal model
+        does not see. Every rank of a process group calls this with the same requests.
         """
         rows = [self._row(request, max_length) for request in requests]
         lengths = [len(row.tokens) for row in rows]
-        if self._forks:
-            groups = group_rows([row.tokens for row in rows], [row.first for row in rows])
+        if self._can_fork:
+            groups = group_by_prefix([row.tokens for row in rows], [row.first for row in rows])
             batches = batch_groups(groups, lengths, self.batch_tokens)
         else:
             batches = [[Group(0, (i,)) for i in batch] for batch in self.batches(lengths)]
@@ -208,12 +206,12 @@ class Scorer:
         def measure(batch: list[Group]) -> dict[int, Score]:
             return self._measure(batch, rows)
 
-        scores = {i: score for found in measure_shared(batches, measure) for i, score in found.items()}
+        scores = {i: score for found in measure_distributed(batches, measure) for i, score in found.items()}
         return [scores[i] for i in range(len(requests))]
 
     @property
-    def _forks(self) -> bool:
-        """Whether a batch may take any number of passes, on from a state."""
+    def _can_fork(self) -> bool:
+        """Whether a batch may take several forward passes, each from the state of the last one."""
         return isinstance(self.model, LanguageModel) and not sharded_modules(self.model)
 
     def _row(self, request: Request, max_length: int) -> _Row:
@@ -222,7 +220,7 @@ class Scorer:
         return _Row(row, max(0, len(row) - 1 - len(request.continuation)))
 
     def _measure(self, batch: list[Group], rows: Sequence[_Row]) -> dict[int, Score]:
-        """The score of every row of a batch."""
+        """Score of every row of a batch, by row."""
         found: dict[int, Score] = {}
         state: ModelState | None = None
         read = 0
@@ -233,32 +231,34 @@ class Scorer:
                     [rows[group.rows[0]].tokens[read : fork.position] for group in left], state
                 )
             read = fork.position
-            found |= self._ends(fork, state, rows)
+            found |= self._score_fork(fork, state, rows)
             left = left[len(fork.groups) :]
             if state is not None and left:
                 state = state.take(range(len(fork.groups), len(fork.groups) + len(left)))
         return found
 
     def _read(self, rows: list[list[int]], state: ModelState | None) -> ModelState | None:
-        """The state after rows of one length; nothing else is made of their features."""
+        """The state after rows of equal length; no logits are computed."""
         model: Any = self.model
         for piece_BT in torch.tensor(rows, device=self.device).split(max(1, PREFILL_TOKENS // len(rows)), 1):
             _, state = model.features(piece_BT, state)
         return state
 
-    def _ends(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
-        """Scores of the rows of a fork, whose groups are the first rows of `state`."""
+    def _score_fork(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
+        """Scores of the rows of a fork; the first rows of `state` are those of its groups."""
         of = [(row, place) for place, group in enumerate(fork.groups) for row in group.rows]
         ends = [rows[row].after(fork.position) for row, _ in of]
-        parts = alike([len(end.tokens) for end in ends]) if self._forks else [list(range(len(of)))]
+        parts = (
+            similar_lengths([len(end.tokens) for end in ends]) if self._can_fork else [list(range(len(of)))]
+        )
         found = {}
         for part in parts:
             copies = state and state.take([of[i][1] for i in part])
-            scores = self._pass([ends[i] for i in part], copies)
+            scores = self._forward([ends[i] for i in part], copies)
             found |= {of[i][0]: score for i, score in zip(part, scores, strict=True)}
         return found
 
-    def _pass(self, rows: Sequence[_Row], state: ModelState | None) -> list[Score]:
+    def _forward(self, rows: Sequence[_Row], state: ModelState | None) -> list[Score]:
         length = max(len(row.tokens) for row in rows)
         if length == 1:  # empty continuations
             return [Score(0.0, True, 0)] * len(rows)
@@ -279,26 +279,26 @@ class Scorer:
     def _scored(
         self, tokens_BT: Tensor, at_BT: Tensor, state: ModelState | None, targets_N: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """`token_scores` of the places where `at_BT` is True, some of them after the others."""
-        if not self._forks:
+        """`token_scores` of the positions where `at_BT` is True, in blocks."""
+        if not self._can_fork:
             yield token_scores([self.logits(tokens_BT)[at_BT]], targets_N)
             return
         model: Any = self.model
         x_BTD, _ = model.features(tokens_BT, state)
-        weights = model.head.weight.split(IDS_AT_ONCE.get(self.device.type, 2**24))
-        rows = max(1, LOGITS_AT_ONCE.get(self.device.type, 2**24) // len(weights[0]))
+        weights = model.head.weight.split(VOCAB_BLOCK.get(self.device.type, 2**24))
+        rows = max(1, LOGITS_PER_BLOCK.get(self.device.type, 2**24) // len(weights[0]))
         for x_ND, part_N in zip(x_BTD[at_BT].split(rows), targets_N.split(rows), strict=True):
             yield token_scores((F.linear(x_ND, weight) for weight in weights), part_N)
 
 
 class _Row(NamedTuple):
-    """Tokens, and the place of the last one that is not scored."""
+    """Tokens, and the position of the last one that is not scored."""
 
     tokens: list[int]
     first: int
 
     def after(self, position: int) -> _Row:
-        """What is left when so many tokens have been read."""
+        """The rest of the row after ``position`` tokens."""
         return _Row(self.tokens[position:], self.first - position)
 
 
@@ -327,22 +327,22 @@ def token_scores(parts: Iterable[Tensor], targets_N: Tensor) -> tuple[Tensor, Te
 
 
 class Group(NamedTuple):
-    """Rows that begin alike."""
+    """Rows with a common prefix."""
 
     shared: int
-    """Tokens of the common beginning."""
+    """Tokens of the common prefix."""
     rows: tuple[int, ...]
 
 
 class Fork(NamedTuple):
-    """Where a batch copies states, and for which groups."""
+    """Position at which a batch copies states, and the groups they are copied for."""
 
     position: int
     groups: tuple[Group, ...]
 
 
-def group_rows(rows: Sequence[list[int]], most: Sequence[int]) -> list[Group]:
-    """Each row in one group, so that few tokens are read.
+def group_by_prefix(rows: Sequence[list[int]], most: Sequence[int]) -> list[Group]:
+    """Partition of the rows into groups with common prefixes, so that few tokens are read.
 
     Args:
         rows: tokens.
@@ -352,8 +352,8 @@ def group_rows(rows: Sequence[list[int]], most: Sequence[int]) -> list[Group]:
     for i in sorted(range(len(rows)), key=lambda i: rows[i]):
         if groups:
             shared, members = groups[-1]
-            common = _common(rows[members[-1]], rows[i], min(shared, most[i]))
-            # the members read on from an earlier place; the new one saves what it shares
+            common = _common_prefix(rows[members[-1]], rows[i], min(shared, most[i]))
+            # the members would share less of their prefix; the new row saves what it shares
             if common > (len(members) - 1) * (shared - common):
                 groups[-1] = Group(common, (*members, i))
                 continue
@@ -362,7 +362,7 @@ def group_rows(rows: Sequence[list[int]], most: Sequence[int]) -> list[Group]:
 
 
 def batch_groups(groups: Sequence[Group], lengths: Sequence[int], budget: int) -> list[list[Group]]:
-    """Groups of like lengths together, the longest beginnings first, up to ``budget`` tokens a batch."""
+    """Batches of at most ``budget`` tokens, of groups with similar lengths, the longest prefixes first."""
 
     def tokens(group: Group) -> int:
         return group.shared + sum(lengths[row] - group.shared for row in group.rows)
@@ -380,33 +380,33 @@ def batch_groups(groups: Sequence[Group], lengths: Sequence[int], budget: int) -
 
 
 def forks(batch: Sequence[Group]) -> list[Fork]:
-    """Where the states of a batch are copied, in order."""
+    """Forks of a batch, by position."""
     order = sorted(batch, key=lambda group: group.shared)
-    parts = _parts(order, lambda first, group: (group.shared - first.shared) * (len(group.rows) - 1))
+    parts = _split_by_waste(order, lambda first, group: (group.shared - first.shared) * (len(group.rows) - 1))
     return [Fork(part[0].shared, tuple(part)) for part in parts]
 
 
-def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Which rows of these lengths one pass takes, the longest first; shorter ones are padded."""
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the rows that share a padded forward pass, the longest first."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return _parts(order, lambda first, row: lengths[first] - lengths[row])
+    return _split_by_waste(order, lambda first, row: lengths[first] - lengths[row])
 
 
-def _parts(order: Sequence[T], waste: Callable[[T, T], int]) -> list[list[T]]:
-    """``order`` cut wherever a part would waste more than a pass; ``waste(first of the part, another)``."""
+def _split_by_waste(order: Sequence[T], waste: Callable[[T, T], int]) -> list[list[T]]:
+    """``order`` split so that no part wastes more tokens than a pass costs; see ``waste(first, other)``."""
     parts: list[list[T]] = []
     wasted = 0
     for item in order:
         wasted += waste(parts[-1][0], item) if parts else 0
-        if not parts or wasted > PASS_TOKENS:
+        if not parts or wasted > FORWARD_OVERHEAD_TOKENS:
             parts.append([])
             wasted = 0
         parts[-1].append(item)
     return parts
 
 
-def _common(a: list[int], b: list[int], most: int) -> int:
-    """Tokens that ``a`` and ``b`` begin with alike, ``most`` at most."""
+def _common_prefix(a: list[int], b: list[int], most: int) -> int:
+    """Length of the common prefix of ``a`` and ``b``, at most ``most``."""
     low, high = 0, min(most, len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -22,7 +22,7 @@ from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
 from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
-from titans_platform.evals.scoring import measure_shared
+from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Input, Objective, Report, register
 from titans_platform.objectives.labelled import (
     PARTS,
@@ -253,7 +253,7 @@ class LabelledTask(Task):
         rows = context.scorer.rows(context.length)
         batches = data.batches(self.options.part, context.config.items, rows)
         guess_K = self.guess(data.shares)
-        measured = measure_shared(batches, partial(self._values, context, guess_K))
+        measured = measure_distributed(batches, partial(self._values, context, guess_K))
         values, guesses = (torch.cat(parts) for parts in zip(*measured, strict=True))
         stderr = values.std(correction=0).item() / math.sqrt(len(values))
         return Measurement(values.mean().item(), stderr, guesses.mean().item(), len(values))

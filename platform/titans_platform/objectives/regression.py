@@ -20,7 +20,7 @@ from titans_platform.errors import UsageError, find_named, nearest
 from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
-from titans_platform.evals.scoring import measure_shared
+from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
 from titans_platform.objectives.base import Input, Objective, Report, register
 from titans_platform.objectives.datasets import DATASETS, read_dataset
@@ -252,7 +252,7 @@ class SeriesError(Task):
         data: SeriesData = context.prepared
         part, rows = self.options.part, context.scorer.rows(context.length)
         batches = data.held_out(context.length, context.config.items, rows, part)
-        measured = measure_shared(batches, partial(self._errors, context))
+        measured = measure_distributed(batches, partial(self._errors, context))
         errors, guesses = (torch.cat(parts).double() for parts in zip(*measured, strict=True))
         apart = min(len(errors), getattr(data.parts, part) // data.horizon)
         stderr = errors.std(correction=0).item() / math.sqrt(apart)

@@ -21,14 +21,23 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, one_line
-from titans_platform.evals.items import Item, Tokenizer, count_tokens, cycle, fill, item_of, prose_of, scatter
+from titans_platform.evals.items import (
+    Item,
+    Tokenizer,
+    count_tokens,
+    cycle,
+    fill,
+    load_prose,
+    make_item,
+    scatter,
+)
 from titans_platform.evals.registry import FLOOR_ITEMS, GeneratedTask, Heuristic, register
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10
-"""The last of so many parts of the questions is `last`."""
+"""One question in so many is held out (`part: last`)."""
 SEAM = 8
-"""Tokens more that a subword tokenizer may need where pieces meet."""
+"""Extra tokens that a subword tokenizer may need where pieces are joined."""
 ENDS = re.compile(r"[.!?] ")
 
 
@@ -45,7 +54,7 @@ class BabiOptions(Frozen):
 
 @register
 class Babi(GeneratedTask):
-    """Story, question, answer as the files have them, no filler; stories longer than a row are left out."""
+    """Stories, questions and answers of the files, without filler; stories longer than a row are skipped."""
 
     name = "babi"
     Options = BabiOptions
@@ -56,17 +65,17 @@ class Babi(GeneratedTask):
 
     @property
     def chance(self) -> float:
-        """One over the number of different answers."""
+        """One over the number of distinct answers."""
         return 1 / len({item.pieces[-1][0] for item in self._questions()})
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
-        """Answers that the story names, whatever is asked."""
+        """Answers that the story mentions, whatever the question."""
         return {"any answer named in the story": self._named, "the answer named last": self._named_last}
 
     def _words(self, before: str) -> list[str]:
-        """Words of the story that are the answer of some question, in order."""
-        answers = answers_of(self._questions())
+        """Words of the story that are the answer to some question, in order."""
+        answers = distinct_answers(self._questions())
         return [word for word in re.findall(r"\w+", self._story(before)) if word in answers]
 
     def _named(self, before: str) -> list[str]:
@@ -76,16 +85,16 @@ class Babi(GeneratedTask):
         return self._words(before)[-1:]
 
     def _story(self, before: str) -> str:
-        """The text before an answer without its question."""
+        """Text before an answer, without the question."""
         return before.rpartition("\n")[0]
 
     def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
-        """Questions as the files have them, of any length: what hides them has no part in the heuristics."""
+        """Questions of the files, of any length: heuristics ignore the text in which facts are hidden."""
         questions = self._questions()
         yield from random.Random(0).sample(questions, min(FLOOR_ITEMS, len(questions)))
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A question drawn from those of at most `length` tokens, shorter ones included."""
+        """A random question among those of at most `length` tokens."""
         questions = self._questions()
 
         def fits(index: int) -> bool:
@@ -109,14 +118,14 @@ class Babi(GeneratedTask):
 
 
 @lru_cache(maxsize=8)
-def answers_of(questions: tuple[Item, ...]) -> frozenset[str]:
-    """Every answer of the questions."""
+def distinct_answers(questions: tuple[Item, ...]) -> frozenset[str]:
+    """The distinct answers of the questions."""
     return frozenset(item.pieces[-1][0].strip() for item in questions)
 
 
 @lru_cache(maxsize=8)
 def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
-    """Every question of the files of a kind and split. Raises UsageError: none there, or cannot be read."""
+    """Questions of the files of a kind and split. Raises UsageError: there are none, or unreadable."""
     pattern = re.compile(rf"{re.escape(kind)}_.*{re.escape(split)}.*\.txt$")
     try:
         files = _babi_files(Path(path), lambda name: bool(pattern.match(Path(name).name)))
@@ -130,7 +139,7 @@ def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
 
 
 def _babi_files(path: Path, wanted: Callable[[Path | str], bool]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the wanted files of a folder, of an archive, or of the one at `path`."""
+    """Names and contents of the wanted files in a folder, an archive, or of the single file `path`."""
     if path.is_dir():
         yield from ((file.name, file.read_bytes()) for file in sorted(path.rglob("*.txt")) if wanted(file))
     elif zipfile.is_zipfile(path):
@@ -163,7 +172,7 @@ def _parse_babi(text: str, name: str) -> Iterator[Item]:
         question, *answer = rest.split("\t")
         if answer:
             prompt = "".join(f"{sentence}\n" for sentence in story) + question.strip()
-            yield item_of([(prompt, False), (f" {answer[0].strip()}", True)])
+            yield make_item([(prompt, False), (f" {answer[0].strip()}", True)])
         else:
             story.append(rest)
 
@@ -174,24 +183,24 @@ class BabilongOptions(BabiOptions):
     books: str | None
     """A text or .jsonl file (`text` field), plain, .gz or .xz, that hides the facts; null: nothing, 0K."""
     part: Part = "all"
-    """`last`: the last tenth of the questions, `first`: the others. To train on one and measure the other."""
+    """`last`: the last tenth of the questions, `first`: the others; train on one and measure the other."""
     shots: Annotated[int, Field(ge=0, le=16)] = 0
-    """Other questions with their facts and answers that stand before the text."""
+    """Few-shot examples (facts, question, answer) before the text."""
     asked: Literal["last", "all"] = "last"
-    """`all`: the story's earlier questions too, in the text, with their answers: more to learn from a row."""
+    """`all`: the text also has the story's earlier questions with their answers, a denser training signal."""
 
 
 @register
 class Babilong(Babi):
-    """Questions of bAbI whose facts stand far apart in a text that says nothing of them."""
+    """Questions of bAbI whose facts are spread over an unrelated text."""
 
     name = "babilong"
     Options = BabilongOptions
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A question drawn from those that fit, the rest of the row being the book."""
+        """A random question among those that fit; the book takes the rest of the row."""
         shown = "".join(_shot(rng.choice(self._questions())) for _ in range(self.options.shots))
-        apart = count_tokens(item_of([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
+        apart = count_tokens(make_item([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
         drawn = super().item(rng, length - apart, tokenizer)
         earlier = self._earlier(drawn)
         while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - apart:
@@ -204,24 +213,26 @@ class Babilong(Babi):
             book = _from_a_sentence(text, start, characters) if text else ""
             borders = [0, *(match.end() for match in ENDS.finditer(book))]
             spots = [borders[int(depth * len(borders))] for depth in depths]
-            return item_of([(shown, False), *scatter(book, hidden, spots), *last])
+            return make_item([(shown, False), *scatter(book, hidden, spots), *last])
 
         return fill(build, length, tokenizer) if text else build(0)
 
     def _earlier(self, item: Item) -> tuple[Item, ...]:
-        return earlier_questions(self._questions())[item] if self.options.asked == "all" else ()
+        return previous_questions(self._questions())[item] if self.options.asked == "all" else ()
 
     def _questions(self) -> tuple[Item, ...]:
         found = super()._questions()
         border = len(found) - len(found) // HELD_OUT
         parts = {"all": found, "first": found[:border], "last": found[border:]}
         if not parts[self.options.part]:
-            raise UsageError(f"options.part: {len(found)} questions are too few to hold some of them out")
+            raise UsageError(
+                f"options.part: {len(found)} questions are too few for a held-out part; use part: all"
+            )
         return parts[self.options.part]
 
     def _book(self) -> str | None:
         try:
-            return self.options.books and prose_of(self.options.books)
+            return self.options.books and load_prose(self.options.books)
         except UsageError as error:
             raise UsageError(str(error).replace("options.path", "options.books", 1)) from None
 
@@ -232,7 +243,7 @@ class HubOptions(Frozen):
     path: str = "RMT-team/babilong"
     """A dataset of the Hub by its name, or a folder, with fields input, question and target."""
     length: str = "0k"
-    """Its configuration: the tokens of the text, 0k, 1k, 2k and so on; the row has to hold them."""
+    """Its configuration, the tokens of the text: 0k, 1k, 2k, ...; a row must hold them."""
     kind: str = "qa1"
     """Its split."""
     revision: str | None = None
@@ -241,7 +252,7 @@ class HubOptions(Frozen):
 
 @register
 class BabilongHub(Babi):
-    """BABILong as its authors publish it: text, facts and question as they are, where the row holds them."""
+    """BABILong as its authors publish it; texts that are longer than a row are skipped."""
 
     name = "babilong_hub"
     Options = HubOptions
@@ -261,21 +272,21 @@ class BabilongHub(Babi):
 
 @lru_cache(maxsize=2)
 def hub_questions(dataset: str, length: str, kind: str, revision: str | None) -> tuple[Item, ...]:
-    """Every question of a split. Raises UsageError: it cannot be read, or has other fields."""
+    """Questions of a split. Raises UsageError: unreadable, or other fields."""
     import datasets
 
     try:
         records: list[Any] = list(datasets.load_dataset(dataset, length, split=kind, revision=revision))
         found = [(record["input"], record["question"], record["target"]) for record in records]
-    except Exception as error:  # HTTP, Arrow, JSON and its own have no common base
+    except Exception as error:  # errors of HTTP, Arrow, JSON and datasets have no common base class
         reason = f"{type(error).__name__} {one_line(error, 160)}"
         raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
     return tuple(
-        item_of([(f"{text}{_asked(asked)}", False), (f" {said}", True)]) for text, asked, said in found
+        make_item([(f"{text}{_asked(asked)}", False), (f" {said}", True)]) for text, asked, said in found
     )
 
 
-def parts_of(item: Item) -> tuple[list[str], str, str]:
+def split_question(item: Item) -> tuple[list[str], str, str]:
     """The facts, the question and the answer of an item of `Babi`."""
     (prompt, _), (answer, _) = item.pieces
     *facts, question = prompt.split("\n")
@@ -283,24 +294,24 @@ def parts_of(item: Item) -> tuple[list[str], str, str]:
 
 
 @lru_cache(maxsize=8)
-def earlier_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ...]]:
-    """Of each question those that its story asks before it, whose facts are the first of its own."""
+def previous_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ...]]:
+    """For each question, the earlier questions of its story; their facts are a prefix of its own."""
     found: dict[Item, tuple[Item, ...]] = {}
     story: tuple[Item, ...] = ()
     for item in questions:
-        facts = parts_of(item)[0]
-        if story and facts[: len(told := parts_of(story[-1])[0])] != told:
+        facts = split_question(item)[0]
+        if story and facts[: len(told := split_question(story[-1])[0])] != told:
             story = ()
         found[item], story = story, (*story, item)
     return found
 
 
 def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[tuple[str, bool]]]:
-    """What is read one after the other: the facts, each of the questions after the facts it is about."""
+    """Pieces in reading order: the facts, and each question after the facts that it is about."""
     found: list[list[tuple[str, bool]]] = []
     read = 0
     for asked in (*earlier, item):
-        facts, question, answer = parts_of(asked)
+        facts, question, answer = split_question(asked)
         found += [[(f"{fact} ", False)] for fact in facts[read:]]
         end = [] if asked is item else [("\n", False)]
         found.append([(_asked(question), False), (f" {answer}", True), *end])
@@ -309,7 +320,7 @@ def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[tuple[str, bool]]]
 
 
 def _tokens(told: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> int:
-    return count_tokens(item_of(chain.from_iterable(told)), tokenizer)
+    return count_tokens(make_item(chain.from_iterable(told)), tokenizer)
 
 
 def _asked(question: str) -> str:
@@ -317,11 +328,11 @@ def _asked(question: str) -> str:
 
 
 def _shot(item: Item) -> str:
-    facts, question, answer = parts_of(item)
+    facts, question, answer = split_question(item)
     return f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
 
 
 def _from_a_sentence(text: str, start: float, characters: int) -> str:
-    """`characters` characters from the sentence on that begins after a share of the text."""
+    """`characters` characters, from the first sentence that begins after the share ``start`` of the text."""
     begins = ENDS.search(text, int(start * len(text)))
     return cycle(text, begins.end() % len(text) if begins else 0, characters)

@@ -1,6 +1,6 @@
-"""Loss by position in long held-out texts, and what a state carried from their start brings.
+"""Loss by position in long held-out texts, and the gain of carrying the state from their start.
 
-A text is R training rows of T tokens. It is read in several ways:
+A text is R training rows of T tokens. Its loss is computed in several ways:
 
 - carried: once from its start, in pieces, each on the state that the last one left;
 - fresh: every row on a new state;
@@ -28,29 +28,29 @@ from torch import Tensor
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
 from titans_platform.evals.registry import Context, Measurement, Task, register
-from titans_platform.evals.scoring import Scorer, measure_shared
+from titans_platform.evals.scoring import Scorer, measure_distributed
 
 Floats = NDArray[np.floating]
 CARRIED, FRESH, WINDOW = "carried", "fresh", "window"
 WINDOWS = (1, 2, 4, 8)
 BLOCKS = 16
-"""Parts that a single text is cut into for its standard error."""
+"""Blocks of a single text, for its standard error."""
 
 
 SEARCH = 2**20
-"""Tokens in which the start of a document is looked for."""
+"""Tokens within which to look for the start of a document."""
 
 
 class ByPositionOptions(Frozen):
-    """What is measured, and at which positions."""
+    """The measure, and the positions that count."""
 
     measure: Literal["gain", "carried", "fresh", "window"] = "gain"
     """gain: fresh less carried loss, nats a token. The others: perplexity with the state carried, with a new
     one every row, with the best window."""
     from_row: PositiveInt = 2
-    """The first row of a text whose tokens count, from 1 on; in row 1 carried and fresh are the same."""
+    """First row whose tokens count, from 1; in row 1 carried and fresh are equal."""
     to_row: PositiveInt | None = None
-    """The last row that counts; None: the last of the text."""
+    """Last row whose tokens count; None: the last row of the text."""
     windows: tuple[PositiveInt, ...] = WINDOWS
     """Rows that are read again before each row, one window each; the best has the lowest loss beyond the
     first row. A window of w takes w + 1 times what fresh does. `carried` and `fresh` read none."""
@@ -66,13 +66,13 @@ class ByPositionOptions(Frozen):
 
 @dataclass(frozen=True)
 class ByPosition:
-    """Losses of the same texts, read in several ways. Positions are the tokens read so far, from 1 on."""
+    """Losses of the same texts, computed in several ways. Positions count from 1."""
 
     row: int
     """T, tokens of a training row."""
     counts_NL: NDArray[np.bool_]
     losses: Mapping[str, Floats]
-    """By way (carried, fresh, window-1, ...), nats, [N, L]."""
+    """By way (carried, fresh, window-1, ...): [N, L], nats."""
 
     @property
     def texts(self) -> int:
@@ -86,13 +86,13 @@ class ByPosition:
 
     @cached_property
     def best_window(self) -> str | None:
-        """The window with the lowest loss beyond the first row; None where none was read."""
+        """The window with the lowest loss beyond the first row; None without windows."""
         windows = [way for way in self.losses if way.startswith(WINDOW)]
         return min(windows, key=lambda way: self.loss(way)[0], default=None)
 
     @property
     def shown(self) -> list[str]:
-        """Carried, fresh and the best window, as far as they were read."""
+        """Carried, fresh and the best window, those that were computed."""
         return [way for way in (CARRIED, FRESH, self.best_window) if way is not None and way in self.losses]
 
     def loss(self, way: str, first: int = 0, last: int | None = None) -> tuple[float, float]:
@@ -100,7 +100,7 @@ class ByPosition:
         return self._mean(self.losses[way], first, last)
 
     def gain(self, first: int = 0, last: int | None = None) -> tuple[float, float]:
-        """Fresh less carried loss and its standard error: that of the difference, token by token."""
+        """Fresh minus carried loss, and the standard error of the paired difference."""
         return self._mean(self.losses[FRESH] - self.losses[CARRIED], first, last)
 
     def buckets(self) -> list[tuple[int, int]]:
@@ -116,19 +116,19 @@ class ByPosition:
         ]
 
     def tokens(self, first: int = 0, last: int | None = None) -> int:
-        """Predictions at these positions that count."""
+        """Number of predictions at these positions that count."""
         return int(self.counts_NL[:, self._places(first, last)].sum())
 
     def _places(self, first: int, last: int | None) -> slice:
         return slice(first - 1 if first else self.row, last)
 
     def _mean(self, values_NL: Floats, first: int, last: int | None) -> tuple[float, float]:
-        """The mean over tokens and its standard error, which takes texts as independent, not tokens."""
+        """Mean over tokens and its standard error, with texts (not tokens) as independent samples."""
         places = self._places(first, last)
         counts_NL = self.counts_NL[:, places]
         values_NL = np.where(counts_NL, values_NL[:, places], 0.0).astype(np.float64)
         if self.texts == 1:
-            # of one text its parts, which are less independent than texts would be
+            # a single text is split into blocks, which are less independent than texts
             parts = min(BLOCKS, counts_NL.shape[1])
             split = [np.array_split(array[0], parts) for array in (values_NL, counts_NL)]
         else:
@@ -137,7 +137,7 @@ class ByPosition:
 
 
 def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
-    """Sum over count of K clusters, and the standard error of a ratio estimator; 0 of one cluster."""
+    """Sum over count of K clusters, with the standard error of a ratio estimator (0 if K = 1)."""
     clusters, count = len(sums_K), float(counts_K.sum())
     mean = float(sums_K.sum()) / count
     if clusters == 1:
@@ -148,7 +148,7 @@ def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
 
 @register
 class ByPositionTask(Task):
-    """What a state carried through long held-out texts brings, or the perplexity with and without it.
+    """Gain of a state carried through long held-out texts, or the perplexity with and without it.
 
     The texts are of `lengths` training rows each, as many as `eval.perplexity_tokens` allows, and two where
     there are two.
@@ -159,7 +159,7 @@ class ByPositionTask(Task):
 
     @property
     def label(self) -> str:
-        """Name, measure, and which rows count where they are not all beyond the first: `by_position-gain`."""
+        """Name and measure, with the rows if they are not all but the first: `by_position-gain`."""
         first, last = self.options.from_row, self.options.to_row
         name = f"{self.name}-{self.options.measure}"
         if last is None:
@@ -169,7 +169,7 @@ class ByPositionTask(Task):
 
     @property
     def chance(self) -> float:
-        """0 of a gain: without a memory the two are the same. Of a perplexity `measure` gives it."""
+        """0 for a gain: without memory there is none. For a perplexity `measure` gives it."""
         return 0.0 if self.options.measure == "gain" else math.inf
 
     def measure(self, context: Context) -> Measurement:
@@ -197,7 +197,7 @@ class ByPositionTask(Task):
         return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
 
     def check(self, prepared: Any, length: int, budget: int = 1) -> list[LongText]:
-        """The texts of ``length`` tokens; whether there are any is known before a model is trained.
+        """Texts of ``length`` tokens; called before training, so that errors come early.
 
         Raises:
             UsageError: as `measure`.
@@ -219,7 +219,7 @@ class ByPositionTask(Task):
 
 
 def _perplexities(found: ByPosition) -> dict[str, float]:
-    """By way and position: `carried 65-128`."""
+    """Perplexity by way and position: `carried 65-128`."""
     return {
         f"{way} {first}-{last}": math.exp(found.loss(way, first, last)[0])
         for way in found.shown
@@ -235,7 +235,7 @@ def read_by_position(
     windows: Sequence[int] = WINDOWS,
     report: Callable[[int], None] = lambda tokens: None,
 ) -> ByPosition:
-    """The losses of texts of one length, read in these ways and with these windows.
+    """Losses of texts of equal length, computed in these ways and with these windows.
 
     Memory does not grow with the length, but for the tokens, their losses and the state itself. Windows that
     hold all rows before every row are left out: they are `carried`. ``report`` is called with the tokens of
@@ -243,21 +243,21 @@ def read_by_position(
     """
     length = len(texts[0].counts)
     before = _rows_before(length // row, ways, windows)
-    at_once = scorer.side_by_side(length)
+    at_once = scorer.parallel_rows(length)
     reader = _Reader(scorer, row, at_once, before, report)
-    found = measure_shared([texts[i : i + at_once] for i in range(0, len(texts), at_once)], reader)
+    found = measure_distributed([texts[i : i + at_once] for i in range(0, len(texts), at_once)], reader)
     losses = {way: np.concatenate([batch[way] for batch in found]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
 
 def tokens_to_read(texts: int, rows: int, row: int, windows: Sequence[int] = WINDOWS) -> int:
-    """Tokens that `read_by_position` reads in all."""
+    """Total tokens that `read_by_position` reads."""
     before = _rows_before(rows, (CARRIED, FRESH), windows).values()
     return sum(texts * row * (rows if w is None else (w + 1) * (rows - w)) for w in before)
 
 
 def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
-    """Of each way, the rows that are read before each row; None: all of them."""
+    """For each way, the number of rows read before each row; None: all."""
     found = {way: None if way == CARRIED else 0 for way in ways}
     return found | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
@@ -269,8 +269,8 @@ class _Reader:
     scorer: Scorer
     row: int
     at_once: int
-    """Texts of a full batch. How many passes a batch takes must not depend on how full it is: workers that
-    share a model out make them together."""
+    """Texts of a full batch. The number of passes must not depend on how full a batch is: the ranks of a
+    sharded model make them together."""
     before: Mapping[str, int | None]
     report: Callable[[int], None]
 
@@ -279,11 +279,11 @@ class _Reader:
         return {way: self._read(tokens_BL, rows).numpy() for way, rows in self.before.items()}
 
     def _read(self, tokens_BL: Tensor, before: int | None) -> Tensor:
-        """[B, L] losses, each row on a state that has read ``before`` rows before it."""
+        """[B, L] losses, each row on the state after the ``before`` rows before it."""
         if before is None:
             return self._losses(tokens_BL, 0, self.at_once)
         width = (before + 1) * self.row
-        # the first rows have fewer before them, and those are in one reading
+        # the first rows have fewer rows before them; one reading covers these
         found = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
         later = tokens_BL[:, self.row :].unfold(1, width + 1, self.row)
         rows = max(1, self.scorer.batch_tokens // (self.at_once * width))
@@ -310,16 +310,16 @@ class _Reader:
 
 
 class LongText(NamedTuple):
-    """Neighbouring tokens of the held-out text."""
+    """Consecutive tokens of the held-out text."""
 
     tokens: NDArray[np.int64]
     """[L + 1]"""
     counts: NDArray[np.bool_]
-    """[L]: whether predicting the token after each counts; the start of a document does not."""
+    """[L]: whether the prediction of the next token counts; that of a document start does not."""
 
 
 def longest_text(prepared: Any) -> int:
-    """Tokens of the longest stretch of held-out text, its last target not counted."""
+    """Tokens of the longest stretch of held-out text, without its last target."""
     return max((end - begin - 1 for _, begin, end in _stretches(prepared)), default=0)
 
 
@@ -371,6 +371,6 @@ def long_texts(
 
 
 def _document_start(split: Any, first: int, room: int) -> int:
-    """The first token from which a document begins, at most ``room`` further on; else ``first``."""
+    """First document start within ``room`` tokens from ``first``; otherwise ``first``."""
     starts = split.read(first, first + min(room, SEARCH) + 1).starts
     return first + int(starts.argmax())

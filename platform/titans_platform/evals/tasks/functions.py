@@ -1,4 +1,4 @@
-"""In-context regression: examples of a map that is drawn for the row, then inputs that were not shown.
+"""In-context regression: examples of a random map, then inputs that were not shown.
 
 An input is a few letters, an output a digit: `AH2CB0...`. The map is a random net of two layers, tanh between
 them, that makes one number of the numbers its letters stand for. The output says in which of `classes` equal
@@ -6,7 +6,7 @@ parts of all inputs, ordered by that number, the input is. So every output is as
 inputs have near outputs.
 
 With the map in hand every answer is certain. From the examples alone none is: at the defaults the floor is
-0.29, the nearest example's output is right 0.60 of the time, the best linear map 0.63, and the average over
+0.33, the nearest example's output is right 0.60 of the time, the best linear map 0.63, and the average over
 random nets by how well they fit the examples 0.72.
 """
 
@@ -30,24 +30,24 @@ from titans_platform.evals.registry import Heuristic, register
 from titans_platform.evals.tasks.recall import Associative, Block, QueryOptions, key_and_pairs
 
 BEND = 2.0
-"""Scale of what goes into tanh: at 1 a linear map does nearly as well as the net, at 3 near inputs differ."""
+"""Scale of the input of tanh; at 1 a linear map does nearly as well, at 3 nearby inputs differ."""
 
 
 class FunctionOptions(QueryOptions):
-    """What maps are drawn, and how much of one is shown."""
+    """The distribution of maps, and the number of examples."""
 
     inputs: Annotated[int, Field(ge=1, le=4)] = 2
     """Symbols of an input."""
     levels: Annotated[int, Field(ge=2, le=26)] = 8
-    """Values of a symbol, A to Z in order: evenly spaced numbers from -1 to 1."""
+    """Values of a symbol, A to Z: evenly spaced numbers from -1 to 1."""
     classes: Annotated[int, Field(ge=2, le=10)] = 4
-    """Outputs: which of so many equal parts of all inputs, ordered by the map's value, an input is in."""
+    """Number of outputs: quantiles of the map's value over all inputs."""
     hidden: Annotated[int, Field(ge=0, le=256)] = 8
-    """Hidden units of the map, a random net of two layers; 0: a linear map, the control."""
+    """Hidden units of the map, a random two-layer network; 0: a linear map, the control."""
     examples: PositiveInt = 13
     """Inputs shown with their outputs."""
     queries: PositiveInt | None = 8
-    """Inputs asked about, none of them shown before; None: as many as examples."""
+    """Inputs that are asked for, none of them shown before; None: as many as examples."""
 
     @model_validator(mode="after")
     def _unseen_are_left(self) -> FunctionOptions:
@@ -63,7 +63,7 @@ class FunctionOptions(QueryOptions):
 
 @register
 class Functions(Associative):
-    """What a map gives for inputs that were not shown, after examples of it.
+    """The output of a map for inputs that were not shown, after examples.
 
     Each row has a map of its own: a random net of two layers, or with `hidden: 0` a linear one, the control.
     """
@@ -79,7 +79,7 @@ class Functions(Associative):
 
     @property
     def bound(self) -> int:
-        """The examples."""
+        """Number of examples."""
         return self.options.examples
 
     @property
@@ -89,7 +89,7 @@ class Functions(Associative):
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
-        """Guesses by outputs alone or by one letter; the nearest example is what the task asks for."""
+        """Guesses from the outputs alone or from one letter of the input."""
         first, last = partial(_sharing_letter, 0), partial(_sharing_letter, -1)
         return {
             "the output seen least": self._seen_least,
@@ -98,13 +98,13 @@ class Functions(Associative):
         }
 
     def _seen_least(self, before: str) -> list[str]:
-        """All outputs are equally frequent over all inputs, so the one seen least has most inputs left."""
+        """Outputs are equally frequent over all inputs, so the one seen least has the most inputs left."""
         counts = Counter(map(str, range(self.options.classes)))
         counts.update(key_and_pairs(before)[1].values())
         return [output for output, count in counts.items() if count == min(counts.values())]
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
-        """Inputs that come up once in the row."""
+        """Inputs that occur once in the row."""
         return keys
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
@@ -116,7 +116,7 @@ class Functions(Associative):
         return [("".join(name + output for name, output in pairs[:shown]), dict(pairs[shown:]))]
 
     def _map(self, rng: random.Random) -> NDArray[np.float64]:
-        """The value of a random map at each input."""
+        """Value of a random map at each input."""
         inputs, hidden = self.options.inputs, self.options.hidden
         if not hidden:
             return self._points @ _gauss(rng, inputs)
@@ -124,12 +124,12 @@ class Functions(Associative):
         return bent @ _gauss(rng, hidden)
 
     def _classes(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """The class of each input by the rank of its value."""
+        """Class of each input, by the rank of its value."""
         return values.argsort(kind="stable").argsort() * self.options.classes // len(values)
 
 
 def _gauss(rng: random.Random, *shape: int) -> NDArray[np.float64]:
-    """Standard normal numbers; Python's, whose stream is the same in every version."""
+    """Standard normal numbers from Python's generator, whose stream is the same in every version."""
     return np.array([rng.gauss(0, 1) for _ in range(math.prod(shape))]).reshape(shape)
 
 

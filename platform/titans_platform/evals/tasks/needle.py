@@ -27,10 +27,10 @@ from titans_platform.evals.items import (
     Tokenizer,
     cycle,
     fill,
-    item_of,
-    murmur,
+    load_prose,
+    lowercase_words,
+    make_item,
     prose,
-    prose_of,
     scatter,
 )
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
@@ -51,16 +51,16 @@ UUID_VALUES = 2**122
 
 
 class NeedleOptions(Frozen):
-    """What is hidden, in what, and how much of it."""
+    """Kind and number of needles, and the haystack."""
 
     kind: Literal["passkey", "number", "uuid"] = "passkey"
     style: Literal["ruler", "compact"] = "ruler"
     digits: Annotated[int, Field(ge=1, le=8)] = 2
     """compact: digits of a value (hexadecimal ones for uuid)."""
     needles: Annotated[int, Field(ge=1, le=26)] = 1
-    """Needles in a row; more than one makes training rows denser in what they teach."""
+    """Needles in a row; several give a denser training signal."""
     queries: Annotated[int, Field(ge=1, le=26)] = 1
-    """Needles queried, one after the other, at the end of a row."""
+    """Needles that are queried at the end of a row, one after the other."""
     path: str | None = None
     """ruler: a text or .jsonl file (`text` field) whose prose is the haystack of number and uuid."""
 
@@ -75,7 +75,7 @@ class NeedleOptions(Frozen):
 
 @register
 class Needle(GeneratedTask):
-    """Values stated once, at a uniformly random depth of a haystack, and queried at its end."""
+    """Values that are stated once at a uniformly random depth of a haystack and queried at its end."""
 
     name = "needle"
     Options = NeedleOptions
@@ -90,7 +90,7 @@ class Needle(GeneratedTask):
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
-        """Guesses that ignore the key: with one needle in the row they are right."""
+        """Guesses that ignore the key; with one needle in the row they are always right."""
         compact = re.compile(r"[A-Z]:(\w+);")
         ruler = re.compile(r"One of the special magic \w+ for [\w-]+ is: ([\w-]+)\.")
         stated = compact if self.options.style == "compact" else ruler
@@ -103,7 +103,7 @@ class Needle(GeneratedTask):
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """Needles at independent uniform depths, queries of different keys in random order at the end."""
+        """Needles at independent uniform depths; queries of distinct keys, in random order, at the end."""
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)
         depths = sorted(rng.random() for _ in values)
@@ -119,7 +119,7 @@ class Needle(GeneratedTask):
             pieces = [(opening, False), *scatter(haystack, needles, spots)]
             for key in queried:
                 pieces += [(question.format(key=key), False), (answer.format(value=values[key]), True)]
-            return item_of(pieces, buckets)
+            return make_item(pieces, buckets)
 
         return fill(build, length, tokenizer)
 
@@ -141,7 +141,7 @@ class Needle(GeneratedTask):
         return values
 
     def _templates(self) -> tuple[str, str, str, str]:
-        """How a row opens; and a needle, a question, an answer, to be filled with a key and a value."""
+        """Format strings of the opening, a needle, a question and an answer."""
         if self.options.style == "compact":
             return "", "{key}:{value};", "?{key}:", "{value}"
         noun = "uuid" if self.options.kind == "uuid" else "number"
@@ -153,28 +153,28 @@ class Needle(GeneratedTask):
         return opening, NEEDLE.replace("NOUN", noun) + end, QUESTION.replace("NOUN", noun), " {value}"
 
     def _haystack(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
-        """Exactly `characters` characters, and the places at which a needle may stand."""
+        """Exactly `characters` characters, and the offsets at which a needle may be inserted."""
         passkey = self.options.kind == "passkey"
         if self.options.style == "compact":
             if passkey:
                 haystack = cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters)
             else:
-                haystack = murmur(rng, characters)
+                haystack = lowercase_words(rng, characters)
             return haystack, range(characters + 1)
         if passkey:
-            # ends with a whole line, so the cut falls at the beginning
+            # ends with a whole line, so it is truncated at the beginning
             haystack = cycle(NOISE, -characters % len(NOISE), characters)
         elif self.options.path is None:
             # the space after the last sentence belongs to the haystack: needles may stand there
             haystack = prose(rng, characters - 1) + " " if characters else ""
         else:
-            text = prose_of(self.options.path)
+            text = load_prose(self.options.path)
             haystack = cycle(text, rng.randrange(len(text)), characters)
         ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
         return haystack, [0, *(match.end() for match in ends)]
 
 
 def depth_bucket(depth: float) -> str:
-    """The tenth of the haystack that a share of it lies in: `30-40%`."""
+    """Bucket of a depth, a tenth of the haystack: `30-40%`."""
     tenth = int(10 * depth)
     return f"{10 * tenth}-{10 * tenth + 10}%"

@@ -1,4 +1,4 @@
-"""Perplexity of the validation rows, whole and by how much context a prediction had."""
+"""Perplexity of the validation rows, in total and by the context length of a prediction."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
 from titans_platform.evals.registry import Context, Measurement, Task, register
-from titans_platform.evals.scoring import measure_shared
+from titans_platform.evals.scoring import measure_distributed
 
 
 class _Row(NamedTuple):
-    """Negative log-likelihood (nats) and tokens that count of one row, and of its buckets by exponent."""
+    """Negative log-likelihood (nats) and counted tokens of a row, in total and by bucket exponent."""
 
     nll: float
     tokens: int
@@ -27,12 +27,12 @@ class _Row(NamedTuple):
 
 
 class PerplexityOptions(Frozen):
-    """Perplexity by position: which predictions count, by the tokens of their document that they saw."""
+    """Which predictions count, by the tokens of their document that they see."""
 
     seen_from: PositiveInt = 1
-    """Predictions count that saw at least so many tokens of their document."""
+    """Fewest tokens of its document that a prediction must see to count."""
     seen_to: PositiveInt | None = None
-    """Predictions count that saw at most so many; None: however many."""
+    """Most tokens that it may see; None: no limit."""
 
     @model_validator(mode="after")
     def _in_order(self) -> PerplexityOptions:
@@ -43,14 +43,14 @@ class PerplexityOptions(Frozen):
 
 @register
 class Perplexity(Task):
-    """exp of the mean negative log-likelihood a token; lower is better. Rows are those of validation."""
+    """exp of the mean negative log-likelihood per token on the validation rows; lower is better."""
 
     name = "perplexity"
     Options = PerplexityOptions
 
     @property
     def label(self) -> str:
-        """Name, and which predictions count where not all do: `perplexity-1024-2047`, `perplexity-from-9`."""
+        """Name and range of context, if restricted: `perplexity-1024-2047`, `perplexity-from-9`."""
         first, last = self.options.seen_from, self.options.seen_to
         if last is None:
             return self.name if first == 1 else f"{self.name}-from-{first}"
@@ -58,7 +58,7 @@ class Perplexity(Task):
 
     @property
     def chance(self) -> float:
-        """Infinite: without a tokenizer nothing bounds it; `measure` gives the vocabulary's size."""
+        """Infinite: it depends on the tokenizer; `measure` reports the vocabulary size."""
         return math.inf
 
     def measure(self, context: Context) -> Measurement:
@@ -68,7 +68,7 @@ class Perplexity(Task):
             UsageError: there are no validation rows, they are shorter than `context.length`, or no
                 prediction in them sees `seen_from` tokens.
         """
-        measured = measure_shared(_batches(context), partial(_rows, context, self.options))
+        measured = measure_distributed(_batches(context), partial(_rows, context, self.options))
         rows = [row for batch in measured for row in batch]
         tokens = sum(row.tokens for row in rows)
         if not tokens and rows and (wanted := self.options.seen_from) > 1:
@@ -79,7 +79,7 @@ class Perplexity(Task):
                 "perplexity: no validation rows; give a text source a validation_fraction above 0"
             )
         mean = sum(row.nll for row in rows) / tokens
-        # rows taken as independent (a ratio estimator)
+        # rows are the independent samples (ratio estimator)
         stderr = math.sqrt(sum((row.nll - mean * row.tokens) ** 2 for row in rows)) / tokens
         chance = float(context.scorer.tokenizer.vocab_size)
         return Measurement(math.exp(mean), math.exp(mean) * stderr, chance, tokens, _buckets(rows))
@@ -87,19 +87,19 @@ class Perplexity(Task):
 
 @register
 class HeldOutLoss(Perplexity):
-    """The logarithm of perplexity, nats a token: what a search minimises."""
+    """Log perplexity, nats per token; the objective of a search."""
 
     name = "loss"
 
     def measure(self, context: Context) -> Measurement:
-        """Mean negative log-likelihood a token, on the rows of `Perplexity`."""
+        """Mean negative log-likelihood per token, on the rows of `Perplexity`."""
         found = super().measure(context)
         chance = math.log(found.chance)
         return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
 
 
 def _batches(context: Context) -> Iterator[Any]:
-    """Validation rows in whole passes until `config.perplexity_tokens` of them count.
+    """Validation batches until `config.perplexity_tokens` tokens are counted.
 
     A budget of less than one pass is read in one of its own size.
     """
@@ -119,7 +119,7 @@ def _rows(context: Context, options: PerplexityOptions, batch: Any) -> list[_Row
         raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
     tokens, starts = batch.tokens[:, : length + 1], batch.starts[:, :length]
     positions = torch.arange(length).expand_as(starts)
-    # tokens of its own document that each position has seen, itself included, from 1 on
+    # tokens of its document up to each position, itself included
     seen = positions - torch.where(starts, positions, 0).cummax(1).values + 1
     counts = batch.loss[:, :length] & (seen >= options.seen_from) & (seen <= (options.seen_to or length))
     logits = context.scorer.logits(tokens[:, :-1], starts)
@@ -127,7 +127,7 @@ def _rows(context: Context, options: PerplexityOptions, batch: Any) -> list[_Row
 
 
 def _row(logits_TV: Tensor, targets_T: Tensor, seen_T: Tensor, counts_T: Tensor) -> _Row:
-    # in float32 row by row: a batch would take B T V floats
+    # float32 row by row: a whole batch would need B T V floats
     targets_T = targets_T.to(logits_TV.device)
     nll_T = torch.nn.functional.cross_entropy(logits_TV.float(), targets_T, reduction="none").cpu()
     nll, exponents = nll_T[counts_T].double(), seen_T[counts_T].double().log2().floor().long()
@@ -139,7 +139,7 @@ def _row(logits_TV: Tensor, targets_T: Tensor, seen_T: Tensor, counts_T: Tensor)
 
 
 def _buckets(rows: list[_Row]) -> dict[str, float]:
-    """Perplexity of each bucket over all rows, by the tokens seen."""
+    """Perplexity over all rows by bucket of tokens seen."""
     sums: dict[int, tuple[float, int]] = {}
     for row in rows:
         for exponent, (nll, count) in row.buckets.items():

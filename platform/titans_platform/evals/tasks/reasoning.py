@@ -1,4 +1,4 @@
-"""Questions over a small world, in the manner of bAbI (Weston et al. 2015, arXiv 1502.05698), own code.
+"""Questions about a small world, after bAbI (Weston et al. 2015, arXiv 1502.05698).
 
 `style="prose"` is a story in sentences. `style="compact"` is for byte-level models of some 64 to 512
 bytes of context: people are A-M, places a-m, things n-z;
@@ -20,7 +20,7 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import Item, Tokenizer, fill, item_of, murmur, prose, scatter
+from titans_platform.evals.items import Item, Tokenizer, fill, lowercase_words, make_item, prose, scatter
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
 from titans_platform.evals.tasks.story import (
     HEURISTICS,
@@ -44,9 +44,9 @@ QUESTIONS = {
     "yes_no": ("?{subject}@{place}", "Is {subject} in the {place}?"),
     "counting": ("?{subject}#", "How many things is {subject} carrying?"),
 }
-"""Of each kind, in compact style and in prose."""
+"""For each kind, the compact question and the one in prose."""
 ATTEMPTS = 200
-"""Stories that are drawn in search of one with enough answers."""
+"""Most stories that are drawn to find one with enough distinct answers."""
 Count = Annotated[int, Field(ge=2, le=13)]
 
 
@@ -59,15 +59,15 @@ class ReasoningOptions(Frozen):
     places: Count = 6
     things: Annotated[int, Field(ge=1, le=13)] = 5
     facts: Annotated[int, Field(ge=1)] | None = None
-    """Facts of a story, the rest of the row being filler between them; None: facts fill the row."""
+    """Facts of a story, with filler between them; None: facts fill the row."""
     questions: Annotated[int, Field(ge=1)] = 1
-    """The last one ends the row; further ones stand anywhere in the story."""
+    """The last one ends the row; the others are at random positions in the story."""
     max_count: Annotated[int, Field(ge=1, le=6)] = 2
-    """counting: answers are 0 to this, equally often."""
+    """counting: the largest answer."""
 
 
 class Question(NamedTuple):
-    """Whom or what is asked about, the second name the question holds if any, and the answer."""
+    """The person or thing that is asked about, the place in the question (if any), and the answer."""
 
     subject: str
     place: str
@@ -101,7 +101,7 @@ class Reasoning(GeneratedTask):
 
     @property
     def chance(self) -> float:
-        """What the commonest answer gets; a place named in the question is never its answer."""
+        """Accuracy of the most frequent answer; a place in the question is never the answer."""
         places = self.options.places
         return {
             "one_fact": 1 / places,
@@ -113,14 +113,14 @@ class Reasoning(GeneratedTask):
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
-        """Guesses that do not read the question, or read of it one name alone."""
+        """Guesses that ignore the question, or use one name in it."""
         return {name: partial(self._guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
     def _guess(self, guess: Callable[[Told], Sequence[str]], before: str) -> Sequence[str]:
         return guess(read_story(before, World(*self._names), compact=self._compact))
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A story with its questions; filler (compact: small letters) takes what is left of the row."""
+        """A story with its questions; filler (compact: lower-case words) takes the rest of the row."""
         story = self._open_story(rng, length, tokenizer)
         if story is None:
             raise UsageError(
@@ -137,13 +137,13 @@ class Reasoning(GeneratedTask):
             if self.options.facts is None:
                 borders = [characters]
             offsets = [borders[int(depth * len(borders))] for depth in depths]
-            return item_of([*scatter(filler, sentences, offsets), *last])
+            return make_item([*scatter(filler, sentences, offsets), *last])
 
         return fill(build, length, tokenizer)
 
     @property
     def _answers_wanted(self) -> int:
-        """Different answers that questions at the end of a story should have."""
+        """Number of distinct answers that questions at the end of a story should have."""
         options = self.options
         return {
             "one_fact": min(options.people, options.places),
@@ -156,7 +156,7 @@ class Reasoning(GeneratedTask):
     def _open_story(
         self, rng: random.Random, length: int, tokenizer: Tokenizer
     ) -> list[tuple[Fact, str]] | None:
-        """The first story with enough different answers at its end, or after ATTEMPTS the best so far.
+        """The first story with enough distinct answers at its end; after ATTEMPTS stories, the best one.
 
         Returns:
             None if no story has a question at its end.
@@ -175,9 +175,9 @@ class Reasoning(GeneratedTask):
         return best
 
     def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> list[tuple[Fact, str]]:
-        """Facts with their sentences: `options.facts`, or as many as leave space for the questions."""
+        """Facts and their sentences: `options.facts` of them, or as many as leave space for questions."""
         things = self.options.kind in ("two_facts", "three_facts", "counting")
-        # who counts what was picked up alone should be wrong more often than not
+        # often enough that counting only what was picked up fails
         drops = 0.5 if self.options.kind == "counting" else 0.15
         world = World(*self._names)
         space = length - 1 - self.options.questions * self._question_cost(tokenizer)
@@ -198,13 +198,13 @@ class Reasoning(GeneratedTask):
         person, place, thing = (max(names, key=len) for names in self._names)
         subject = thing if kind in ("two_facts", "three_facts") else person
         answer = {"yes_no": "Y", "counting": "1"}.get(kind, place)
-        # three: how much longer than `one` or `yes` a number can be, in characters
+        # at most so many characters are other answers longer than `one` and `yes`
         slack = 3 if not self._compact and kind in ("yes_no", "counting") else 0
         pieces = self._question(Question(subject, place, answer))
         return slack + sum(len(tokenizer.encode(text)) for text, _ in pieces)
 
     def _place_asks(self, rng: random.Random, story: list[tuple[Fact, str]]) -> list[int]:
-        """After how many facts each question is put, in order; the last one ends the row."""
+        """Number of facts before each question, in order; the last question ends the row."""
         times = []
         world = World(*self._names)
         for time, (fact, _) in enumerate(story, start=1):
@@ -214,7 +214,7 @@ class Reasoning(GeneratedTask):
         return sorted([*rng.choices(times, k=self.options.questions - 1), len(story)])
 
     def _candidates(self, world: World) -> list[Question]:
-        """What can be asked now."""
+        """Questions that can be asked now."""
         match self.options.kind:
             case "one_fact":
                 return [Question(person, "", place) for person, place in world.place_of.items()]
@@ -238,7 +238,7 @@ class Reasoning(GeneratedTask):
                 ]
 
     def _yes_no(self, world: World) -> list[Question]:
-        """Where a person is (yes), and where the person was before and another one is now (no).
+        """Places where a person is (yes), or was before while somebody else is there now (no).
 
         Each place comes with both answers, so the place alone says nothing about the answer.
         """
@@ -256,7 +256,7 @@ class Reasoning(GeneratedTask):
     def _tell(
         self, rng: random.Random, story: list[tuple[Fact, str]], asks: list[int]
     ) -> Iterator[list[tuple[str, bool]]]:
-        """The story's sentences and questions in order, each as pieces."""
+        """Sentences and questions of the story in order, as pieces."""
         world = World(*self._names)
         before = ""
         for time, (fact, sentence) in enumerate(story, start=1):
@@ -271,9 +271,9 @@ class Reasoning(GeneratedTask):
                 yield pieces if asks else pieces[:-1]
 
     def _pose(self, rng: random.Random, world: World, before: str) -> Question:
-        """A question that holds in `world`, on another subject than `before` where there is one.
+        """A random question about `world`, about another subject than `before` if possible.
 
-        All answers that are possible are equally likely.
+        All possible answers are equally likely.
         """
         questions = self._candidates(world)
         questions = [question for question in questions if question.subject != before] or questions
@@ -285,9 +285,9 @@ class Reasoning(GeneratedTask):
         return rng.choice(questions)
 
     def _filler(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
-        """Exactly `characters` characters, and the places at which a sentence may stand."""
+        """Exactly `characters` characters, and the offsets at which a sentence may be inserted."""
         if self._compact:
-            return murmur(rng, characters), range(characters + 1)
+            return lowercase_words(rng, characters), range(characters + 1)
         filler = prose(rng, characters - 1) + "\n" if characters else ""
         return filler, [0, *(match.end() for match in re.finditer(r"\. ", filler)), characters]
 
@@ -297,7 +297,7 @@ class Reasoning(GeneratedTask):
         return f"{fact.person} {rng.choice(VERBS[fact.action])} the {fact.target}.\n"
 
     def _question(self, question: Question) -> list[tuple[str, bool]]:
-        """Prompt, answer, and what separates it from what follows."""
+        """Prompt, answer and separator."""
         subject, place, answer = question
         compact, plain = QUESTIONS[self.options.kind]
         prompt = (compact if self._compact else plain).format(subject=subject, place=place)

@@ -1,4 +1,4 @@
-"""Associative recall and its kin: pairs of a key and a value, then keys that are answered by their values.
+"""Associative recall and related tasks: key-value pairs, then keys whose values are the answers.
 
 A row is a block of pairs `KvJw...`, then filler in which keys come up, each followed by its value. Keys are
 capital letters and marks, values digits and small letters; of larger alphabets two characters each.
@@ -6,11 +6,11 @@ capital letters and marks, values digits and small letters; of larger alphabets 
 - `recall`: multi-query recall of zoology (Arora et al. 2023, arXiv 2312.04927); with `noise`, MAD's noisy
   recall; with more pairs than a state has dimensions, recall beyond its capacity.
 - `composition`: zoology's compositional recall.
-- `episodes`: block after block in one row, and nothing says that what was bound before is over.
+- `episodes`: several blocks in one row, without a mark between them.
 - `fuzzy_recall`, `memorisation`: after MAD (Poli et al. 2024, arXiv 2403.17844).
 
-A block has each value as often as any other, as far as that is possible, and every question draws its key
-independently. So answers say nothing about later ones, and guessing among a row's values gives `floor`.
+The values of a block are as evenly distributed as possible, and every question draws its key independently.
+So answers carry no information about later ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.evals.items import Item, Tokenizer, fill, item_of, scatter
+from titans_platform.evals.items import Item, Tokenizer, fill, make_item, scatter
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
 
 BLANK = "."
@@ -42,27 +42,27 @@ Values = Annotated[int, Field(ge=2, le=len(VALUES) ** 2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Short = Annotated[int, Field(ge=1, le=3)]
 Block = tuple[str, dict[str, str]]
-"""Pairs as text, and the answer to each key that can be asked about after them."""
+"""Pairs as text, and the answer for each key that a question may ask for."""
 
 
 class QueryOptions(Frozen):
-    """How many questions, and what stands between them."""
+    """Number of questions, and the filler between them."""
 
     queries: PositiveInt | None = None
     """Questions after each block of pairs; None: as many as pairs."""
     filler: Literal["blank", "noise"] = "blank"
-    """One character repeated, or random ones of eight."""
+    """One repeated character, or random ones of eight."""
 
 
 class PairOptions(QueryOptions):
-    """How many keys are bound, from what alphabets, and how they are queried."""
+    """Number of pairs, and the alphabets of keys and values."""
 
     pairs: PositiveInt = 4
-    """Keys that get a value."""
+    """Keys that are bound to a value."""
     keys: Keys = 26
-    """Size of the keys' alphabet: of up to 50 keys each is one character, of more two."""
+    """Size of the key alphabet; up to 50 keys have one character, more have two."""
     values: Values = 16
-    """Size of the values' alphabet: of up to 36 each is one character."""
+    """Size of the value alphabet; up to 36 values have one character, more have two."""
 
     @model_validator(mode="after")
     def _enough_keys(self) -> PairOptions:
@@ -72,31 +72,31 @@ class PairOptions(QueryOptions):
 
     @property
     def characters(self) -> int:
-        """What a block's pairs and its questions with their answers take."""
+        """Characters of a block's pairs, questions and answers."""
         width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
         return width * (self.pairs + (self.queries or self.pairs))
 
 
 class RecallOptions(PairOptions):
-    """Also what makes pairs hard to find and to keep."""
+    """Also rebinding, noise and the distance to the questions."""
 
     rebind: Share = 0.0
-    """Share of the keys that get another value later on; the answer is the latest."""
+    """Share of the keys that are bound again to another value; the latest one is the answer."""
     noise: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    """Share of the block's places that hold two characters of noise instead of a pair."""
+    """Share of the block's slots with two characters of noise instead of a pair."""
     gaps: Literal["uniform", "power", "end"] = "uniform"
-    """Where queries stand in the filler: anywhere; mostly soon after the pairs, as in zoology; at its end."""
+    """Positions of questions: uniform in the filler, mostly early (as in zoology), or at its end."""
 
 
 def symbols(alphabet: str, size: int) -> list[str]:
-    """The first `size` symbols over `alphabet`, all of one width: one character, or two where needed."""
+    """The first `size` symbols over `alphabet`: single characters, or pairs if there are too few."""
     if size <= len(alphabet):
         return list(alphabet[:size])
     return ["".join(pair) for pair in product(alphabet, repeat=2)][:size]
 
 
 def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
-    """`count` values in random order, all different where there are enough, else as even as can be."""
+    """`count` values in random order, distinct if possible, otherwise evenly distributed."""
     whole, rest = divmod(count, len(values))
     drawn = values * whole + rng.sample(values, rest)
     rng.shuffle(drawn)
@@ -109,7 +109,7 @@ PAIR, ASKED = re.compile(rf"({_KEY})([0-9a-z]+)"), re.compile(rf"{_KEY}$")
 
 @lru_cache(maxsize=1)
 def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
-    """The key asked about at the end of a text, and the latest value of every key, in order of binding."""
+    """The key at the end of a text, and the latest value of every key, in order of binding."""
     bound: dict[str, str] = {}
     for key, value in PAIR.findall(before):
         bound.pop(key, None)
@@ -119,21 +119,21 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
 
 
 def newest_value(before: str) -> list[str]:
-    """The value read last."""
+    """The last value in the text."""
     _, bound = key_and_pairs(before)
     return list(bound.values())[-1:]
 
 
 class Associative(GeneratedTask):
-    """Blocks of pairs, each followed by questions; a task says what its blocks are."""
+    """Blocks of pairs, each followed by questions; subclasses define the blocks."""
 
     @abstractmethod
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """The blocks of a row of `length` tokens."""
+        """Blocks of a row of `length` tokens."""
 
     @property
     def bound(self) -> int:
-        """Keys that have a value when a question is asked."""
+        """Number of keys with a value at a question."""
         return self.options.pairs
 
     @property
@@ -153,11 +153,11 @@ class Associative(GeneratedTask):
         return [value for value, count in counts.items() if count == max(counts.values())]
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
-        """The keys queried, each drawn on its own."""
+        """The queried keys, drawn independently."""
         return rng.choices(keys, k=self.options.queries or self.bound)
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """Blocks, each followed by questions in a part of the filler, which takes the rest of the row."""
+        """Blocks, each followed by questions in its share of the filler, which takes the rest of the row."""
         parts = []
         for block, answers in self.blocks(rng, length):
             queries = [[(key, False), (answers[key], True)] for key in self.ask(rng, list(answers))]
@@ -171,7 +171,7 @@ class Associative(GeneratedTask):
                 share = characters * (i + 1) // len(parts) - characters * i // len(parts)
                 offsets = sorted(self.offset(depth, share) for depth in depths)
                 pieces += [(block, False), *scatter(self._filler(share, noise), queries, offsets)]
-            return item_of(pieces)
+            return make_item(pieces)
 
         return fill(build, length, tokenizer)
 
@@ -187,7 +187,7 @@ class Associative(GeneratedTask):
 
 @lru_cache(maxsize=64)
 def _power_law(space: int, exponent: float = 0.01) -> tuple[float, ...]:
-    """Running sums of i^(exponent - 1), i = 1..space: zoology's gaps with its default exponent."""
+    """Cumulative sums of i^(exponent - 1), i = 1..space: zoology's gaps with its default exponent."""
     return tuple(accumulate(i ** (exponent - 1) for i in range(1, space + 1)))
 
 
@@ -202,14 +202,14 @@ class KeyValue(Associative):
 
 @register
 class Recall(KeyValue):
-    """The latest value of each key that is queried."""
+    """The latest value of each queried key."""
 
     name = "recall"
     version = 2
     Options = RecallOptions
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """One block: keys that are bound again come up twice, and noise stands between pairs."""
+        """One block; rebound keys occur twice, and noise may separate pairs."""
         keys = rng.sample(self._keys, self.options.pairs)
         latest = dict(zip(keys, spread(rng, self._values, len(keys)), strict=True))
         again = set(rng.sample(keys, round(self.options.rebind * len(keys))))
@@ -226,7 +226,7 @@ class Recall(KeyValue):
         return [("".join(pairs), latest)]
 
     def offset(self, depth: float, characters: int) -> int:
-        """By `gaps`: anywhere, at the end, or mostly early."""
+        """As `gaps` says: uniform, at the end, or mostly early."""
         if self.options.gaps == "uniform":
             return super().offset(depth, characters)
         if self.options.gaps == "end":
@@ -236,10 +236,10 @@ class Recall(KeyValue):
 
 
 class GridOptions(QueryOptions):
-    """How large the grid of keys is."""
+    """Size of the grid of keys."""
 
     side: Annotated[int, Field(ge=2, le=6)] = 2
-    """First letters, and second letters: side x side keys are bound."""
+    """Number of first and of second letters; side x side keys are bound."""
     values: Values = 16
 
     @model_validator(mode="after")
@@ -251,7 +251,7 @@ class GridOptions(QueryOptions):
 
 @register
 class Composition(Associative):
-    """The value of a key of two letters; every first letter occurs with every second one.
+    """The value of a key of two letters; every first letter occurs with every second letter.
 
     A model that binds one of the letters alone gets 1 / side, the floor.
     """
@@ -261,12 +261,12 @@ class Composition(Associative):
 
     @property
     def bound(self) -> int:
-        """The cells of the grid."""
+        """Cells of the grid."""
         return self.options.side**2
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
-        """Also: what one letter of the key is bound to."""
+        """Also guesses from one letter of the key."""
         letters = {"any value of the same first letter": 0, "any value of the same second letter": 1}
         return {**super().heuristics, **{name: partial(_sharing, place) for name, place in letters.items()}}
 
@@ -287,12 +287,12 @@ def _sharing(place: int, before: str) -> list[str]:
 
 
 class EpisodeOptions(PairOptions):
-    """How long an episode is, and how many of its keys are new."""
+    """Length of an episode, and its share of new keys."""
 
     tokens: PositiveInt = 20
-    """Tokens of an episode; a row has as many as fit, longer rows have more."""
+    """Tokens of an episode; a row has as many episodes as fit."""
     renewed: Share = 0.0
-    """Share of an episode's keys that the one before did not have; 0: the same keys throughout."""
+    """Share of an episode's keys that the previous one did not have; 0: the same keys throughout."""
 
     @model_validator(mode="after")
     def _long_enough(self) -> EpisodeOptions:
@@ -317,7 +317,7 @@ class Episodes(KeyValue):
     Options = EpisodeOptions
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """As many as the row has room for."""
+        """As many blocks as fit."""
         pairs, new = self.options.pairs, round(self.options.renewed * self.options.pairs)
         keys = rng.sample(self._keys, pairs)
         found = []
@@ -331,13 +331,13 @@ class Episodes(KeyValue):
 
 
 class FuzzyOptions(QueryOptions):
-    """How many symbols make a key and a value, and of what alphabets they are."""
+    """Length and alphabets of keys and values."""
 
     pairs: PositiveInt = 3
     symbols: Annotated[int, Field(ge=2, le=26)] = 2
-    """Letters that keys are made of: few, so that a key shares its first and last letter with others."""
+    """Letters of the key alphabet; few, so that keys share first and last letters."""
     values: Annotated[int, Field(ge=2, le=len(VALUES))] = 16
-    """Characters that values are made of."""
+    """Characters of the value alphabet."""
     key_length: Short = 2
     """Most letters of a key; all keys of up to this many letters are equally frequent."""
     value_length: Short = 2
@@ -353,7 +353,7 @@ class FuzzyOptions(QueryOptions):
 
 @register
 class FuzzyRecall(Associative):
-    """The value of each key, where both are of one symbol or several and nothing marks their ends."""
+    """The value of each key; keys and values have one or several symbols, without separators."""
 
     name = "fuzzy_recall"
     version = 2
@@ -369,13 +369,13 @@ class FuzzyRecall(Associative):
 
     @property
     def chance(self) -> float:
-        """All symbols of a value by guessing: its first alone, its first two, ..., equally often."""
+        """Guessing all symbols of a value, averaged over the value lengths."""
         lengths = range(1, self.options.value_length + 1)
         return sum(self.options.values**-length for length in lengths) / len(lengths)
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
-        """Also: the value of a key that begins or ends alike."""
+        """Also the value of a key with the same first or last letter."""
         ends = {
             "the newest key with the same first letter": 0,
             "the newest key with the same last letter": -1,
@@ -386,7 +386,7 @@ class FuzzyRecall(Associative):
         }
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """Different keys; the first symbols of values are spread, the others drawn."""
+        """Distinct keys; the first symbols of the values are evenly distributed, the others random."""
         first = spread(rng, list(VALUES[: self.options.values]), self.options.pairs)
         bound: dict[str, str] = {}
         for key, start in zip(rng.sample(self._keys, len(first)), first, strict=True):
@@ -396,15 +396,15 @@ class FuzzyRecall(Associative):
 
 
 class MemorisationOptions(QueryOptions):
-    """How large the dictionary is, and which one."""
+    """Size and seed of the dictionary."""
 
     entries: Annotated[int, Field(ge=2, le=len(KEYS) ** 2)] = 2048
     """Keys of the dictionary."""
     values: Values = 16
     queries: PositiveInt | None = 16
-    """Entries asked about in a row, no two alike; None: all of them."""
+    """Distinct entries that a row asks for; None: all."""
     dictionary: int = 0
-    """Seed of the dictionary: one number, one dictionary, in training and in evaluation."""
+    """Seed of the dictionary; training and evaluation must use the same."""
 
     @model_validator(mode="after")
     def _enough_entries(self) -> MemorisationOptions:
@@ -415,7 +415,7 @@ class MemorisationOptions(QueryOptions):
 
 @register
 class Memorisation(Associative):
-    """The values of a fixed dictionary, which no row states: it has to be learnt in the weights.
+    """The values of a fixed dictionary that no row states: the weights have to learn it.
 
     Training and evaluation share it by design; rows not trained on ask for other sets of its keys.
     """
@@ -431,13 +431,13 @@ class Memorisation(Associative):
 
     @property
     def bound(self) -> int:
-        """The entries."""
+        """Number of entries."""
         return self.options.entries
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
-        """Different keys: an answer read in the row helps with no other."""
+        """Distinct keys, so that no answer in the row helps with another."""
         return rng.sample(keys, self.options.queries or len(keys))
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """No pairs, only questions."""
+        """A block without pairs."""
         return [("", self.dictionary)]

@@ -1,7 +1,7 @@
 """Recall between resets: pairs of a key and a value that hold until the next mark.
 
-A row has a line for each block: `KvJw...` and filler in which keys come up. Half of them are this line's and
-followed by their values; the others were bound in the line before, which is over, and are followed by `-`.
+A row has a line for each block: `KvJw...`, then filler with questions. Half of the questions ask for a key of
+this line, whose value is the answer; the others for a key of the previous line, and the answer is `-`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MARK, NO_VALUE = "\n", "-"
 
 
 class ResetOptions(PairOptions):
-    """How long a block is."""
+    """Length of a block."""
 
     tokens: PositiveInt = 24
-    """Tokens from one mark to the next; a row has as many blocks as fit, longer rows have more."""
+    """Tokens from one mark to the next; a row has as many blocks as fit."""
 
     @model_validator(mode="after")
     def _long_enough(self) -> ResetOptions:
@@ -36,12 +36,11 @@ class ResetOptions(PairOptions):
 
 @register
 class Resets(KeyValue):
-    """The value of each key in this block, or that it has none: a mark ends all that was bound before it.
+    """The value of a key in this block, or `-`: a mark unbinds all keys.
 
-    Half of the questions ask for a key of the block before, whose answer is `-`; the first block's are of
-    keys never bound. What is not forgotten is answered as if it still held. After the continual Reber
-    grammar, whose state is to be reset between strings (Gers, Schmidhuber and Cummins 2000, "Learning to
-    forget").
+    Half of the questions ask for a key of the previous block, and the answer is `-`; in the first block they
+    ask for keys that were never bound. After the continual Reber grammar, whose state has to be reset between
+    strings (Gers, Schmidhuber and Cummins 2000, "Learning to forget").
     """
 
     name = "resets"
@@ -49,7 +48,7 @@ class Resets(KeyValue):
 
     @property
     def chance(self) -> float:
-        """`-` for half of the questions at random, values for the others."""
+        """Guessing `-` for a random half of the questions and values for the others."""
         return (1 + 1 / self.options.values) / 4
 
     @property
@@ -66,7 +65,7 @@ class Resets(KeyValue):
         return list(bound.values()) if key in bound else [NO_VALUE]
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """As many as the row has room for; no two neighbours share a key."""
+        """As many blocks as fit; consecutive blocks share no key."""
         pairs = self.options.pairs
         drawn = rng.sample(self._keys, 2 * pairs)
         keys, over = drawn[:pairs], drawn[pairs:]

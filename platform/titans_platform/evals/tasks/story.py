@@ -33,7 +33,7 @@ NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
 
 
 class Fact(NamedTuple):
-    """One thing that happened: `person` moved to place `target`, or got or dropped thing `target`."""
+    """`person` moved to place `target`, or picked up or dropped thing `target`."""
 
     action: Action
     person: str
@@ -41,9 +41,9 @@ class Fact(NamedTuple):
 
 
 class World:
-    """People who walk between places, pick things up and put them down; stories are its history.
+    """People who move between places, pick things up and put them down.
 
-    It is what is known after the facts so far: a person or thing no fact has named is nowhere.
+    It holds what the facts so far imply; a person or thing without a fact is nowhere.
     """
 
     def __init__(self, people: Sequence[str], places: Sequence[str], things: Sequence[str]) -> None:
@@ -80,13 +80,13 @@ class World:
         return [thing for thing, holder in self.holder_of.items() if holder == person]
 
     def reachable(self, person: str) -> list[str]:
-        """Things `person` could pick up here: those lying here, and those nobody has seen yet."""
+        """Things that `person` could pick up here: those that lie here, and those without a fact so far."""
         here = self.place_of[person]
         lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
         return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
 
     def next_fact(self, rng: random.Random, *, things: bool, drops: float, alone: bool) -> Fact:
-        """Something that may happen now.
+        """A random fact that is possible now.
 
         Args:
             rng: what it is drawn with.

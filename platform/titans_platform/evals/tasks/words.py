@@ -1,9 +1,9 @@
-"""Words of a group: the running product of its elements, which is to be kept as the state of a machine.
+"""Words of a group: the running product of its elements, the state of a finite automaton.
 
-A row is letters, each an element, and after some of them `=` and the product so far; what was answered goes
-on as the state. `cyclic` counts modulo `degree`: the letters a, b, c, ... add 0, 1, 2, ..., and the answer is
-a digit. `symmetric` has the permutations of `degree` things in lexicographic order as letters (of degree 5
-two characters each), and the answer is the arrangement, `213` where the first two have changed places.
+A row is letters, each a group element; after some of them `=` and the product so far. `cyclic` counts modulo
+`degree`: the letters a, b, c, ... add 0, 1, 2, ..., and the answer is a digit. `symmetric` has the
+permutations of `degree` things in lexicographic order as letters (of degree 5 two characters each), and the
+answer is the arrangement: `213` if the first two have changed places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.evals.items import Item, Tokenizer, fill, item_of
+from titans_platform.evals.items import Item, Tokenizer, fill, make_item
 from titans_platform.evals.registry import GeneratedTask, Heuristic, register
 from titans_platform.evals.tasks.recall import BLANK, symbols
 from titans_platform.text import plural
@@ -28,14 +28,14 @@ LAST_LETTERS = (1, 2, 4, 6)
 
 
 class WordOptions(Frozen):
-    """Which group, and how often its state is asked for."""
+    """The group, and the number of questions."""
 
     group: Literal["cyclic", "symmetric"] = "cyclic"
     """Numbers modulo `degree`, or all permutations of `degree` things."""
     degree: Annotated[int, Field(ge=2, le=10)] = 3
     """cyclic: at most 10; symmetric: at most 5."""
     queries: PositiveInt = 8
-    """The last one ends the row; the others stand anywhere, with a letter at least before each."""
+    """The last one ends the row; the others are at random positions, with at least one letter before each."""
 
     @model_validator(mode="after")
     def _few_letters(self) -> WordOptions:
@@ -48,7 +48,7 @@ class WordOptions(Frozen):
 
 @register
 class Words(GeneratedTask):
-    """The product of a word's letters so far.
+    """The product of the letters so far.
 
     Letters are uniform over the whole group, so the product is too, whatever was read but one letter.
     """
@@ -69,7 +69,7 @@ class Words(GeneratedTask):
 
     @property
     def chance(self) -> float:
-        """One over the size of the group."""
+        """One over the order of the group."""
         return 1 / len(self._elements)
 
     @property
@@ -96,7 +96,7 @@ class Words(GeneratedTask):
         return [self._said(state)]
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """Letters as many as the row holds."""
+        """As many letters as fit."""
         seed, queries, width = rng.getrandbits(64), self.options.queries, len(self._letters[0])
 
         def build(characters: int) -> Item:
@@ -110,7 +110,7 @@ class Words(GeneratedTask):
                 pieces.append((self._letters[letter], False))
                 if read in ends:
                     pieces += [("=", False), (self._said(state), True)]
-            return item_of(pieces, tuple(map(_letters_bucket, apart)) if queries > 1 else ())
+            return make_item(pieces, tuple(map(_letters_bucket, apart)) if queries > 1 else ())
 
         return fill(build, length, tokenizer)
 
