@@ -71,7 +71,7 @@ def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
 def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
     """The class of a name in ``known``, or at an import path ``package.module:Class``.
 
-    Modules of the current directory are found too. Raises UsageError that begins with ``field``.
+    The command line puts the current directory on the path. Raises UsageError that begins with ``field``.
     """
     try:
         return find_class(field, name, known, base)
