@@ -21,6 +21,7 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.text import flatten
 from titans_platform.tracking import Store, check_store, open_store
+from titans_platform.tracking.run_log import NO_RETRIES
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +272,18 @@ def test_looking_at_a_store_makes_none(tmp_path):
     (tmp_path / "mlflow.db").mkdir()
     with pytest.raises(UsageError, match=r"mlflow\.db: cannot be opened"):
         check_store(tmp_path)
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+def test_threads_that_overlap_leave_mlflows_retries_as_they_were(monkeypatch, before):
+    """Each entered and left in turn, the first leaving before the second."""
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    NO_RETRIES.__enter__()
+    NO_RETRIES.__enter__()
+    NO_RETRIES.__exit__()
+    assert os.environ[name] == "0"
+    NO_RETRIES.__exit__()
+    assert os.environ.get(name) == before

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class RunLog:
                 for key, value in values.items()
                 if step not in self._logged(name := key.replace("@", "/"))
             ]
-            with _once():
+            with NO_RETRIES:
                 log_entries(self._client, self.run_id, metrics=new)
         except BaseException:
             self._steps.clear()
@@ -77,7 +77,7 @@ class RunLog:
         log_new(self._client, self.run_id, values, step)
 
     def dataset(self, name: str, digest: str, where: str, about: Mapping[str, Any], context: str) -> None:
-        """Name one of the run's inputs; ``context`` is "training" or "validation". A second time is none."""
+        """Name one of the run's inputs; ``context`` is "training" or "validation". Idempotent."""
         source, profile = json.dumps({"uri": where}), json.dumps(dict(about))
         entry = Dataset(name, digest, "local", source, profile=profile)
         used = DatasetInput(entry, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
@@ -112,18 +112,35 @@ class RunLog:
         self._client.set_terminated(self.run_id, status, None if ended is None else round(1000 * ended))
 
 
-@contextmanager
-def _once() -> Iterator[None]:
-    """Requests are not repeated by MLflow itself: one whose answer was lost would count twice."""
-    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+class _NoRetries:
+    """Within it MLflow does not retry requests: one whose response was lost would be counted twice.
+
+    MLflow reads the number of retries from the environment. Journals of several threads overlap here, so the
+    first to enter sets it and the last to leave restores it.
+    """
+
+    NAME = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = os.environ.get(self.NAME)
+                os.environ[self.NAME] = "0"
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                os.environ.pop(self.NAME, None)
+                if self._before is not None:
+                    os.environ[self.NAME] = self._before
+
+
+NO_RETRIES = _NoRetries()
 
 
 def _monitor(run_id: str, uri: str) -> Any:
