@@ -17,7 +17,7 @@ from titans_platform.objectives import build_objective, datasets
 from titans_platform.objectives.datasets import DATASETS, Dataset, read_dataset
 from titans_platform.objectives.series import Parts, SeriesData, Table
 from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import work
+from titans_platform.runs.worker import Worker
 from titans_platform.study.grid import expand, load_study
 
 
@@ -149,7 +149,7 @@ def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
     objective = build_objective(cfg)
     data = objective.prepare(tiny / "root")
     objective.check(data)
-    result = work(spec_for(cfg, tiny / "root")).result
+    result = Worker(spec_for(cfg, tiny / "root")).run().result
     assert result["tasks"]["mse/mse@8"]["items"] == 12 - 4 + 1
     assert result["best_step"] % 3 == 0
     assert result["columns"]["mse"] != pytest.approx(result["best_validation_loss"])

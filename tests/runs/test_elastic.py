@@ -21,7 +21,7 @@ def resources(workers) -> Resources:
 
 def test_a_range_is_a_least_and_a_most():
     both = resources([2, 8])
-    assert (both.least, both.most, both.cpus) == (2, 8, 8.01)
+    assert (both.min_workers, both.max_workers, both.cpus) == (2, 8, 8.01)
     assert resources([3, 3]) == resources(3)
     with pytest.raises(ValidationError, match="the least, 4, is more than the most, 2"):
         resources([4, 2])

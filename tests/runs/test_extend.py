@@ -16,10 +16,10 @@ from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import check_start, spec_for
-from titans_platform.runs.execute import work
 from titans_platform.runs.extend import go_on_from_shorter
 from titans_platform.runs.load import load_run, located
 from titans_platform.runs.spec import RunSpec, Tracking
+from titans_platform.runs.worker import Worker
 from titans_platform.tracking import open_store
 from titans_platform.training.rates import before_decay, equal_rates
 
@@ -39,7 +39,7 @@ def spec_of(cfg: RunConfig, root: Path, commit: str = "one", **fields) -> RunSpe
 def train(spec: RunSpec) -> dict:
     with spec.folder.hold():
         spec.folder.begin(spec.commit)
-        return work(spec).result.record()
+        return Worker(spec).run().result.record()
 
 
 def fingerprint(cfg: RunConfig, root: Path) -> str:

@@ -158,9 +158,9 @@ def test_several_workers_are_part_of_the_name():
 
 
 def test_how_many_elastic_workers_there_were_is_not_part_of_the_name():
-    names = {name(run(), workers=Resources(workers=w).named) for w in ((1, 4), (2, 8))}
+    names = {name(run(), workers=Resources(workers=w).hashed_workers) for w in ((1, 4), (2, 8))}
     assert len(names) == 1
-    assert names.isdisjoint(name(run(), workers=Resources(workers=w).named) for w in (1, 2, (4, 4)))
+    assert names.isdisjoint(name(run(), workers=Resources(workers=w).hashed_workers) for w in (1, 2, (4, 4)))
 
 
 def test_a_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):

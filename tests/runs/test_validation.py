@@ -18,9 +18,9 @@ from titans_platform.errors import UsageError
 from titans_platform.objectives import OBJECTIVES, build_objective
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import work
 from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
 from titans_platform.runs.spec import Tracking
+from titans_platform.runs.worker import Worker
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import saved, step_of
 
@@ -51,7 +51,7 @@ def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
     specs = [spec_for(cfg, tmp_path) for cfg in (plain, watched)]
     assert specs[0].name == specs[1].name
     named = (("a", plain), ("b", watched))
-    results = [work(spec_for(cfg, tmp_path, name=name)).result for name, cfg in named]
+    results = [Worker(spec_for(cfg, tmp_path, name=name)).run().result for name, cfg in named]
     assert {key: results[0][key] for key in NUMBERS} == {key: results[1][key] for key in NUMBERS}
 
 
@@ -60,7 +60,7 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     prepare(cfg.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(cfg, tmp_path, tracking=Tracking(store.uri, "watched"))
-    result = work(spec).result
+    result = Worker(spec).run().result
     curve = store.curves([result["mlflow_run_id"]], "validation_loss")[result["mlflow_run_id"]]
     # every second step, and the last
     assert [step for step, _ in curve] == [2, 4, 5]
@@ -83,7 +83,7 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, 
     losses = iter([5.0, 2.0, 3.0, 2.0, 4.0])
     monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
-    result = work(spec).result
+    result = Worker(spec).run().result
     assert (result["best_step"], result["best_validation_loss"]) == ((2, 2.0) if best else (None, None))
     steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
     assert steps == ({2, 5} if best else {5})
@@ -95,7 +95,7 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
     cfg = cfg.model_copy(update={"checkpoint": kept})
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
-    result = work(spec).result
+    result = Worker(spec).run().result
     steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
     assert steps == {result["best_step"], 5}
 
@@ -106,7 +106,7 @@ def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(
     losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is not asked for
     monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
-    result = work(spec).result
+    result = Worker(spec).run().result
     assert result["best_step"] == 2
     assert result["tokens"] == 4 * cfg.tokens_per_step
     assert result["final_train_loss"] > 0

@@ -22,9 +22,10 @@ from titans_platform.errors import ClusterError, UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute, work
+from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
+from titans_platform.runs.worker import Worker
 from titans_platform.training.checkpoint import load_model
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
@@ -42,7 +43,7 @@ def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
 
     prepare(tiny_run.data, tmp_path)
     started = ray.is_initialized()
-    direct = work(spec_for(tiny_run, tmp_path, name="direct")).result
+    direct = Worker(spec_for(tiny_run, tmp_path, name="direct")).run().result
     wrapped = execute(spec_for(tiny_run, tmp_path, name="wrapped", labels={"row": "lmm"}))
     assert ray.is_initialized() == started
     assert wrapped["row"] == "lmm"

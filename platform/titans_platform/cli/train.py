@@ -201,7 +201,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
         objective.check(data)
-        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.named))
+        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.hashed_workers))
         plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
     plan |= {"tokens": cfg.tokens} | _cost(cfg, resources)
     if as_json:

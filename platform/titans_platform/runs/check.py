@@ -27,7 +27,7 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     Raises UsageError where the data are not prepared.
     """
     objective = build_objective(cfg)
-    name = objective.run_name(objective.open(root).fingerprint, resources.named)
+    name = objective.run_name(objective.open(root).fingerprint, resources.hashed_workers)
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
@@ -61,7 +61,7 @@ def check_start(cfg: RunConfig) -> None:
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:
     """Whether the rows of a step divide among workers and micro-batches. Raises UsageError."""
-    for workers in range(resources.least, resources.most + 1):
+    for workers in range(resources.min_workers, resources.max_workers + 1):
         _check_share(cfg, workers)
 
 
@@ -82,7 +82,7 @@ def _check_share(cfg: RunConfig, workers: int) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Refuse what this machine cannot hold at the very least."""
-    workers = resources.most
+    workers = resources.max_workers
     rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // workers
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
     have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // workers

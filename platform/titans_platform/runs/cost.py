@@ -108,10 +108,10 @@ class Needed(NamedTuple):
 
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Bytes that each worker needs at the very least."""
-    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.most)
-    copies = {"ddp": 1, "fsdp": resources.most, "hsdp": cfg.optim.shard_workers or 1}[cfg.optim.parallel]
+    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.max_workers)
+    copies = {"ddp": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     return Needed(
-        BYTES_A_PARAMETER * sizes(cfg).parameters // copies,
+        BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
         0 if resources.gpus_per_worker else PROCESS_BYTES,
         4 * build_objective(cfg).least_activations(rows),
     )

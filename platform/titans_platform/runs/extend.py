@@ -18,9 +18,9 @@ from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
 from titans_platform.runs.reporter import mlflow_run
 from titans_platform.runs.spec import RunSpec
-from titans_platform.training.checkpoint import adopt, saved, step_of
+from titans_platform.training.checkpoint import copy_checkpoint, saved, step_of
 from titans_platform.training.loop import Progress
-from titans_platform.training.manifest import fault
+from titans_platform.training.manifest import find_corruption
 from titans_platform.training.rates import equal_rates, warmup_steps
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
@@ -72,7 +72,7 @@ def _earlier(spec: RunSpec, data_fingerprint: str) -> Iterator[Earlier]:
         if objective is None or _but_schedule(objective.cfg) != wanted or folder.is_held():
             continue
         # the name says that data, evaluation and number of workers are ours too
-        if objective.run_name(data_fingerprint, spec.resources.named) == folder.name != spec.name:
+        if objective.run_name(data_fingerprint, spec.resources.hashed_workers) == folder.name != spec.name:
             optim, target = objective.cfg.optim, spec.config.optim
             exact = equal_rates(optim, target)
             # the loss that a result tells is of the last twentieth of the steps, none of which are done
@@ -112,7 +112,7 @@ def _same_command(one: OptimConfig, longer: OptimConfig) -> bool:
 def _last(folder: RunFolder, most: int) -> Path | None:
     """The last whole checkpoint after at most so many steps."""
     points = (path for path in saved(folder.path / CHECKPOINTS) if step_of(path) <= most)
-    return next((path for path in points if fault(path) is None), None)
+    return next((path for path in points if find_corruption(path) is None), None)
 
 
 def _take(spec: RunSpec, earlier: Earlier) -> str:
@@ -121,7 +121,7 @@ def _take(spec: RunSpec, earlier: Earlier) -> str:
     step = step_of(point)
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
-        adopt(point, spec.folder.path / CHECKPOINTS, _begun)
+        copy_checkpoint(point, spec.folder.path / CHECKPOINTS, _begun)
         result = earlier.folder.result()
         if spec.tracking and result and (logged := result.mlflow_run_id):
             store, run_id = mlflow_run(spec.folder, spec.tracking)

@@ -120,18 +120,18 @@ class RunFolder:
         """Whether a search has ended the run before its last step."""
         return (self.path / STOPPED).exists()
 
-    def ask_to_end(self) -> bool:
+    def request_interrupt(self) -> bool:
         """Ask whoever trains the run to end at a checkpoint; false where it is past training."""
         if (self.progress() or {}).get("phase", "train") != "train":
             return False
         write_json(self.path / INTERRUPT, {"time": time.time()})
         return True
 
-    def is_asked_to_end(self) -> bool:
+    def interrupt_requested(self) -> bool:
         """Whether somebody has asked, and it has not ended."""
         return (self.path / INTERRUPT).exists()
 
-    def has_ended(self) -> None:
+    def clear_interrupt(self) -> None:
         """Nobody has to ask any more."""
         (self.path / INTERRUPT).unlink(missing_ok=True)
 
@@ -162,7 +162,7 @@ class RunFolder:
             for name in (RUNGS, *LOGGED):
                 (self.path / name).unlink(missing_ok=True)
         self.forget_failure()
-        self.has_ended()
+        self.clear_interrupt()
         write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})
         return restarted
 

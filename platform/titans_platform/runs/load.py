@@ -14,7 +14,7 @@ from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG
 from titans_platform.training.checkpoint import at_step, load_model, saved
-from titans_platform.training.manifest import MANIFEST, fault, read_manifest
+from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest
 
 if TYPE_CHECKING:
     from titans_platform.data import Tokenizer
@@ -49,8 +49,8 @@ def find_checkpoint(run: str, root: Path) -> Path:
     if not points:
         raise UsageError(f"{run}: {folder} has no checkpoint; train it first")
     # an older one is other weights: which to use instead is for the user to say
-    if damage := fault(points[0]):
-        older = next((point for point in points[1:] if fault(point) is None), None)
+    if damage := find_corruption(points[0]):
+        older = next((point for point in points[1:] if find_corruption(point) is None), None)
         fix = f"to use an older checkpoint, give {older}" if older else "no older checkpoint is intact"
         raise UsageError(f"{run}: checkpoint {points[0]} is damaged: {damage}; {fix}")
     return _measured(points[0]).resolve()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -14,6 +14,9 @@ from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from titans_platform.objectives import Objective
 
 DRIVER_CPU = 0.01
 """CPUs of a trial that only drives other workers; Tune refuses to give it none."""
@@ -38,39 +41,39 @@ class Resources(Frozen):
         return workers if workers[0] < workers[1] else workers[0]
 
     @property
-    def least(self) -> int:
-        """Workers that there must be."""
+    def min_workers(self) -> int:
+        """The fewest workers the run trains with."""
         return self.workers if isinstance(self.workers, int) else self.workers[0]
 
     @property
-    def most(self) -> int:
-        """Workers that are used where there are so many."""
+    def max_workers(self) -> int:
+        """The most workers the run trains with."""
         return self.workers if isinstance(self.workers, int) else self.workers[1]
 
     @property
     def several(self) -> bool:
         """Whether there may be more than one worker, which run under Ray Train."""
-        return self.most > 1
+        return self.max_workers > 1
 
     @property
-    def named(self) -> int | str:
-        """What enters the run's name: not how many there happened to be."""
+    def hashed_workers(self) -> int | str:
+        """The part of the run's hash: the number of workers, or "elastic" for a range."""
         return self.workers if isinstance(self.workers, int) else "elastic"
 
     @property
     def cpus(self) -> float:
         """CPUs of all workers, with the process that drives them where there are several."""
-        return self.most * self.cpus_per_worker + DRIVER_CPU * self.several
+        return self.max_workers * self.cpus_per_worker + DRIVER_CPU * self.several
 
     @property
     def gpus(self) -> float:
         """GPUs of all workers."""
-        return self.most * self.gpus_per_worker
+        return self.max_workers * self.gpus_per_worker
 
     @property
     def at_least(self) -> Resources:
         """The same with no more workers than there must be."""
-        return self.model_copy(update={"workers": self.least})
+        return self.model_copy(update={"workers": self.min_workers})
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Rung:
 class RunSpec:
     """All that `execute` needs to know. `titans train`, a cell of a grid and a trial of a search make one.
 
-    Of these only ``config`` and ``resources.named`` decide the run's numbers, and so its name.
+    Of these only ``config`` and ``resources.hashed_workers`` decide the run's numbers, and so its name.
     """
 
     config: RunConfig
@@ -121,6 +124,13 @@ class RunSpec:
     def folder(self) -> RunFolder:
         """Where the run lives."""
         return RunFolder(self.root, self.name)
+
+    @property
+    def objective(self) -> Objective[Any]:
+        """What the run trains on, built from its config. Raises UsageError."""
+        from titans_platform.objectives import build_objective
+
+        return build_objective(self.config)
 
     @property
     def trace(self) -> Path:
@@ -191,7 +201,7 @@ def concurrency(resources: Resources, machine: Machine, requested: int | None = 
 
 
 def _fit(resources: Resources, machine: Machine) -> int:
-    fit = machine.workers(resources) // resources.most
+    fit = machine.workers(resources) // resources.max_workers
     if machine.nodes and resources.several:
         fit = min(fit, int(machine.cpus / resources.cpus))
     return fit
@@ -199,13 +209,13 @@ def _fit(resources: Resources, machine: Machine) -> int:
 
 def _shortage(resources: Resources, machine: Machine) -> str:
     """What a run takes, what there is, and what is missing."""
-    cpus, gpus = resources.most * resources.cpus_per_worker, resources.gpus
-    spread = f" on {resources.most} workers" if resources.several else ""
+    cpus, gpus = resources.max_workers * resources.cpus_per_worker, resources.gpus
+    spread = f" on {resources.max_workers} workers" if resources.several else ""
     need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
     text = f"resources: a run takes {need}{spread}, there are {have}"
     if lack := _amount(max(0, cpus - machine.cpus), max(0, gpus - machine.gpus)):
         return f"{text}: {lack} missing"
-    if machine.workers(resources) < resources.most:
+    if machine.workers(resources) < resources.max_workers:
         each = _amount(resources.cpus_per_worker, resources.gpus_per_worker)
         return f"{text}, but only {machine.workers(resources)} workers of {each} fit on its nodes"
     return text

@@ -146,7 +146,7 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
-        name = build_objective(config).run_name(known[key].fingerprint, study.resources.named)
+        name = build_objective(config).run_name(known[key].fingerprint, study.resources.hashed_workers)
         return replace(cell, config=config, name=name)
 
     def all_named(cells: Iterable[Cell], open_data: Prepare) -> tuple[Cell, ...]:
@@ -217,7 +217,7 @@ def make_plan(
 def _within_memory(plan: Plan, requested: int | None, memory: int) -> Plan:
     """The plan with as many cells at once as fit into ``memory`` bytes, by the peak of the finished ones."""
     peaks = [found.peak_rss_bytes or 0 for _, found in plan.results if found]
-    cell = max(peaks, default=0) * plan.study.resources.most
+    cell = max(peaks, default=0) * plan.study.resources.max_workers
     if plan.concurrency * cell <= memory:
         return plan
     fit = max(1, memory // cell)

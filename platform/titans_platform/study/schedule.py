@@ -9,10 +9,10 @@ from typing import Any
 
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
-from titans_platform.runs.execute import execute, kept_steps
+from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.load import located
-from titans_platform.runs.notice import end_at_checkpoints
+from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec
@@ -35,10 +35,13 @@ def run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
     left = list(specs)
     while left:
         space = {"spec": tune.grid_search(left)}
-        folders, kept = [spec.folder for spec in left], {spec.name: kept_steps(spec) for spec in left}
+        folders, kept = (
+            [spec.folder for spec in left],
+            {spec.name: last_checkpoint_step(spec) for spec in left},
+        )
         results = _run_trials(plan, _run_cell, space, lambda folders=folders: folders)
         died = [result.config["spec"] for result in results if result.error is not None]
-        left = [spec for spec in died if kept_steps(spec) > kept[spec.name]]
+        left = [spec for spec in died if last_checkpoint_step(spec) > kept[spec.name]]
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
@@ -124,7 +127,7 @@ def _trial_spec(
     context: TrialContext, study: StudyRun, state: SearchState, params: dict[str, Any]
 ) -> RunSpec:
     config = located(study.trial_config(params), study.root)
-    name = build_objective(config).run_name(context.data_fingerprint, study.resources.named)
+    name = build_objective(config).run_name(context.data_fingerprint, study.resources.hashed_workers)
     title = f"trial {number_trial(study.folder, name, params)}"
     # the fields that the search varies are columns in MLflow
     varied = study.trial_row(next(iter(state.search.corners())))

@@ -34,7 +34,7 @@ from titans_core.memory_file import flatten_state, restore_state
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
 from titans_platform.training.loop import Phases, Progress, Trainer
-from titans_platform.training.manifest import MANIFEST, fault, read_manifest, write_manifest
+from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
 from titans_platform.training.rng import rng_state, set_rng_state
 
@@ -86,7 +86,7 @@ class Saver:
         before the checkpoint counts. Raises TitansError: writes have failed for too long.
         """
         if error := self._wait():
-            self._bear(error)
+            self._tolerate_failed_write(error)
         self._before_commit = before_commit
         return self._begin()
 
@@ -104,9 +104,9 @@ class Saver:
             self._begin()
             error = self._wait()
         if error:
-            raise _in_the_end(error)
+            raise _with_hint(error)
 
-    def most(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         """The largest of what the workers say; all of them must ask."""
         if self._group is None:
             return value
@@ -135,7 +135,7 @@ class Saver:
         self._failures = 0
         return None
 
-    def _bear(self, error: TitansError) -> None:
+    def _tolerate_failed_write(self, error: TitansError) -> None:
         """Let training go on after a write that failed, unless there have been too many."""
         now = time.monotonic()
         self._failures += 1
@@ -143,8 +143,8 @@ class Saver:
             self._failing_since = now
         too_long = now - self._failing_since >= self.patience
         tried = self._failures >= (TRIES if self.patience else 1)
-        if not isinstance(error, StorageError) or self.most(too_long and tried):
-            raise _in_the_end(error)
+        if not isinstance(error, StorageError) or self.max_over_ranks(too_long and tried):
+            raise _with_hint(error)
         log.warning("%s; the next checkpoint tries again", error)
 
     def _begin(self) -> Path:
@@ -214,7 +214,7 @@ class _Writer(FileSystemWriter):
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _in_the_end(error: TitansError) -> TitansError:
+def _with_hint(error: TitansError) -> TitansError:
     """The error of a write that is not tried again; where storage caused it, with what to do."""
     hint = "; the same command goes on once it can be" if isinstance(error, StorageError) else ""
     return type(error)(f"{error}{hint}")
@@ -230,7 +230,7 @@ def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Pa
     ``among`` says of which steps. Raises StorageError.
     """
     for path in filter(lambda path: among(step_of(path)), saved(folder)):
-        wrong = fault(path)
+        wrong = find_corruption(path)
         if wrong is None:
             return path
         log.warning("checkpoint %s is not whole (%s); using the one before", path, wrong)
@@ -247,11 +247,11 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     if path is None:
         if latest := next(iter(saved(folder)), None):
             raise UsageError(
-                f"{latest}: {fault(latest)}, and no checkpoint before it is whole; delete {folder} "
+                f"{latest}: {find_corruption(latest)}, and no checkpoint before it is whole; delete {folder} "
                 "to train from the start"
             )
         return None
-    _bring(path, trainer)
+    _restore(path, trainer)
     return path
 
 
@@ -264,11 +264,11 @@ def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
     step = trainer.progress.step
     path = _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0))
     if path is not None:
-        _bring(path, trainer)
+        _restore(path, trainer)
     return path
 
 
-def _bring(path: Path, trainer: Trainer) -> None:
+def _restore(path: Path, trainer: Trainer) -> None:
     state = _state(trainer)
     _load(path, state)
     set_state_dict(
@@ -291,7 +291,7 @@ def _chosen(choose: Callable[[], Path | None]) -> Path | None:
     return choice[0]
 
 
-def adopt(point: Path, folder: Path, trained: Callable[[Progress], Progress]) -> Path:
+def copy_checkpoint(point: Path, folder: Path, trained: Callable[[Progress], Progress]) -> Path:
     """Copy a checkpoint into another run's folder, with what ``trained`` makes of its progress; its path.
 
     The copy is there whole or not at all. Raises TitansError: it cannot be written.
@@ -315,7 +315,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
 
 def load_model(path: Path, model: nn.Module) -> int:
     """Only the weights of the checkpoint at ``path``, into ``model``; the step. Raises UsageError."""
-    if (wrong := fault(path)) is not None:
+    if (wrong := find_corruption(path)) is not None:
         raise UsageError(f"{path}: not a whole checkpoint: {wrong}; use another step of this run")
     weights = _weights(model, _saved(FileSystemReader(path), path))
     _load(path, {"model": weights})

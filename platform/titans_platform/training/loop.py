@@ -206,7 +206,7 @@ class Trainer:
         last = min(steps, until or steps)
         self.model.train()
         with closing(self._batches(last)) as batches:
-            while self.progress.step < last and not self._tired(hooks):
+            while self.progress.step < last and not self._patience_exhausted(hooks):
                 number = self.progress.step + 1
                 started = time.perf_counter()
                 with hooks.phases.phase("data wait"):
@@ -222,7 +222,7 @@ class Trainer:
                 metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
                 if _due(number, hooks.validate_every, steps):
                     metrics["validation_loss"] = self._validated(hooks)
-                    if self._tired(hooks) and not self.progress.tail_steps:
+                    if self._patience_exhausted(hooks) and not self.progress.tail_steps:
                         self.progress.tail_loss, self.progress.tail_steps = metrics["loss"], 1
                 hooks.on_step(number, metrics)
                 best = hooks.checkpoint_best and self.progress.best_step == number
@@ -230,7 +230,7 @@ class Trainer:
                     hooks.on_checkpoint()
         return self.progress
 
-    def _tired(self, hooks: Hooks) -> bool:
+    def _patience_exhausted(self, hooks: Hooks) -> bool:
         """Whether the last ``patience`` validations found nothing better."""
         best = self.progress.best_step
         return bool(

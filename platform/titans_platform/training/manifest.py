@@ -54,15 +54,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def fault(folder: Path) -> str | None:
+def find_corruption(folder: Path) -> str | None:
     """What is wrong with the checkpoint in ``folder``; None where every file is as it was written.
 
     Storage that fails for a while is waited for. Raises StorageError.
     """
-    return retry_transient(lambda: _fault(folder))
+    return retry_transient(lambda: _find_corruption(folder))
 
 
-def _fault(folder: Path) -> str | None:
+def _find_corruption(folder: Path) -> str | None:
     try:
         for name, expected in read_manifest(folder).files.items():
             if _hash(folder / name) != expected:

@@ -24,44 +24,44 @@ GRACE = 60.0
 """Seconds a run has to come to the end of its step and write a checkpoint."""
 ASK_EVERY = 5.0
 """Seconds between two questions to Ray, whether a node is about to be taken away."""
-_ASK, _LEAVE, _END = 1, 2, 3
+_ASK_RAY, _PREEMPTED, _INTERRUPTED = 1, 2, 3
 _terminated = threading.Event()
 
 
-class Leaving(Exception):
+class Preempted(Exception):
     """A worker's process was told to end. Not a fault of the run: Ray starts its workers again."""
 
 
-class Notice:
+class PreemptionGuard:
     """One worker's part in ending at a checkpoint; ``several``: it is one of Ray's."""
 
     def __init__(self, folder: RunFolder, several: bool):
         self._folder, self._several, self._saved = folder, several, False
         self._asked = time.monotonic()
 
-    def look(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
+    def poll(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
         """At the end of a step: where any worker has been told to end, write a checkpoint, and raise.
 
-        All workers call it at the same steps. Raises Interrupted: the run was asked to end; Leaving.
+        All workers call it at the same steps. Raises Interrupted: the run was asked to end; Preempted.
         """
-        told = saver.most(self._told())
-        if not told or (told == _ASK and not self._preempted()):
+        told = saver.max_over_ranks(self._told())
+        if not told or (told == _ASK_RAY and not self._preempted()):
             return
         saver.save(before_commit)
         saver.finish()
         step = saver.trainer.progress.step
-        if told == _END:
+        if told == _INTERRUPTED:
             raise Interrupted(f"interrupted after step {step}, at a checkpoint; the same command goes on")
-        if told == _LEAVE:
-            raise Leaving(f"told to end; the checkpoint of step {step} is written")
+        if told == _PREEMPTED:
+            raise Preempted(f"told to end; the checkpoint of step {step} is written")
 
     def _told(self) -> int:
-        if rank() == 0 and self._folder.is_asked_to_end():
-            return _END
+        if rank() == 0 and self._folder.interrupt_requested():
+            return _INTERRUPTED
         if _terminated.is_set():
-            return _LEAVE
+            return _PREEMPTED
         due = time.monotonic() - self._asked >= ASK_EVERY
-        return _ASK if due and rank() == 0 and self._several and not self._saved else 0
+        return _ASK_RAY if due and rank() == 0 and self._several and not self._saved else 0
 
     def _preempted(self) -> bool:
         """Whether Ray knows that a node of this run is about to be taken away; the workers ask together."""
@@ -73,7 +73,7 @@ class Notice:
         return self._saved
 
 
-def listen() -> None:
+def install_handlers() -> None:
     """In a worker process: the first SIGTERM is remembered, a second one ends it."""
 
     def told(signum: int, frame: Any) -> None:
@@ -83,14 +83,14 @@ def listen() -> None:
     signal.signal(signal.SIGTERM, told)
 
 
-def listening() -> Any:
-    """Train's settings for torch, with `listen` called in the main thread of each worker."""
+def torch_config() -> Any:
+    """Train's settings for torch, with `install_handlers` called in the main thread of each worker."""
     from ray.train.torch import TorchConfig
 
     class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             super().on_start(worker_group, backend_config)
-            worker_group.execute(listen)
+            worker_group.execute(install_handlers)
 
     class Config(TorchConfig):
         @property
@@ -118,7 +118,7 @@ def interruptible(folder: RunFolder) -> Iterator[None]:
     def first(signum: int, frame: Any) -> None:
         for number in before:
             signal.signal(number, at_once)
-        if not folder.ask_to_end():
+        if not folder.request_interrupt():
             raise KeyboardInterrupt
         timer.start()
         # what is printed by others may be held by a lock at this moment
@@ -135,7 +135,7 @@ def interruptible(folder: RunFolder) -> Iterator[None]:
 
 def end_at_checkpoints(folders: Sequence[RunFolder]) -> None:
     """Ask the runs that are being worked on to end, and wait until they have, for up to GRACE seconds."""
-    asked = [folder for folder in folders if folder.is_held() and folder.ask_to_end()]
+    asked = [folder for folder in folders if folder.is_held() and folder.request_interrupt()]
     deadline = time.monotonic() + GRACE
-    while any(f.is_asked_to_end() and f.is_held() for f in asked) and time.monotonic() < deadline:
+    while any(f.interrupt_requested() and f.is_held() for f in asked) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a notice to a worker: a checkpoint first, then the end; the numbers stay the same."""
+"""Ctrl-C, SIGTERM and a preempted worker: a checkpoint first, and the numbers stay the same."""
 
 # ruff: noqa: PT012  what raises is a signal, at any of a block's statements
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.runs.test_execute import UNLIKE, changed, run, weights_hash
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import Interrupted
-from titans_platform.runs import notice
+from titans_platform.runs import preemption
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.notice import interruptible
+from titans_platform.runs.preemption import interruptible
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import newest, saved
 
@@ -90,18 +90,18 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
 def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
-    look = notice.Notice.look
+    look = preemption.PreemptionGuard.poll
 
     def ask(self, saver, before_commit):
         if saver.trainer.progress.step == 5:
-            spec.folder.ask_to_end()
+            spec.folder.request_interrupt()
         look(self, saver, before_commit)
 
-    monkeypatch.setattr(notice.Notice, "look", ask)
+    monkeypatch.setattr(preemption.PreemptionGuard, "poll", ask)
     with pytest.raises(Interrupted, match="after step 5"):
         execute(spec)
     assert newest(spec.folder.path / "checkpoints").name == "step-00000005"
-    assert not spec.folder.is_asked_to_end()
+    assert not spec.folder.interrupt_requested()
     assert spec.folder.failure() is None
     monkeypatch.undo()
     assert execute(spec)["cell"] == spec.name
@@ -112,14 +112,14 @@ def test_a_second_signal_ends_at_once(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert folder.is_asked_to_end()
+        assert folder.interrupt_requested()
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("it went on")
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_step_that_does_not_end_is_waited_for_so_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(notice, "GRACE", 0.2)
+    monkeypatch.setattr(preemption, "GRACE", 0.2)
     folder = RunFolder(tmp_path, "run")
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
@@ -167,7 +167,7 @@ class Together:
     def __init__(self, told: int = 0):
         self.told, self.asked, self.saves = told, [], []
 
-    def most(self, own: int) -> int:
+    def max_over_ranks(self, own: int) -> int:
         self.asked.append(own)
         return max(own, self.told)
 
@@ -181,15 +181,15 @@ class Together:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, monkeypatch, rank):
     asked = []
-    monkeypatch.setattr(notice, "rank", lambda: rank)
-    monkeypatch.setattr(notice, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(preemption, "rank", lambda: rank)
+    monkeypatch.setattr(preemption, "ASK_EVERY", 0.0)
     monkeypatch.setattr("ray.train.get_preemption_info", lambda: asked.append(rank))
-    look = notice.Notice(RunFolder(tmp_path, "run"), several=True)
+    guard = preemption.PreemptionGuard(RunFolder(tmp_path, "run"), several=True)
     # the first worker finds that it is time; the others never do by themselves
     alone = Together()
-    look.look(alone, None)
+    guard.poll(alone, None)
     assert alone.asked == [1 - rank]
     assert asked == [0] * (1 - rank)
-    look.look(Together(told=1), None)
+    guard.poll(Together(told=1), None)
     assert asked == [rank] * (2 - rank)
     assert alone.saves == []
