@@ -51,6 +51,7 @@ def test_a_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys)
     assert int(new) < 25
 
 
+@pytest.mark.slow
 def test_the_notebook_shows_what_the_memory_retrieves(monkeypatch, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -81,8 +81,8 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
     assert folder.state() == "interrupted"
     again = execute(spec_for(cfg, tmp_path))
     straight = run(cfg, tmp_path, name="straight")
-    assert {k: v for k, v in again.items() if k not in UNLIKE | {"cell"}} == {
-        k: v for k, v in straight.items() if k not in UNLIKE | {"cell"}
+    assert {k: v for k, v in again.model_dump().items() if k not in UNLIKE | {"cell"}} == {
+        k: v for k, v in straight.model_dump().items() if k not in UNLIKE | {"cell"}
     }
     assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(tmp_path, "straight"))
 
