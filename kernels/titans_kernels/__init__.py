@@ -1,11 +1,13 @@
-"""Operators of Titans: the neural memory in several forms with one signature. Needs torch and Triton."""
+"""Operators of Titans: several implementations of the neural memory with one signature.
+
+Depends only on torch and Triton.
+"""
 
 from typing import TYPE_CHECKING
 
 from titans_kernels.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from titans_kernels.forms import forms_used
     from titans_kernels.layers import rms_norm, short_convolution
     from titans_kernels.memory.budget import write_budget
     from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
     from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
+    from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
         linear_attention,
         recurrent_linear_attention,
@@ -54,10 +57,10 @@ __all__ = [
     "write_budget",
 ]
 
-# imported when they are asked for: they bring torch, which takes two seconds
+# lazy, since importing torch takes two seconds
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry forms layers recurrence memory.forms.autograd memory.budget memory.decode memory.parts.layout "
+    "registry ran layers recurrence memory.forms.autograd memory.budget memory.decode memory.parts.layout "
     "memory.op memory.options memory.residual memory.rules",
 )

@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from titans_kernels import forms
+from titans_kernels import ran
 from titans_kernels.memory.options import without_autocast
 
 MIN_TOKENS, MIN_WIDTH = 16, 16
-"""Fewer tokens, as when a model writes, are a few products; narrower heads fill no tensor core."""
+"""With fewer tokens, as in decoding, the kernels do not pay off; narrower heads do not fill a tensor core."""
 MIN_LOG_DECAY = -32.0
-"""The logarithm of a decay that leaves 1e-14 of a state, nothing beside what the next token writes. They take
-differences of sums of decays: a stronger one adds rounding errors, and minus infinity makes them NaN."""
+"""Log decays are clamped here: 1e-14 of the state remains, negligible beside the next write. The kernels take
+differences of cumulative log decays, so stronger ones add rounding errors, and minus infinity gives NaN."""
 INSTALLED = importlib.util.find_spec("fla") is not None
 
 
 def refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
-    """Why these kernels do not serve a GPU's call with v [B, T, H, F] and G ``decays``; None if they do."""
+    """Why these kernels do not support a GPU call with v [B, T, H, F] and G ``decays``; None if they do."""
     if v.shape[1] < MIN_TOKENS or min(key_width, v.shape[-1]) < MIN_WIDTH:
         return f"fewer than {MIN_TOKENS} tokens, or heads narrower than {MIN_WIDTH}"
     if key_width % 2 or v.shape[-1] % 2:
@@ -49,7 +49,7 @@ def _rounds_to_tf32() -> bool:
 
 @torch.compiler.assume_constant_result
 def _wrong_on_hopper(device: int | None) -> bool:
-    """As their backward asks, which raises: too late for another form."""
+    """The condition on which FLA's backward raises, checked before the forward, while we can fall back."""
     import triton
 
     version = TorchVersion(triton.__version__)
@@ -58,30 +58,30 @@ def _wrong_on_hopper(device: int | None) -> bool:
 
 
 def kernel_name(log_decay: Tensor) -> str:
-    """The kernel that takes such a decay."""
+    """Name of the kernel for this decay: per head or per key channel."""
     return "chunk_simple_gla" if log_decay.shape[-1] == 1 else "chunk_gla"
 
 
-# a compiler cannot trace the kernels: a compiled block breaks its graph here
+# torch.compile cannot trace the kernels: a compiled block has a graph break here
 @torch.compiler.disable
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`titans_kernels.recurrent_linear_attention` by their kernels; q, k and v of one type.
+    """`titans_kernels.recurrent_linear_attention` with FLA's kernels; q, k and v must have one dtype.
 
-    Their q is scaled by the root of the key width unless told otherwise, and packed documents are one long
-    row with borders. y has the type of v, the state stays in float32. A gradient of a gradient is not to be
-    had: theirs carries no graph.
+    FLA's default scale of 1 / sqrt(key width) for q is overridden by 1; packed documents are one long row with
+    cu_seqlens. y has the dtype of v, the state stays in float32. Second derivatives are not supported, since
+    FLA's backward is not differentiable.
     """
     name = kernel_name(log_decay)
-    forms.note("linear_attention", f"flash-linear-attention's {name}")
-    # "fla.ops.gla" has "chunk_gla"; a decorator of theirs hides what it takes
+    ran.note("linear_attention", f"flash-linear-attention's {name}")
+    # "fla.ops.gla" has "chunk_gla"; a decorator hides its signature from type checkers
     kernel: Any = getattr(importlib.import_module(f"fla.ops.{name.removeprefix('chunk_')}"), name)
     decay = log_decay.float().clamp(min=MIN_LOG_DECAY)
     tokens = (q, k, v, decay.squeeze(-1) if decay.shape[-1] == 1 else decay)
     borders, last = None, None
     if index_BT is not None:
-        # a row continues `state` with its first document, and leaves that of its last
+        # the first document of a row starts from `state`, and the last one's state is returned
         starts = F.pad(index_BT[:, 1:] != index_BT[:, :-1], (1, 0), value=True)
         borders = F.pad(torch.nonzero(starts.flatten()).flatten(), (0, 1), value=starts.numel())
         count = starts.sum(1)

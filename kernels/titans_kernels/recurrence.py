@@ -1,9 +1,9 @@
-"""Linear attention with decay, which RetNet, GLA, HGRN2 and Mamba2 share, and the scan of Mamba.
+"""Linear attention with decay, used by RetNet, GLA, HGRN2 and Mamba2, and the scan of Mamba.
 
-Each as a recurrence, token by token, and in a parallel form with the same signature and the same numbers.
+Each comes as a token-by-token recurrence and as a parallel form with the same signature and result.
 
 Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E
-for a decay of each key channel and 1 for one number a head.
+for a decay per key channel and 1 for a decay per head.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from titans_kernels import forms
+from titans_kernels import ran
 from titans_kernels.memory.options import operand_dtype, state_dtype, without_autocast
 
 
 def recurrent_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = diag(exp log_decay_t) S_{t-1} + k_t^T v_t`` and ``y_t = q_t S_t``, one token after the other.
+    """``S_t = diag(exp log_decay_t) S_{t-1} + k_t^T v_t`` and ``y_t = q_t S_t``, token by token.
 
     Args:
-        q: [B, T, H, E]; k the same.
-        v: [B, T, H, F].
+        q: queries, [B, T, H, E].
+        k: keys, [B, T, H, E].
+        v: values, [B, T, H, F].
         log_decay: [B, T, H, G], at most 0.
         state: S_0, [B, H, E, F].
-        index_BT: which packed document a token belongs to; the state is zero where one begins in a row.
+        index_BT: index of the packed document of each token; the state is reset to zero where a document
+            starts inside a row.
 
     Returns:
-        y [B, T, H, F] and the state after the last token [B, H, E, F], both in the precision of the state.
+        y [B, T, H, F] and the state after the last token [B, H, E, F], both in the dtype of the state.
     """
     dtype, outputs = state_dtype(q), []
     q, k, v, log_decay, state = (x.to(dtype) for x in (q, k, v, log_decay, state))
@@ -55,18 +57,20 @@ def linear_attention(
     index_BT: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrent_linear_attention` in chunks: attention within each, states between them.
+    """`recurrent_linear_attention` in chunks: attention within a chunk, a recurrence across chunks.
 
-    With ``D[t, s]`` the product of the decays after token s up to token t, chunk by chunk
+    With ``D[t, s]`` the product of the decays after token s up to and including token t, each chunk computes
 
         y_t = exp(log decays up to t) q_t S + sum_{s <= t} (q_t D[t, s] k_s^T) v_s
 
-    where S is the state the chunk starts from. D is at most 1 and made of sums of logarithms, so that no
-    decay overflows. The sequence may be cut anywhere: the state does not know of chunks. ``chunk_size`` None
-    takes 64 tokens for one decay a head and 16 for one a channel, whose D is E times as large.
+    where S is the state at the start of the chunk. D is at most 1 and computed from sums of logarithms, so no
+    decay overflows. A sequence may be split anywhere, since the state does not depend on the chunks. The
+    default ``chunk_size`` is 64 tokens for a decay per head and 16 for a decay per channel, whose D is E
+    times as large.
 
-    On a GPU flash-linear-attention's kernels compute it where they are installed and serve the call
-    (`titans_kernels.fla`); `forms_used` tells which form ran. A given ``chunk_size`` is for this form alone.
+    On a GPU, flash-linear-attention's kernels are used if they are installed and support the call
+    (`titans_kernels.fla`); `forms_used` tells which form ran. Passing ``chunk_size`` selects this form.
+    Arguments and results are those of `recurrent_linear_attention`.
     """
     T, dtype = q.shape[1], state_dtype(q)
     if not T:
@@ -80,8 +84,8 @@ def linear_attention(
             return y.to(dtype), state
         if not torch.compiler.is_compiling():
             if fla and T >= fla.MIN_TOKENS:
-                forms.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
-            forms.note("linear_attention", "chunked", v)
+                ran.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
+            ran.note("linear_attention", "chunked", v)
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
     with without_autocast(q):
         q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))
@@ -96,7 +100,7 @@ def linear_attention(
 
 
 def _fla(v: Tensor) -> Any:
-    """`titans_kernels.fla`, which imports the compiler, where it may serve: on a GPU; else None."""
+    """`titans_kernels.fla` on a GPU, else None; imported lazily, since it imports Triton."""
     if not v.is_cuda:
         return None
     from titans_kernels import fla
@@ -105,7 +109,7 @@ def _fla(v: Tensor) -> Any:
 
 
 def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
-    """``h_t = a_t h_{t-1} + b_t`` for a, b [B, T, ...] and h_0 [B, ...], token by token; [B, T, ...]."""
+    """``h_t = a_t h_{t-1} + b_t``, token by token, for a, b [B, T, ...] and h_0 [B, ...]; h [B, T, ...]."""
     outputs = []
     for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
         state = a_t * state + b_t
@@ -114,15 +118,15 @@ def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
 
 
 WIDE = 8192
-"""Numbers a token from which a CPU reads token after token: more of them at once fill no more of it."""
+"""Elements per token from which a single token saturates a CPU, so that chunks are no faster."""
 
 
 def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> Tensor:
-    """`recurrent_scan` for all chunks side by side: T / c + 2 c steps in place of T.
+    """`recurrent_scan` parallel over chunks: T / c + 2 c sequential steps instead of T.
 
-    States from chunk to chunk first, then all tokens of a place in their chunk at once. ``chunk_size`` None
-    takes that with the fewest steps, but no fewer than 16 tokens, or the whole row where it is wide and on a
-    CPU. The backward needs a and h alone, and cannot be differentiated again.
+    First computes the states at chunk boundaries, then the tokens of all chunks in parallel. The default
+    ``chunk_size`` minimises the number of steps, with at least 16 tokens; on a CPU a row with many elements
+    per token is one chunk. The backward saves only a and h and is not differentiable itself.
     """
     T = a.shape[1]
     if not T:
@@ -130,7 +134,7 @@ def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> 
     compiling = torch.compiler.is_compiling()
     whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
     size = min(T, chunk_size or (T if whole else max(16, int((T // 2) ** 0.5))))
-    # a compiler writes a backward of its own
+    # torch.compile derives its own backward
     return _swept(_write, a, b, state, size, back=False)[0] if compiling else _Scan.apply(a, b, state, size)
 
 
@@ -145,7 +149,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``dh_t = g_t + a_{t+1} dh_{t+1}``, from the last token to the first."""
+        """``dh_t = g_t + a_{t+1} dh_{t+1}``, in reverse order."""
         a, h, state = ctx.saved_tensors
         dh, d_state = _swept(_collect, a, grads[0], torch.zeros_like(state), ctx.size, back=True)
         da = torch.empty_like(dh)
@@ -173,9 +177,9 @@ def _swept(
     *,
     back: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What ``step`` gives at each token, [B, T, ...], and the last carry; from the end where ``back``.
+    """The outputs of ``step`` at each token, [B, T, ...], and the last carry; in reverse order if ``back``.
 
-    A step is linear in what it carries, with a_t the factor: so a chunk is one, with the product of its a.
+    A step is linear in the carry with factor a_t, so a chunk is a step whose factor is the product of its a.
     """
     T = a.shape[1]
     if short := -T % size:
@@ -202,12 +206,12 @@ def _swept(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, H, ...] in chunks [B, N, H, c, ...]; the zeros after the end leave the state as it is."""
+    """Split [B, T, H, ...] into chunks [B, N, H, c, ...], padded with zeros, which leave the state as is."""
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size)).transpose(2, 3)
 
 
 def _segment_sums(x: Tensor) -> Tensor:
-    """Entry [t, s] is the sum of x [..., c, G] after s up to t, not as a difference of large sums."""
+    """Entry [t, s] is the sum of x [..., c, G] after s up to t, computed without cancellation."""
     size = x.shape[-2]
     after = torch.ones(size, size, dtype=torch.bool, device=x.device).tril(-1)
     return torch.where(after[..., None], x[..., :, None, :], 0).cumsum(-3)
@@ -223,15 +227,16 @@ def _scores(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
 def _borders(
     index_BT: Tensor | None, T: int, size: int, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-    """Which tokens t see s, read the chunk's first state, write to its last; whether the first is kept.
+    """Masks of packed documents.
 
-    Booleans [.., t, s], then factors that multiply [B, N, H, c, E] twice and [B, N, H, E, F].
+    Which tokens t attend to s, which read the chunk's initial state, which write to its final state, and
+    whether the initial state survives the chunk. The first is boolean [.., t, s]; the others are factors for [B, N, H, c, E] (twice) and [B, N, H, E, F].
     """
     causal = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
     if index_BT is None:
         one = like.new_ones(())
         return causal, one, one, 1
-    # padding is of the last document, whose state it leaves as it is
+    # padding belongs to the last document and does not change its state
     index = torch.cat([index_BT, index_BT[:, -1:].expand(-1, -T % size)], 1).unflatten(1, (-1, size))
     before = torch.cat([index[:, :1, 0], index[:, :-1, -1]], 1)[..., None]
     last = index[..., -1:]
@@ -242,7 +247,7 @@ def _borders(
 
 
 def _passed(kept: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States at the start of each chunk, [B, N, ...], and that after the last one."""
+    """States at the start of each chunk, [B, N, ...], and the state after the last one."""
     starts = []
     for kept_n, added_n in zip(kept.unbind(1), added.unbind(1), strict=True):
         starts.append(state)

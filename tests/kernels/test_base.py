@@ -274,11 +274,11 @@ def test_meta_tensors_have_the_shapes():
 
 
 @pytest.mark.parametrize(("backend", "reason"), [
-    ("triton", "it takes a base with 1 layer, not 2"),
-    ("online", "it takes 1 layer, not 2"),
+    ("triton", "it supports a base with 1 layer, not 2"),
+    ("online", "it supports 1 layer, not 2"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, reason):
-    with pytest.raises(ValueError, match=f"^backend: {backend} does not serve this call: {reason}[^\n]*$"):
+    with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):
         Case(8).whole(backend=backend, chunk_size=1)
 
 

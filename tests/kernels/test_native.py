@@ -132,7 +132,7 @@ def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
     try:
         case = Case(5)
         case.run(chunk_size=4)  # auto
-        with pytest.raises(ValueError, match="backend: native does not serve this call: no C\\+\\+ compiler"):
+        with pytest.raises(ValueError, match=r"native does not support this call: no C\+\+ compiler"):
             case.run(chunk_size=4, backend="native")
         assert short_convolution(*(torch.ones(1, 1, 2) for _ in range(3)), [False], 1) is None
     finally:

@@ -95,13 +95,13 @@ def test_a_gpu_takes_it_too():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"chunk_size": 4, "surprise_bound": None}, "it takes chunk_size 1, not 4"),
-        (ONLINE | {"rule": "huber"}, "does not take the rule"),
+        ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
+        (ONLINE | {"rule": "huber"}, "does not support the rule"),
     ],
 )
 def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
     *tokens, W, S = made(8)
-    with pytest.raises(ValueError, match=rf"^backend: online does not serve this call: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
         neural_memory(*tokens, (W,), (S,), backend="online", **options)
 
 

@@ -146,7 +146,7 @@ def test_a_form_computes_what_its_row_of_the_table_says(name):
             residual=call.residual, base=call.base or (),
         )  # fmt: skip
         if form.refusal(inputs, call.weights, options):
-            with pytest.raises(ValueError, match="does not serve this call: it "):
+            with pytest.raises(ValueError, match="does not support this call: it "):
                 call.run(form.backend)
             continue
         found = call.run(form.backend)

@@ -245,13 +245,13 @@ def test_compiled_is_eager_and_so_is_every_gradient(kind, groups, borders):
 
 
 @pytest.mark.parametrize(("kind", "groups", "reason"), [
-    ("norm", None, "it does not compute LN inside the memory"),
-    ("none", 4, "it does not take an alpha by column"),
+    ("norm", None, "it does not support LN inside the memory"),
+    ("none", 4, "it does not support alpha per column"),
 ])  # fmt: skip
 @pytest.mark.parametrize("backend", ["native", "online", "triton"])
 def test_a_form_that_does_not_compute_it_says_so(backend, kind, groups, reason):
     case = Case(8, 1, kind=kind, groups=groups)
-    with pytest.raises(ValueError, match=f"^backend: {backend} does not serve this call: {reason}"):
+    with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}"):
         case.whole(backend=backend, chunk_size=1)
 
 

@@ -250,14 +250,14 @@ def test_what_needs_no_gradient_gets_none():
 def test_a_form_that_does_not_take_a_rule_says_so():
     case = Case(4)
     for backend in ("chunked", "triton"):
-        said = f"^backend: {backend} does not serve this call: it does not take the rule Huber"
+        said = f"^backend: {backend} does not support this call: it does not support the rule Huber"
         with pytest.raises(ValueError, match=said):
             case.whole(backend=backend, rule="huber")
     _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8)
-    with pytest.raises(ValueError, match=r"^state: left inside a chunk by the paper's rule"):
+    with pytest.raises(ValueError, match=r"^state: inside a chunk of the paper's rule"):
         extend_memory(*case.tokens, opened, chunk_size=8, rule="huber")
     _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8, rule="huber")
-    with pytest.raises(ValueError, match=r"^state: left inside a chunk by another rule"):
+    with pytest.raises(ValueError, match=r"^state: inside a chunk of another rule"):
         extend_memory(*case.tokens, opened, chunk_size=8)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_kernels import forms, neural_memory
+from titans_kernels import neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory.forms import native
 from titans_kernels.memory.forms.triton import op as triton_op
@@ -122,7 +122,7 @@ def errors(case: Case, operands: torch.dtype = torch.float32) -> dict[str, float
 @pytest.fixture(autouse=True)
 def no_fallback(caplog):
     """A test that meant the kernels must not have been given `chunked`."""
-    forms.warn_once.cache_clear()
+    ran.warn_once.cache_clear()
     yield
     assert "chunked in place of triton" not in caplog.text
 
@@ -308,7 +308,7 @@ def test_the_assembler_that_triton_takes_has_a_version():
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():
     call = Call(Case((16, 24, 16), 40, 16))
     with pytest.raises(
-        ValueError, match="triton does not serve this call: hidden width 24 is not one of 16, 32"
+        ValueError, match="triton does not support this call: hidden width 24 is not one of 16, 32"
     ):
         call.results("triton", torch.float32)
 

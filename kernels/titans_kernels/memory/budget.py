@@ -1,21 +1,21 @@
-"""The write budget: how many full steps a direction of key space is written at most within a chunk.
+"""The write budget: the maximum number of full steps along a direction of key space within a chunk.
 
 Gradients are frozen over a chunk, so one token repeated b times writes b steps at once: the memory overshoots
-by a factor of b, and from chunk to chunk it diverges, whatever bounds each token's surprise. The budget
-shrinks the steps of later tokens by what earlier tokens of the chunk have written along their keys:
+by a factor of b and diverges from chunk to chunk, even if each token's surprise is bounded. The budget
+shrinks the step of a token by what earlier tokens of the chunk have written along its key:
 
     e_t = min(2 theta_t / (1 - eta_t), max(0, c - sum_{u < t} e_u |k_t . k_u|) / |k_t . k_t|)
     theta'_t = e_t (1 - eta_t) / 2
 
-c is the budget. With 1 no direction of a linear memory overshoots, but unlike keys that overlap a little use
-it up as well: later tokens of a chunk write nothing, and recall is learnt worse. With 2 it is learnt as well
-as without a budget, and repeats overshoot by a bounded factor.
+c is the budget. With c = 1 no direction of a linear memory overshoots, but distinct keys that overlap a
+little also use it up: later tokens of a chunk write nothing, and recall suffers. With c = 2 recall is as good
+as without a budget, and repeated tokens overshoot by a bounded factor.
 
-e_t is the effective step: the share of the way from prediction to value that a linear memory goes for a unit
-key, once momentum has run out. It is a function of keys and gates alone, so every form of the operator
-receives theta' in place of theta and stays as it is. A deep memory needs `surprise_bound` beside it.
+e_t is the effective step: the fraction of the distance from prediction to value that a linear memory covers
+for a unit key once momentum has decayed. It depends only on keys and gates, so every form of the operator
+receives theta' in place of theta and needs no change. A deep memory also needs `surprise_bound`.
 
-Shapes: B rows, T tokens, H heads, D key width, b tokens of a chunk, p held tokens of an open chunk.
+Shapes: B batch, T tokens, H heads, D key width, b tokens per chunk, p tokens already in an open chunk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from titans_kernels.memory.parts.layout import document_borders, layout_of
 from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
 MAX_KERNEL_NUMEL = 2**14
-"""Numbers in a chunk's keys up to which the Triton kernel serves."""
+"""Maximum number of elements in a chunk's keys for the Triton kernel."""
 Held = tuple[Tensor, Tensor]
-"""Of an open chunk's tokens so far: keys [B, H, p, D] and effective steps e [B, H, p]."""
+"""Keys [B, H, p, D] and effective steps e [B, H, p] of the tokens already in the open chunk."""
 
 
 def write_budget(
@@ -45,19 +45,21 @@ def write_budget(
     held: Held | None = None,
     budget: float = 1.0,
 ) -> Tensor:
-    """The steps theta' that tokens take under the write budget of their chunk.
+    """Step sizes theta' limited by the write budget of each chunk.
 
-    A token looks at itself and at earlier tokens of its chunk and head. Where its own step fits, theta' is
-    theta bit for bit. A key of norm 0 writes nothing and has no limit; eta of 1 has no finite full step, so
-    theta' is 0 there unless theta or the key is 0. Gradients flow to k, eta, theta and ``held``.
+    A token's limit depends on itself and on earlier tokens of its chunk and head. If its step fits into the
+    budget, theta' equals theta bit for bit. A key of norm 0 writes nothing and is not limited. For eta = 1 no
+    full step is finite, so theta' is 0 unless theta or the key is 0. Gradients flow to k, eta, theta and
+    ``held``.
 
     Args:
-        k: keys [B, T, H, D], of any norm; a full step is that of a key of norm 1.
-        eta, theta: [B, T, H]; eta in [0, 1], theta >= 0.
-        chunk_size: b; chunks begin where a row or a packed document does.
-        cu_seqlens: [N + 1] borders of documents packed into B = 1, as in `neural_memory`.
-        held: tokens of the chunk that is open where the rows begin; not with ``cu_seqlens``.
-        budget: c, full steps.
+        k: keys [B, T, H, D] of any norm; a full step is the step of a key of norm 1.
+        eta: momentum in [0, 1], [B, T, H].
+        theta: step size, at least 0, [B, T, H].
+        chunk_size: b; chunks start at the start of each row or packed document.
+        cu_seqlens: [N + 1] cumulative lengths of documents packed into B = 1, as in `neural_memory`.
+        held: keys and effective steps of the tokens already in the open chunk; not with ``cu_seqlens``.
+        budget: c, in full steps.
 
     Returns:
         theta' [B, T, H], float32 (float64 for float64 keys).
@@ -74,11 +76,11 @@ def effective_steps(
     held: Held | None = None,
     budget: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """`write_budget`, and the effective steps e / c [B, T, H], which an open chunk has to keep."""
+    """`write_budget`, and the effective steps e / c [B, T, H], which are part of an open chunk's state."""
     dtype, p = state_dtype(k), 0
     if 0 in k.shape[:3]:
         return theta.to(dtype), torch.zeros_like(theta, dtype=dtype)
-    # steps are counted in budgets, of which what follows has one
+    # normalise steps by the budget, so that the code below works with a budget of 1
     eta, own = eta.to(dtype), theta.to(dtype)
     theta = own / budget
     if held is not None and held[1].shape[-1]:
@@ -87,7 +89,7 @@ def effective_steps(
         # with eta = 0 the full step of theta = e / 2 is e
         eta = torch.cat([torch.zeros_like(steps), eta], 1)
         k, theta = torch.cat([keys, k.to(keys.dtype)], 1), torch.cat([steps / 2, theta], 1)
-    # the library's operator costs more than a small call: for a compiler, and shapes without values
+    # the custom operator costs more than a small call: only for torch.compile and meta tensors
     opaque = torch.compiler.is_compiling() or k.is_meta
     found = (budget_steps if opaque else _Steps.apply)(k, eta, theta, chunk_size, cu_seqlens, p)
     limited, e = (x[:, p:] for x in found) if p else found
@@ -99,7 +101,7 @@ def effective_steps(
 def _steps(
     k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int
 ) -> list[Tensor]:
-    """theta' and e [B, T, H]; the first ``held`` tokens of each row have e = 2 theta, whatever the budget."""
+    """theta' and e [B, T, H]; the first ``held`` tokens of each row have e = 2 theta, without a limit."""
     k, eta, theta = k.contiguous(), eta.contiguous(), theta.contiguous()
     if _has_kernel(k, chunk_size):
         from titans_kernels.memory.forms.triton import budget as kernels
@@ -112,7 +114,7 @@ def _steps(
 
 
 def _steps_backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Gradients of k, eta and theta; ``tensors`` are those of theta' and e, then k, eta, theta, theta', e."""
+    """Gradients of k, eta and theta. ``tensors``: the gradients of theta' and e; k, eta, theta; theta', e."""
     tensors = [x.contiguous() for x in tensors]
     k = tensors[2]
     if _has_kernel(k, chunk_size):
@@ -129,7 +131,7 @@ def _steps_backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor |
 
 
 class _Steps(torch.autograd.Function):
-    """`_steps` with a gradient."""
+    """`_steps` as an autograd function."""
 
     @staticmethod
     def forward(ctx, k, eta, theta, chunk_size, cu_seqlens, held):
@@ -161,7 +163,7 @@ def budget_steps(k, eta, theta, chunk_size, cu_seqlens, held):
     "int chunk_size, Tensor? cu_seqlens) -> Tensor[]",
 )
 def budget_steps_backward(dlimited, de, k, eta, theta, limited, e, chunk_size, cu_seqlens):
-    """`_steps_backward` as an operator."""
+    """`_steps_backward` as a custom operator."""
     return _steps_backward([dlimited, de, k, eta, theta, limited, e], chunk_size, cu_seqlens)
 
 
@@ -191,14 +193,14 @@ budget_steps.register_autograd(_autograd, setup_context=_setup)
 
 
 def _has_kernel(k: Tensor, chunk_size: int) -> bool:
-    """Whether Triton serves: a chunk's keys and their gradients have to fit a program's registers."""
+    """Whether the Triton kernel supports it: a chunk's keys and gradients must fit a program's registers."""
     return k.is_cuda and k.dtype != torch.float64 and chunk_size * k.shape[-1] <= MAX_KERNEL_NUMEL
 
 
 def _forward(
     k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int
 ) -> list[Tensor]:
-    """By PyTorch's operators: one step after the other, all chunks at once."""
+    """With PyTorch's operators: token by token, over all chunks at once."""
     layout = layout_of(k, chunk_size, cu_seqlens)
     free = torch.ones_like(theta, dtype=torch.bool)
     free[:, :held] = False
@@ -209,7 +211,7 @@ def _forward(
     counted = size >= torch.finfo(size.dtype).tiny
     moves = counted & (moved > 0)
     full = torch.where(moves, 2 * taken / torch.where(moves, moved, 1), 0)
-    # products, not quotients, are compared: neither 1 - eta nor the key's size need be above 0
+    # compares products instead of quotients, since 1 - eta and the key's squared norm may be 0
     wanted = torch.where(counted & free, 2 * taken * size, 0)
     size = torch.where(counted, size, 1)
     e, over = torch.zeros_like(taken), torch.zeros_like(free)
@@ -222,9 +224,9 @@ def _forward(
 
 
 def _backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """By PyTorch's operators: what each e adds up to is one triangular solve.
+    """With PyTorch's operators: the total gradient of every e by one triangular solve.
 
-    A limited token's e falls by G_tu / G_tt for each e_u before it, so the gradients of all e are
+    The e of a limited token decreases by G_tu / G_tt per unit of each earlier e_u, so the gradients are
     ``lambda_u = g_u - sum_{t > u, t limited} lambda_t G_tu / G_tt``.
     """
     layout = layout_of(tensors[2], chunk_size, cu_seqlens)
@@ -255,7 +257,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Compiled:
-    """A call of `native/budget.cpp`: a document and head at a time."""
+    """A call of `native/budget.cpp`, parallel over documents and heads."""
 
     def __init__(self, shape: _Shape, borders: ctypes.Array, found: ctypes.CDLL):
         self.shape, self.borders, self.library = shape, borders, found

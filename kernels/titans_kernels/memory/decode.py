@@ -1,12 +1,12 @@
-"""A sequence continued from wherever it was left: the decode step, and any number of tokens.
+"""Incremental decoding: continue a sequence from any position, by one token or by many.
 
-The gradients of a chunk's tokens are taken at the weights it began with, so a cut inside a chunk leaves
-those, and of the open chunk's tokens the factors of their gradients and what momentum and forgetting have
-made of them since. A token then costs one pass through the memory and one row of products with the tokens
-of its chunk; nothing written before is written anew. For any other rule, and for an alpha by column, an
-open chunk is an `OpenChunk`.
+All gradients of a chunk are taken at the weights at its start (eq. 16). So the state inside a chunk consists
+of those weights, the factors of the gradients of the tokens so far, and their coefficients under momentum
+and decay. A new token then costs one pass through the memory and one row of products with the tokens of its
+chunk; earlier writes are not recomputed. For other rules, and for alpha per column, the state inside a chunk
+is an `OpenChunk`.
 
-Shapes: B batch, T new tokens, H heads, D/F widths of a layer's input and output, p tokens of the open chunk.
+Shapes: B batch, T new tokens, H heads, D/F input/output width of a layer, p tokens in the open chunk.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from titans_kernels.memory.validate import check_base, check_options, check_resi
 
 NATIVE = next(form for form in FORMS if form.name == "native")
 STEP_PRODUCTS = 2**20
-"""The compiled form goes through all tokens of an open chunk again. That is less than what calling PyTorch's
-operators costs up to so many products of a token and a weight in a layer's pass."""
+"""The C++ form recomputes all tokens of the open chunk. Up to this many multiplications per layer that is
+cheaper than the overhead of calling PyTorch's operators."""
 
 
 class DecodeState(NamedTuple):
-    """The memory on a chunk border, or for the paper's rule anywhere; float32 (float64 for float64 input).
+    """The state of a sequence, float32 (float64 for float64 input).
 
-    Anywhere, where alpha is one number a head.
+    On a chunk boundary it serves every rule; inside a chunk, the paper's rule with one alpha per head.
 
-    With W, S the state where the open chunk began and g_i = X_i^T d_i the gradients of its tokens, the
-    weights now are ``beta W + m S - sum_i c_i g_i`` and the momentum ``h S - sum_i n_i g_i``. Where
-    forgetting leads to a base, W and the weights now are distances from it.
+    Let W, S be the state at the start of the open chunk and g_i = X_i^T d_i the gradients of its tokens. Then
+    the current weights are ``beta W + m S - sum_i c_i g_i`` and the current momentum is
+    ``h S - sum_i n_i g_i``. With a base, W and the current weights are offsets from it.
     """
 
-    weights: Layers  # where the open chunk began [B, H, D, F]
+    weights: Layers  # at the start of the open chunk [B, H, D, F]
     momentum: Layers
     inputs: Layers  # X of each layer [B, H, p, D]
     errors: Layers  # d of each layer [B, H, p, F]
@@ -54,11 +54,11 @@ class DecodeState(NamedTuple):
     beta: Tensor  # [B, H]
     m: Tensor
     h: Tensor
-    steps: Tensor  # with a write budget the tokens' effective steps [B, H, p], else [B, H, 0]
+    steps: Tensor  # effective steps of the tokens with a write budget [B, H, p], else [B, H, 0]
 
     @staticmethod
     def of(state: MemoryState) -> DecodeState:
-        """On a chunk border; ``state`` with a batch dimension."""
+        """A `DecodeState` on a chunk boundary; the tensors of ``state`` are [B, H, D, F]."""
         first = state.weights[0]
         B, H = first.shape[:2]
         no_rows = first.new_zeros(B, H, 0)
@@ -72,17 +72,17 @@ class DecodeState(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Tokens of the open chunk so far; 0 on a chunk border."""
+        """Number of tokens in the open chunk; 0 on a chunk boundary."""
         return self.n.shape[-1]
 
     @property
     def keys(self) -> Tensor:
-        """Of the open chunk's tokens [B, H, p, D]."""
+        """Keys of the open chunk's tokens [B, H, p, D]."""
         return self.inputs[0]
 
     @property
     def opened(self) -> tuple[Tensor, ...]:
-        """What the weights of the open chunk are made of beside those it began with, layer after layer."""
+        """Everything but the starting weights and momentum that determines the current weights, flattened."""
         return (*self.inputs, *self.errors, self.c, self.n, self.beta, self.m, self.h)
 
     def memory(self) -> MemoryState:
@@ -99,20 +99,20 @@ class DecodeState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The coefficients of new tokens, one row each, over the open chunk's tokens and the new ones."""
+    """Gate coefficients of the new tokens, one row each, over the open chunk's tokens and the new ones."""
 
     C: Tensor  # [B, H, T, p + T]
-    n: Tensor  # [B, H, p + T], of the last token
+    n: Tensor  # [B, H, p + T], for the last token
     beta: Tensor  # [B, H, T]
     m: Tensor
     h: Tensor
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, theta: Tensor, state: DecodeState) -> Rows:
-        """Gates [B, H, T].
+        """From the gates [B, H, T] of the new tokens.
 
-        What stood before is one more weight and one more momentum to the new tokens: it goes on as
-        W and S do, by products ``kept`` and ``moved`` from the first new token on.
+        The new tokens see the earlier coefficients as one more weight and one more momentum, which evolve as
+        W and S do: by the products ``kept`` and ``moved`` from the first new token on.
         """
         keep = 1 - alpha
         kept, h = keep.cumprod(-1), eta.cumprod(-1)
@@ -148,18 +148,31 @@ def decode_step(
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
     """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
 
+    All options must stay the same for the whole sequence.
+
     Args:
-        q, k, v: [B, T, H, D] of T new tokens that do not reach beyond the open chunk; T = 1 always fits.
-        alpha, eta, theta: [B, T, H]; alpha may be by column, [B, T, H, A].
-        state: after the tokens before; it stays as it is.
-        chunk_size, activation, surprise_bound, rule, residual, base, write_budget: as in `neural_memory`, the
-            same for the whole sequence.
+        q: queries of T new tokens, [B, T, H, D]. They must fit into the open chunk; T = 1 always does.
+        k: keys, [B, T, H, D].
+        v: values, [B, T, H, D_v].
+        alpha: weight decay in [0, 1], [B, T, H], or per group of columns [B, T, H, A].
+        eta: momentum in [0, 1], [B, T, H].
+        theta: step size, at least 0, [B, T, H].
+        state: the state before these tokens; not modified. ``DecodeState.of`` starts a sequence.
+        chunk_size: as in `neural_memory`.
+        activation: as in `neural_memory`.
+        surprise_bound: as in `neural_memory`.
+        rule: as in `neural_memory`.
+        residual: as in `neural_memory`.
+        base: as in `neural_memory`.
+        write_budget: as in `neural_memory`.
 
     Returns:
-        y [B, T, H, D] in q's dtype and the state after the last token. Gradients flow through both.
+        y [B, T, H, D_v] in q's dtype and the state after the last token. Gradients flow through both.
 
     Raises:
-        ValueError: a shape, name or size that does not fit, named.
+        TypeError: an option has the wrong type; the message names it.
+        ValueError: a shape, name or size is invalid, or the tokens exceed the open chunk; the message names
+            the argument.
     """
     _check(q, k, v, (alpha, eta, theta), state, write_budget)
     check_options(chunk_size, activation, surprise_bound, write_budget)
@@ -167,7 +180,7 @@ def decode_step(
     if state.position + q.shape[1] > chunk_size:
         raise ValueError(
             f"q: {q.shape[1]} tokens after {state.position} of the open chunk are more than chunk_size "
-            f"{chunk_size}; extend_memory takes any number"
+            f"{chunk_size}; use extend_memory for more tokens"
         )
     own = check_base(base, state.weights)
     options = Options(chunk_size, activation, surprise_bound, None, _rule(rule), residual=residual, base=own)
@@ -203,10 +216,36 @@ def extend_memory(
     base: Layers | None = None,
     write_budget: float | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
-    """`decode_step` for any number of tokens: the open chunk is filled, whole chunks go by `neural_memory`.
+    """`decode_step` for any number of tokens.
 
-    What is left begins the next open chunk. ``DecodeState.of`` a memory's initial state starts a sequence.
-    Without a gradient, the compiled form takes all tokens in one call where it serves.
+    The first tokens fill the open chunk, `neural_memory` processes all full chunks, and the rest starts the
+    next open chunk. ``DecodeState.of(state)`` of a memory's initial state starts a sequence. If no gradient
+    is needed and the C++ form supports the call, it processes all tokens at once. All options must stay the
+    same for the whole sequence.
+
+    Args:
+        q: queries of T new tokens, [B, T, H, D].
+        k: keys, [B, T, H, D].
+        v: values, [B, T, H, D_v].
+        alpha: weight decay in [0, 1], [B, T, H], or per group of columns [B, T, H, A].
+        eta: momentum in [0, 1], [B, T, H].
+        theta: step size, at least 0, [B, T, H].
+        state: the state before these tokens; not modified.
+        chunk_size: as in `neural_memory`.
+        activation: as in `neural_memory`.
+        surprise_bound: as in `neural_memory`.
+        backend: of the full chunks, as in `neural_memory`.
+        rule: as in `neural_memory`.
+        residual: as in `neural_memory`.
+        base: as in `neural_memory`.
+        write_budget: as in `neural_memory`.
+
+    Returns:
+        y [B, T, H, D_v] in q's dtype and the state after the last token. Gradients flow through both.
+
+    Raises:
+        TypeError: an option has the wrong type; the message names it.
+        ValueError: a shape, name or size is invalid; the message names the argument.
     """
     _check(q, k, v, (alpha, eta, theta), state, write_budget)
     check_options(chunk_size, activation, surprise_bound, write_budget)
@@ -249,9 +288,14 @@ def state_numel(
     groups: int | None = None,
     write_budget: float | None = None,
 ) -> int:
-    """Numbers that a head's state holds ``position`` tokens into a chunk.
+    """Number of elements in the state of one head, ``position`` tokens into a chunk.
 
-    ``shapes`` are [D, F] of the layers; ``groups`` is the A of an alpha by column.
+    Args:
+        shapes: [D, F] of each layer.
+        position: number of tokens in the open chunk.
+        rule: the update rule.
+        groups: A, for alpha per column; None for one alpha per head.
+        write_budget: as in `neural_memory`; a budget needs the tokens' effective steps.
     """
     weights, steps = sum(D * F for D, F in shapes), position if write_budget else 0
     if position and not _has_factors(rule, by_column=groups is not None):
@@ -274,19 +318,19 @@ def _check(
     check_shapes(q, k, v, gates, state.weights, state.momentum)
     held = state.weights[0].shape[:2]
     if held != (q.shape[0], q.shape[2]):
-        raise ValueError(f"state: of [B, H] = {tuple(held)}, q of {(q.shape[0], q.shape[2])}")
+        raise ValueError(f"state: [B, H] = {tuple(held)} differs from q's {(q.shape[0], q.shape[2])}")
     if state.steps.shape[-1] != (state.position if write_budget else 0):
         raise ValueError(
             f"write_budget: {write_budget}, but the {state.position} tokens of the state's open chunk were "
-            f"written {'without' if write_budget else 'with'} one; give the same value from a chunk's first "
-            "token on"
+            f"written {'without' if write_budget else 'with'} one; pass the same value for all tokens of a "
+            "chunk"
         )
 
 
 def _budgeted(
     tokens: Inputs, state: DecodeState | OpenChunk, chunk_size: int, budget: float | None
 ) -> tuple[Inputs, Tensor]:
-    """Tokens with theta', and the effective steps [B, H, p + T] from the open chunk's first token on."""
+    """The tokens with theta', and the effective steps [B, H, p + T] of the open chunk and the new tokens."""
     if budget is None:
         return tokens, state.steps[..., :0]
     held = state.keys, state.steps
@@ -295,7 +339,7 @@ def _budgeted(
 
 
 def _with_steps(state: DecodeState | OpenChunk, k: Tensor, steps: Tensor) -> DecodeState | OpenChunk:
-    """The open chunk with what the budget of its next tokens depends on."""
+    """The open chunk with the keys and steps that the budget of its next tokens depends on."""
     if isinstance(state, DecodeState):  # which has the keys
         return state._replace(steps=steps)
     return state._replace(keys=torch.cat([state.keys, k.transpose(1, 2)], 2), steps=steps)
@@ -304,19 +348,23 @@ def _with_steps(state: DecodeState | OpenChunk, k: Tensor, steps: Tensor) -> Dec
 def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
     if isinstance(state, DecodeState):
         return state
-    raise ValueError("state: left inside a chunk by another rule than the paper's, or by an alpha by column")
+    raise ValueError(
+        "state: inside a chunk of another rule or of alpha per column; continue with the same rule and alpha"
+    )
 
 
 def _as_open_chunk(state: DecodeState | OpenChunk) -> OpenChunk:
     if isinstance(state, OpenChunk):
         return state
     if state.position:
-        raise ValueError("state: left inside a chunk by the paper's rule; only that can go on from there")
+        raise ValueError(
+            "state: inside a chunk of the paper's rule; continue with that rule and one alpha per head"
+        )
     return OpenChunk.of(state.memory())
 
 
 def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
-    """y [B, T, H, D] of the next tokens of the open chunk, and the state after them."""
+    """y [B, T, H, D_v] of the next tokens of the open chunk, and the state after them."""
     now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
     rows = Rows.of(now.alpha, now.eta, now.theta, state)
     bound, residual, weights = options.surprise_bound, options.residual, whole(state.weights, options.base)
@@ -327,7 +375,7 @@ def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[T
 
 
 def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Options) -> bool:
-    """Whether the compiled form takes tokens that begin or end inside a chunk."""
+    """Whether the C++ form supports these tokens, which start or end inside a chunk."""
     if not isinstance(state, DecodeState) or options.residual is not None:
         return False
     T, reached = tokens.q.shape[1], state.position + tokens.q.shape[1]
@@ -345,7 +393,7 @@ def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Op
 
 
 def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
-    """All tokens in one call."""
+    """Process all tokens in one call of the C++ form."""
     depth = len(state.weights)
     y, weights, momentum, left = native.extend(tokens, state.weights, state.momentum, state.opened, options)
     y = y.to(tokens.q.dtype)
@@ -356,12 +404,12 @@ def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Ten
 
 
 def _products(r: Tensor) -> Tensor:
-    """`decay_products`, of one token and with a gradient too."""
+    """`decay_products`; for a single token a matrix of one."""
     return torch.ones_like(r)[..., None] if r.shape[-1] == 1 else decay_products(r)
 
 
 def _written(state: DecodeState, rows: Rows, new: tuple[list[Tensor], list[Tensor]]) -> DecodeState:
-    """The open chunk with the new tokens; copies, for a view would keep all of a call's tokens alive."""
+    """The open chunk with the new tokens. Copies, since a view would keep all tokens of the call alive."""
     inputs, errors = (
         tuple(torch.cat(pair, 2) for pair in zip(old, add, strict=True))
         for old, add in zip((state.inputs, state.errors), new, strict=True)
@@ -373,7 +421,7 @@ def _written(state: DecodeState, rows: Rows, new: tuple[list[Tensor], list[Tenso
 
 
 def _read(x: Tensor, rows: Rows, state: DecodeState, f: Activation, base: Layers) -> Tensor:
-    """Queries x [B, H, T, D] through the weights after each of their tokens."""
+    """Read queries x [B, H, T, D], each with the weights after its token."""
     beta, m = rows.beta[..., None], rows.m[..., None]
     layers = zip(state.weights, state.momentum, state.inputs, state.errors, strict=True)
     for l, (W, S, X, d) in enumerate(layers):

@@ -1,4 +1,4 @@
-"""The public operator: checks its input, fills in defaults, and chooses a form by the table `FORMS`."""
+"""The public operator: validates its arguments, fills in defaults and dispatches by the table `FORMS`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels import forms
+from titans_kernels import ran
 from titans_kernels.memory import budget
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import autograd, channels, chunked, custom_op, native, online, reference
@@ -30,7 +30,7 @@ from titans_kernels.memory.validate import check_base, check_options, check_resi
 
 
 def _triton(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    # imported when asked for: a CPU has no use for Triton
+    # imported on first use: a CPU does not need Triton
     from titans_kernels.memory.forms.triton import op
 
     return op.write_and_read(inputs, weights, momentum, options)
@@ -43,59 +43,59 @@ def _triton_limits(inputs: Inputs, weights: Layers, options: Options) -> str | N
 
 
 class Form(NamedTuple):
-    """A form of the operator: which calls it computes, how exactly, and when "auto" takes it."""
+    """A form (implementation) of the operator: the calls it supports, its accuracy, when "auto" picks it."""
 
     name: str
     """What `forms_used` reports."""
     backend: str
-    """The argument that asks for it."""
+    """The value of `neural_memory`'s ``backend`` that selects it."""
     compute: Callable[[Inputs, Layers, Layers, Options], Result]
-    """Takes inputs of any precision, weights and momenta [N, H, D_in, D_out] of the state's precision."""
+    """Takes inputs of any dtype; weights and momenta [N, H, D_in, D_out] have the dtype of the state."""
     tolerance: float
-    """Relative error to "reference", of reads, states and gradients; float64, and float32 for Triton."""
+    """Relative error of reads, states and gradients to "reference"; in float64, for Triton in float32."""
     device: Literal["any", "cpu", "cuda"] = "any"
-    """"auto" takes it there alone."""
+    """"auto" picks it only on this device."""
     rules: tuple[type[Rule], ...] | None = (Rule,)
-    """None for any rule. `Rule` itself is the paper's."""
+    """Supported rules; None for any. `Rule` itself is the paper's."""
     alpha: Literal["head", "column", "any"] = "head"
-    """One number a head, a number for each group of columns, or either."""
+    """Supported alpha: one per head, one per group of columns, or either."""
     norm: bool = False
-    """Whether it computes LN inside the memory (`Residual.norm`)."""
+    """Whether it supports LN inside the memory (`Residual.norm`)."""
     any_loss: bool = False
-    """Whether the loss may depend on more than prediction - value; else ``x + f(x)`` and a base of a linear
-    memory become part of the value."""
+    """Whether the loss may depend on more than prediction - value. If not, ``x + f(x)`` and the base of a
+    linear memory are folded into the value."""
     linear_base: bool = False
-    """Whether it computes the base of a linear memory itself, in less time than products outside of it."""
+    """Whether it applies the base of a linear memory itself, faster than folding it into the value."""
     base_depth: int | None = None
-    """The most layers it takes with a base; None for any."""
+    """Maximum number of layers with a base; None for any."""
     depth: int | None = None
-    """The most layers it takes; None for any."""
+    """Maximum number of layers; None for any."""
     chunk_size: int | None = None
-    """The one it takes; None for any."""
+    """The only supported chunk size; None for any."""
     surprise_bound: bool = True
-    """Whether it takes one."""
+    """Whether it supports a surprise bound."""
     traced: Callable[[Inputs, Layers, Layers, Options], Result] | None = None
-    """Computes the same under torch.compile and for meta tensors, which cannot follow ``compute``."""
+    """Replaces ``compute`` under torch.compile and for meta tensors, where ``compute`` cannot be traced."""
     limits: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
-    """Why it does not serve a call for another reason (sizes, types, a compiler that is missing), or None."""
+    """Any other reason why a call is not supported (sizes, dtypes, no C++ compiler), or None."""
 
     def refusal(self, inputs: Inputs, weights: Layers, options: Options) -> str | None:
-        """Why this form does not compute a call, or None where it does."""
+        """Why this form does not support a call, or None if it does."""
         layers, by_column = len(weights), inputs.forgets_by_column
         if self.rules is not None and type(options.rule) not in self.rules:
-            return f"it does not take the rule {options.rule}"
+            return f"it does not support the rule {options.rule}"
         if options.norm and not self.norm:
-            return "it does not compute LN inside the memory"
+            return "it does not support LN inside the memory"
         if self.alpha == ("head" if by_column else "column"):
-            return f"it does not take an alpha by {'column' if by_column else 'head'}"
+            return f"it does not support alpha per {'column' if by_column else 'head'}"
         if self.depth is not None and layers > self.depth:
-            return f"it takes {self.depth} layer, not {layers}"
+            return f"it supports {self.depth} layer, not {layers}"
         if options.base and self.base_depth is not None and layers > self.base_depth:
-            return f"it takes a base with {self.base_depth} layer, not {layers}"
+            return f"it supports a base with {self.base_depth} layer, not {layers}"
         if self.chunk_size not in (None, options.chunk_size):
-            return f"it takes chunk_size {self.chunk_size}, not {options.chunk_size}"
+            return f"it supports chunk_size {self.chunk_size}, not {options.chunk_size}"
         if options.surprise_bound is not None and not self.surprise_bound:
-            return "it does not take a surprise_bound"
+            return "it does not support surprise_bound"
         return self.limits(inputs, weights, options)
 
 
@@ -142,64 +142,74 @@ def neural_memory(
 ) -> tuple[Tensor, MemoryState]:
     """Write each token into the memory and read it back (eqs. 12-16).
 
-    Each token takes one step of gradient descent on ``||M(k_t) - v_t||^2`` with momentum eta_t, step
-    theta_t and weight decay alpha_t, its gradient at the weights that stood when its chunk began; the read
-    ``y_t = M_t(q_t)`` uses the weights after token t.
+    Each token takes one step of gradient descent with momentum on ``||M(k_t) - v_t||^2`` (12):
+
+        S_t = eta_t S_{t-1} - theta_t grad(M_{t'}; k_t, v_t)    (14)
+        M_t = (1 - alpha_t) M_{t-1} + S_t                        (13)
+        y_t = M_t(q_t)                                           (15)
+
+    The gradient is taken at M_{t'}, the weights at the start of the token's chunk (16).
 
     Args:
-        q, k, v: [B, T, H, D]; the width of v is that of the last layer's output.
-        alpha, eta, theta: [B, T, H]; alpha, eta in [0, 1], theta >= 0. An alpha [B, T, H, A] has a number for
-            each of A groups of neighbouring columns of every layer, whose width A divides (see `channels`).
+        q: queries, [B, T, H, D].
+        k: keys, [B, T, H, D].
+        v: values, [B, T, H, D_v], where D_v is the output width of the last layer.
+        alpha: weight decay (forgetting) in [0, 1], [B, T, H], or [B, T, H, A] with one value for each of A
+            groups of adjacent columns of every layer; A must divide the layer's width (see `channels`).
+        eta: momentum in [0, 1], [B, T, H].
+        theta: step size, at least 0, [B, T, H].
         weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
-        momentum: the same shapes, or None for zeros.
+        momentum: tensors of the same shapes, or None for zeros.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
-        activation: silu, gelu or identity, between layers.
-        surprise_bound: c; each token's error signal is scaled to norm at most c at every layer.
-        cu_seqlens: [N + 1] int, borders of N documents packed into B = 1, some of them empty perhaps; each
-            starts from the given weights and momentum (which may then have N in place of B), and so has
-            the returned state. Read once for each tensor: given on the CPU, nothing waits for a GPU.
-        backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" is
-            "triton" on a GPU, whose operands are of q's type, or of autocast's where it is on; a call that no
-            kernel serves takes "chunked", which is logged once. On a CPU it is "native" where a C++ compiler
-            is and the memory is small, else "chunked"; for another rule than the paper's, "autograd".
-            "online" takes the place of all others for a linear memory in chunks of one token.
-        rule: what a token does to the memory, a `Rule` or a name that `find_rule` knows; the text above is
-            the paper's. "reference" and "autograd" take any rule.
-        residual: None for the paper's memory, or a residual around it, with or without LN. LN and an alpha by
-            column are not for "native", "online" and "triton", and "auto" passes these over.
-        base: of each layer B [H, D_in, D_out], shared by all rows, to which forgetting leads in place of
-            zero: ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. The weights given and returned are then
-            W - B, the distance from it: zero where a memory begins at its base. A deep memory with a base is
-            not for "triton".
-        write_budget: full steps that a direction of key space is written at most within a chunk (see
-            `budget`), so that like tokens cannot make the memory diverge; None is the paper's rule.
-        keep_bytes: what the kernels may keep of this call for its backward; a call that needs more computes
-            it again there, with the same result. None for 1/64 of the card's memory. The other forms do not
-            look at it.
-        output_final_state: without it the returned state has no layers, and takes no memory: what training
-            on packed documents wants, whose states are one a document.
+        activation: "silu", "gelu" or "identity", between layers.
+        surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound.
+        cu_seqlens: [N + 1] int32 or int64, cumulative lengths of N documents packed into B = 1; documents may
+            be empty. Each document starts from the given weights and momentum, whose batch dimension may be
+            N, and the returned state has batch dimension N. The values are read once per tensor; on the CPU
+            they cost no GPU synchronisation.
+        backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" picks
+            "online" for a linear memory with chunk_size 1 and no surprise bound (rules "paper" and
+            "gated_delta"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's; if no kernel
+            supports the call it falls back to "chunked" and logs that once. On a CPU "auto" picks "native" if
+            there is a C++ compiler and the memory is small, otherwise "chunked". For any other rule it picks
+            "autograd".
+        rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
+            "paper". "reference" and "autograd" support any rule.
+        residual: None for the paper's memory, or a residual connection around it, with or without LN.
+            "native", "online" and "triton" support neither LN nor alpha per column; "auto" skips them.
+        base: per layer B [H, D_in, D_out], shared by the batch: the weights decay towards B instead of zero,
+            ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. ``weights`` and the returned weights are then the
+            offsets W - B, so a memory that starts at its base has zero weights. "triton" supports a base for
+            linear memories only.
+        write_budget: maximum number of full steps written along any direction of key space within a chunk
+            (see `budget`), so that repeated tokens cannot make the memory diverge. None for the paper's rule.
+        keep_bytes: memory, in bytes, that the Triton kernels may save for the backward pass; a call that
+            needs more recomputes in the backward pass, with the same result. None for 1/64 of the GPU's
+            memory. Other backends ignore it.
+        output_final_state: if False, the returned state is empty, which saves one state per document when
+            training on packed documents.
 
     Returns:
-        y [B, T, H, D] in q's dtype and the state after the last token. States are float32 (float64 for
-        float64 input), and without layers where it was not wanted. Passing a returned state continues
-        exactly where the cut is on a chunk border; `extend_memory` continues from anywhere.
+        y [B, T, H, D_v] in q's dtype, and the state after the last token in float32 (float64 for float64
+        input). Passing the state to the next call continues the sequence exactly if the call ended on a
+        chunk boundary; `extend_memory` continues from any position.
 
     Raises:
-        TypeError: an option or cu_seqlens of a type that does not fit, named.
-        ValueError: a shape, name or size that does not fit, named; a backend that does not take the rule, or
-            "native", "online" or "triton" for a call that it does not serve.
+        TypeError: an option or cu_seqlens has the wrong type; the message names it.
+        ValueError: a shape, name or size is invalid; the message names it. Or ``backend`` does not support
+            the call.
 
-    Non-finite numbers: a read depends on no later token while all numbers are finite. "reference" and
-    "autograd" keep to that for a NaN or an inf too. The other forms multiply by a masked matrix, and zero
-    times inf is NaN: one in k, v or a gate may then also reach earlier tokens of its own chunk and head
-    ("online": of its block of 32 tokens, and there a finite number whose square overflows does so as well).
-    No form lets it reach another row, document or head, or an earlier chunk. Masking before the product
-    would take 4 to 6% of a training step's time, and 10 to 12% of a forward pass's.
+    Non-finite values: for finite inputs a read depends on no later token. For "reference" and "autograd" this
+    holds for NaN and inf too. The other forms multiply by a masked matrix, and 0 * inf is NaN, so a NaN or
+    inf in k, v or a gate may also reach earlier tokens of the same chunk and head ("online": of the same
+    block of 32 tokens, where a finite value whose square overflows does so as well). It never reaches another
+    row, document or head, or an earlier chunk. Masking before the product would cost 4 to 6% of a training
+    step and 10 to 12% of a forward pass.
 
-    Precision: a deep memory without ``surprise_bound`` can be ill-conditioned, above all with keys of norm
-    above 1. Of 258 random ones whose outputs stayed finite the worst had reads of the size of their values,
-    2e-3 off those of float64, and gradients 1e-2 off, in every form. With ``surprise_bound=1`` errors there
-    are 5e-7; ``write_budget=2`` alone leaves 1e-4 (`tests/kernels/test_random_calls.py`).
+    Precision: a deep memory without ``surprise_bound`` can be ill-conditioned, especially with keys of norm
+    above 1. Among 258 random calls with finite outputs, the worst reads in float32 were off by 2e-3 and the
+    worst gradients by 1e-2 relative to float64, in every form. With ``surprise_bound=1`` the error is 5e-7;
+    with ``write_budget=2`` alone it is 1e-4 (`tests/kernels/test_random_calls.py`).
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
     check_options(chunk_size, activation, surprise_bound, write_budget)
@@ -222,22 +232,22 @@ def neural_memory(
         limit = reference.write_budget if form.name == "reference" else budget.write_budget
         inputs = inputs._replace(theta=limit(k, eta, theta, chunk_size, cu_seqlens, budget=write_budget))
     if not torch.compiler.is_compiling():
-        forms.note("neural_memory", form.name, q)
-    # the state is float32 whatever autocast would make of the products
+        ran.note("neural_memory", form.name, q)
+    # the state stays float32 under autocast
     with without_autocast(q):
         y, weights, momentum = _compute(form, inputs, weights, momentum, options)
     return y.to(q.dtype), MemoryState(weights, momentum) if output_final_state else MemoryState((), ())
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:
-    """The first form of the table that computes a call, among those that ``backend`` names.
+    """The first form in `FORMS` that supports the call, among those selected by ``backend``.
 
     Raises:
-        ValueError: there is no such backend, or none of its forms computes the call.
+        ValueError: ``backend`` is unknown, or none of its forms supports the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    # neither a compiler nor meta tensors can follow C++
+    # C++ cannot be traced by torch.compile or run on meta tensors
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
     backend = "chunked" if traced and backend == "native" else backend
     reason, slower = None, None
@@ -251,18 +261,18 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         reason = form.refusal(inputs, weights, options)
         if reason is None:
             if slower and not torch.compiler.is_compiling():
-                forms.warn_once("neural_memory", "chunked in place of triton", slower)
+                ran.warn_once("neural_memory", "chunked in place of triton", slower)
             return form._replace(compute=form.traced) if traced and form.traced else form
         if form.name == "triton" and type(options.rule) is Rule:
             slower = reason
-    raise ValueError(f"backend: {backend} does not serve this call: {reason}; auto takes another form")
+    raise ValueError(f"backend: {backend} does not support this call: {reason}; use backend='auto'")
 
 
 def _compute(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """A call by a form, where residual and base are computed around it unless it does so itself.
+    """Run a form; residual and base are applied around it unless the form does so itself.
 
-    ``||k + f(k) - v||^2`` is the loss of f for the value v - k; of a linear memory with a base B,
-    ``||k (W + B) - v||^2`` is that of W for the value v - k B.
+    ``||k + f(k) - v||^2`` is the loss of f for the value v - k. For a linear memory with a base B,
+    ``||k (W + B) - v||^2`` is the loss of W for the value v - k B.
     """
     base, added = options.base, []
     if not form.any_loss and not options.norm:
@@ -276,7 +286,7 @@ def _compute(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, opti
     if added:
         for part in added:
             v = v - part(k)
-        # a kernel takes its operands in one type
+        # the kernels need operands of one dtype
         inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
     y, weights, momentum = form.compute(inputs, whole(weights, own), momentum, options)
     for part in reversed(added):
@@ -288,9 +298,20 @@ def read_memory(
     q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Residual | None = None,
     base: tuple[Tensor, ...] | None = None,
 ) -> Tensor:  # fmt: skip
-    """M(q) without a write: q [B, T, H, D], weights [B, H, D_in, D_out] or [H, D_in, D_out].
+    """Read M(q) without writing (eq. 15).
 
-    With a base [H, D_in, D_out] of each layer the weights are the distance from it, as in `neural_memory`.
+    Args:
+        q: queries, [B, T, H, D].
+        weights: L tensors [B, H, D_in, D_out] or [H, D_in, D_out].
+        activation: "silu", "gelu" or "identity", between layers.
+        residual: as in `neural_memory`.
+        base: per layer [H, D_in, D_out]; ``weights`` are then the offsets from it, as in `neural_memory`.
+
+    Returns:
+        y [B, T, H, D_v] in q's dtype.
+
+    Raises:
+        ValueError: ``base`` does not match ``weights``.
     """
     dtype = state_dtype(q)
     layers, f = tuple(W.to(dtype) for W in weights), ACTIVATIONS[activation]

@@ -1,4 +1,4 @@
-"""What every form of the operator takes and gives; shapes as in `op.neural_memory`."""
+"""Argument and result types shared by all forms of the operator; shapes as in `op.neural_memory`."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import PAPER, Rule
 
 Layers = tuple[Tensor, ...]
-"""Weights or momentum of each layer, [N, H, D_in, D_out]: one for each row or packed document."""
+"""Weights or momentum per layer, [N, H, D_in, D_out], with N rows of the batch or packed documents."""
 
 Result = tuple[Tensor, Layers, Layers]
 """y [B, T, H, D], weights and momentum after the last token."""
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call that have an entry for each token."""
+    """The per-token inputs of a call."""
 
     q: Tensor  # [B, T, H, D]
     k: Tensor
     v: Tensor
-    alpha: Tensor  # [B, T, H], or [B, T, H, A] where A groups of columns forget apart
+    alpha: Tensor  # [B, T, H], or [B, T, H, A] per group of columns
     eta: Tensor  # [B, T, H]
     theta: Tensor
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Precision of the weights and the momentum: float32, or float64 where the input is."""
+        """Dtype of weights and momentum: float64 for float64 input, otherwise float32."""
         return state_dtype(self.q)
 
     @property
     def forgets_by_column(self) -> bool:
-        """Whether alpha has a number for each of some groups of columns, not one for a head."""
+        """Whether alpha is per group of columns instead of per head."""
         return self.alpha.ndim > self.eta.ndim
 
     def to_state_dtype(self) -> Inputs:
-        """All in the precision of the state."""
+        """All inputs cast to the dtype of the state."""
         return Inputs(*(x.to(self.state_dtype) for x in self))
 
 
 class MemoryState(NamedTuple):
-    """The memory after some tokens: per layer its weights and momentum, [B, H, D_in, D_out], float32."""
+    """Weights and momentum of each layer, [B, H, D_in, D_out], in float32 (float64 for float64 input)."""
 
     weights: Layers
     momentum: Layers
 
     def detach(self) -> MemoryState:
-        """This state, cut from the graph."""
+        """The same state, detached from the autograd graph."""
         return MemoryState(*(tuple(x.detach() for x in part) for part in self))
 
 
 class Options(NamedTuple):
-    """What is the same for all tokens."""
+    """The options of a call, the same for all tokens."""
 
     chunk_size: int
     activation: str
@@ -64,52 +64,52 @@ class Options(NamedTuple):
     rule: Rule = PAPER
     keep_bytes: int | None = None
     final: bool = True
-    """whether the state after the last token is wanted"""
+    """whether to return the state after the last token"""
     shared_start: tuple[Layers, Layers] | None = None
-    """weights and momentum [1, H, D_in, D_out] where all documents begin alike"""
+    """weights and momentum [1, H, D_in, D_out] if all documents start from the same state"""
     residual: Residual | None = None
     base: Layers = ()
-    """what forgetting leads to, [H, D_in, D_out] of each layer; empty for zero. The weights that a form takes
-    and returns are the whole ones: `op.neural_memory` adds the base before and takes it off after"""
+    """base of the decay, [H, D_in, D_out] per layer; empty for zero. Forms take and return full weights:
+    `op.neural_memory` adds the base before the call and subtracts it afterwards"""
     operands: torch.dtype | None = None
-    """in which the kernels take q, k and v: autocast's where it is on"""
+    """dtype of q, k and v in the kernels: autocast's dtype if autocast is enabled"""
 
     @property
     def norm(self) -> tuple[Tensor, ...]:
-        """Weight and bias of the residual's LN, or nothing."""
+        """Weight and bias of the residual's LN; empty without LN."""
         return self.residual.norm if self.residual is not None else ()
 
 
 def whole(distances: Layers, base: Layers) -> Layers:
-    """Weights from their distances from a base; without one they are the same."""
+    """Full weights from their offsets from the base; unchanged without a base."""
     return tuple(B + V for V, B in zip(distances, base, strict=True)) if base else distances
 
 
 def distances(weights: Layers, base: Layers) -> Layers:
-    """The inverse of `whole`."""
+    """Offsets of the weights from the base: the inverse of `whole`."""
     return tuple(W - B for W, B in zip(weights, base, strict=True)) if base else weights
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
-    """Precision of the state for tokens x: float64 for float64, else float32."""
+    """Dtype of the state for tokens x: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """The type in which products take operands like x: autocast's where it is on."""
+    """Dtype of the operands of matrix products with x: autocast's dtype if autocast is enabled."""
     kind = x.device.type
-    if x.dtype == torch.float64 or x.is_meta:  # which autocast leaves alone
+    if x.dtype == torch.float64 or x.is_meta:  # autocast does not apply
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def broadcast_gate(gate: Tensor, width: int, by_column: bool) -> Tensor:
-    """A gate [...], or [..., A] by column, as what multiplies weights [..., D, width]."""
+    """A gate [...], or [..., A] per group of columns, shaped to broadcast over weights [..., D, width]."""
     gate = gate if by_column else gate[..., None]
     groups = gate.shape[-1]
     return (gate if groups in (1, width) else gate.repeat_interleave(width // groups, -1))[..., None, :]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which products keep the precision of their operands; meta tensors have no autocast."""
+    """A context manager that disables autocast on x's device; a no-op for meta tensors."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from titans_core.blocks import Block
-from titans_kernels import forms
+from titans_kernels import ran
 from titans_platform.config import OptimConfig
 from titans_platform.errors import UsageError
 
@@ -46,7 +46,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
         if cfg.compile or (cfg.compile is None and device.type == "cuda"):
             # each in place, before it is sharded: equal blocks share the compiled code
             block.compile()
-            forms.note("blocks", "compiled")
+            ran.note("blocks", "compiled")
     if world_size() == 1:
         return model
     if cfg.parallel == "ddp":

@@ -1,4 +1,4 @@
-"""Which form of each operator has run, for whoever keeps a record of a computation."""
+"""Records which form of each operator ran, for run results and logs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ _RAN: set[str] = set()
 
 
 def note(operator: str, form: str, given: Tensor | None = None) -> None:
-    """Write down that a call took this form; not one that was ``given`` a shape alone (the meta device)."""
+    """Record that a call ran this form, unless its input ``given`` is a meta tensor."""
     if given is None or not given.is_meta:
         _RAN.add(f"{operator}: {form}")
 
 
 def forms_used(*, forget: bool = False) -> list[str]:
-    """``operator: form`` of the calls of this process so far, sorted; ``forget`` begins a new list.
+    """The forms that ran in this process so far.
 
-    Of a compiled model only kernels that the compiler leaves alone are among them: it makes its own of the
-    chunked forms.
+    Under torch.compile only kernels that are opaque to the compiler are recorded; it generates its own code
+    for the chunked forms.
+
+    Args:
+        forget: clear the record after reading it.
+
+    Returns:
+        Sorted strings ``operator: form``, such as "neural_memory: triton".
     """
     used = sorted(_RAN)
     if forget:
@@ -31,5 +37,5 @@ def forms_used(*, forget: bool = False) -> list[str]:
 
 @cache
 def warn_once(operator: str, form: str, reason: str) -> None:
-    """Say once that a slower form serves, and why."""
+    """Log once that a slower form is used, and why."""
     log.warning("%s: %s: %s", operator, form, reason)
