@@ -69,9 +69,9 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """`titans_kernels.recurrent_linear_attention` with FLA's kernels; q, k and v must have one dtype.
 
-    FLA's default scale of 1 / sqrt(key width) for q is overridden by 1; packed documents are one long row with
-    cu_seqlens. y has the dtype of v, the state stays in float32. Second derivatives are not supported, since
-    FLA's backward is not differentiable.
+    FLA's default scale of 1 / sqrt(key width) for q is overridden by 1; packed documents are one long row
+    with cu_seqlens. y has the dtype of v, the state stays in float32. Second derivatives are not supported,
+    since FLA's backward is not differentiable.
     """
     name = kernel_name(log_decay)
     ran.note("linear_attention", f"flash-linear-attention's {name}")

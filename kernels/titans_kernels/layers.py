@@ -1,6 +1,6 @@
-"""What stands around the memory, each as one operator: the short convolution, and RMSNorm with its gate.
+"""Fused layers around the memory: the short convolution with its normalisation, and gated RMSNorm.
 
-Compiled on a CPU where that can be (`titans_kernels.native`), else PyTorch's operators.
+In C++ on a CPU if the library is available (`titans_kernels.native`), otherwise with PyTorch's operators.
 
 Shapes: B batch, T tokens, K convolution width, G parts (q, k, v) of H heads of width E, C = G H E channels.
 """
@@ -19,11 +19,21 @@ from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers, serves
 
 NORM_EPS = 1e-6
-"""What a vector of norm 0 is divided by."""
+"""Lower bound of the norm by which a vector is divided."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = None) -> Tensor:
-    """x [..., D] over its root mean square, times weight [D] and, where there is a gate, silu(gate)."""
+    """RMSNorm: x / rms(x) * weight, times silu(gate) if a gate is given.
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        epsilon: added to the mean square of x.
+        gate: [..., D], or None.
+
+    Returns:
+        [..., D]; in the dtype of ``gate`` if one is given.
+    """
     if serves(x, weight) and (gate is None or serves(gate, x)):
         return _Norm.apply(x, weight, gate, epsilon)  # pyright: ignore[reportReturnType]
     y = F.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
@@ -31,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = No
 
 
 class _Norm(torch.autograd.Function):
-    """`rms_norm` compiled, with a gradient."""
+    """`rms_norm` in C++, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon):
@@ -65,18 +75,21 @@ def short_convolution(
     heads: int,
     cu_seqlens: Tensor | None = None,
 ) -> list[Tensor] | None:
-    """silu(x), its causal depthwise convolution, heads scaled to norm 1: all that makes q, k, v of x.
+    """SiLU, causal depthwise convolution and L2 normalisation per head, from x to q, k and v.
+
+    Computes ``y_t = sum_j weight_j silu(x)_{t-j}`` and scales the heads of the selected parts to norm 1.
 
     Args:
-        x: [B, T, C], the projections to q, k and v side by side.
-        weight_KC: y_t = sum_j weight_j silu(x)_{t-j}.
-        state: [B, K - 1, C] what stands before each row, silu applied; [1, K - 1, C] for packed documents.
-        parts: for each part whether its heads are scaled.
-        heads: of a part.
-        cu_seqlens: borders of documents packed into the flattened batch; each starts from ``state``.
+        x: [B, T, C], the concatenated projections to q, k and v.
+        weight_KC: convolution weights, [K, C].
+        state: inputs before each row, after silu, [B, K - 1, C]; [1, K - 1, C] for packed documents.
+        parts: for each part, whether to normalise its heads.
+        heads: number of heads per part.
+        cu_seqlens: cumulative lengths of documents packed into the flattened batch; each starts from
+            ``state``.
 
     Returns:
-        The parts, [B, T, H, E] each; None where the library does not serve the call, or x is empty.
+        The parts, [B, T, H, E] each; None if the C++ library does not support the call or x is empty.
     """
     if not x.numel() or not serves(x, weight_KC, state):
         return None
@@ -96,7 +109,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Mix(torch.autograd.Function):
-    """`short_convolution` compiled, with a gradient."""
+    """`short_convolution` in C++, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, weight, state, parts, heads, borders):
@@ -129,7 +142,7 @@ class _Mix(torch.autograd.Function):
 
 
 class _Partial:
-    """A gradient to which each thread's rows add in a tensor of their own."""
+    """A gradient accumulated in one tensor per thread."""
 
     def __init__(self, like: Tensor):
         self.like, self.parts = like, {}
@@ -151,5 +164,5 @@ def _norm_shape(x: Tensor, epsilon: float) -> tuple[ctypes.c_int64, ctypes.c_dou
 
 def _library(x: Tensor) -> ctypes.CDLL:
     found = library(x.dtype)
-    assert found is not None  # `serves` has seen to it
+    assert found is not None  # checked by `serves`
     return found

@@ -230,7 +230,8 @@ def _borders(
     """Masks of packed documents.
 
     Which tokens t attend to s, which read the chunk's initial state, which write to its final state, and
-    whether the initial state survives the chunk. The first is boolean [.., t, s]; the others are factors for [B, N, H, c, E] (twice) and [B, N, H, E, F].
+    whether the initial state survives the chunk. The first is boolean [.., t, s]; the others are factors for
+    [B, N, H, c, E] (twice) and [B, N, H, E, F].
     """
     causal = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
     if index_BT is None:

@@ -1,4 +1,4 @@
-"""From the name of a part to its class: one of ours, or any class by its import path."""
+"""Resolves the name of a component to its class: a built-in one, or any class by its import path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = TypeVar("Kind")
 
 
 def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[str], Any]:
-    """A package's ``__getattr__`` (PEP 562): imports ``modules``, in this order, until one has the name."""
+    """A package's lazy ``__getattr__`` (PEP 562): imports ``modules`` in order until one defines the name."""
 
     def __getattr__(name: str) -> Any:
         for module in modules.split() if name in names else ():
@@ -29,10 +29,16 @@ def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[
 
 
 def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
-    """The class of a name in ``known``, or at an import path ``package.module:Class``.
+    """The class registered as ``name``, or imported from a path ``package.module:Class``.
+
+    Args:
+        field: the config key, named in errors.
+        name: a key of ``known``, or an import path.
+        known: the registered classes by name.
+        base: required base class.
 
     Raises:
-        ValueError: there is no such subclass of ``base``; one line that begins with ``field``.
+        ValueError: there is no such subclass of ``base``; a one-line message that starts with ``field``.
     """
     if ":" not in name:
         if name in known:
@@ -46,7 +52,7 @@ def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: typ
 
 
 def source_file(path: str) -> Path | None:
-    """The file that defines what an import path ``package.module:Class`` names; None for any other text."""
+    """The source file of an import path ``package.module:Class``; None for any other text."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
         return None
     file = getattr(sys.modules.get(_imported("", path).__module__), "__file__", None)
@@ -69,8 +75,8 @@ def _imported(field: str, path: str) -> Any:
 
 
 def near(word: str, known: Mapping[str, object] | list[str]) -> str:
-    """`did you mean X?`, or nothing where no known name is near."""
+    """`did you mean X?`, or an empty string if no known name is close."""
     close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
-    # of equally near names the one of the same letters: mca is mac, not mal
+    # among equally close names prefer an anagram: mca is mac, not mal
     close.sort(key=lambda name: sorted(name) != sorted(word))
     return f"did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Non-linearities between the layers of the memory, with the two derivatives the inner loop needs."""
+"""Activations between the layers of the memory, with the two derivatives that the inner loop needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """A function f and what its backward passes need; the first two write to ``out`` where it is given."""
+    """A function f and its derivatives; the first two write to ``out`` if it is given."""
 
     value: Callable[..., Tensor]
     """(z, out=None): f(z)"""
@@ -31,8 +31,8 @@ def _silu(z: Tensor, out: Tensor | None = None) -> Tensor:
 def _through_silu(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return aten.silu_backward.grad_input(g, z, grad_input=out)
-    if torch.is_grad_enabled() and (g.requires_grad or z.requires_grad):  # aten's has no gradient of its own
-        # not `_silu_slopes`: autograd keeps what it computes in place in a cycle that is never freed
+    if torch.is_grad_enabled() and (g.requires_grad or z.requires_grad):  # aten's op is not differentiable
+        # not `_silu_slopes`: its in-place operations create a reference cycle in autograd that is never freed
         s, value = torch.sigmoid(z), F.silu(z)
         return g * (torch.addcmul(s, s, value, value=-1) + value)
     return aten.silu_backward(g, z)

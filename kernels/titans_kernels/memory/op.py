@@ -169,10 +169,10 @@ def neural_memory(
             they cost no GPU synchronisation.
         backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" picks
             "online" for a linear memory with chunk_size 1 and no surprise bound (rules "paper" and
-            "gated_delta"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's; if no kernel
-            supports the call it falls back to "chunked" and logs that once. On a CPU "auto" picks "native" if
-            there is a C++ compiler and the memory is small, otherwise "chunked". For any other rule it picks
-            "autograd".
+            "gated_delta"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's; if no
+            kernel supports the call it falls back to "chunked" and logs that once. On a CPU "auto" picks
+            "native" if there is a C++ compiler and the memory is small, otherwise "chunked". For any other
+            rule it picks "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" and "autograd" support any rule.
         residual: None for the paper's memory, or a residual connection around it, with or without LN.

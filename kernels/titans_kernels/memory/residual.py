@@ -1,20 +1,20 @@
-"""What stands around the memory's network f: M(x) = f(x), x + f(x), or x + LN(f(x)).
+"""Residual connection around the memory's network f: M(x) = f(x), x + f(x), or x + LN(f(x)).
 
-The last is that of the later published version of Titans, and of TTT (Sun et al. 2024, arXiv 2407.04620).
-LN has a weight w and a bias b of each head, which the outer loss trains and no token changes.
+The last is used by the later published version of Titans and by TTT (Sun et al. 2024, arXiv 2407.04620).
+LN has a weight w and a bias b per head, which are trained by the outer loss and are not part of the memory.
 
-The inner gradient goes through both. With ``z = f(k)``, ``n = (z - mean z) r`` and
+The inner gradient goes through the residual and LN. With ``z = f(k)``, ``n = (z - mean z) r`` and
 ``r = (var z + eps)^(-1/2)``, the prediction is ``p = k + n w + b``; the error e is the gradient of the inner
 loss with respect to p, and
 
     d = J(e w),    J g = r (g - mean(g) - n mean(g n))
 
-the gradient with respect to z. All but z is given with the token, and z is that of the weights its chunk
-starts from. So d is known before anything of the chunk is written, the gradient of the last layer is still
-``X^T d``, and a chunk has the same products as without LN: the parallel form stays exact. A read goes through
-LN last of all, ``y_t = q_t + LN(f_t(q_t))``.
+is the gradient with respect to z. It depends on the token and on z at the chunk's starting weights only. So d
+is known before the chunk is written, the gradient of the last layer is still ``X^T d``, and a chunk needs the
+same products as without LN: the parallel form stays exact. A read applies LN at the end,
+``y_t = q_t + LN(f_t(q_t))``.
 
-``x + f(x)`` needs no form of its own: ``||k + f(k) - v||^2`` is the loss of f for the value ``v - k``.
+``x + f(x)`` needs no separate form: ``||k + f(k) - v||^2`` is the loss of f for the value ``v - k``.
 
 Shapes: H heads, D width of a head, R rows (chunks x heads, the head running fastest), b tokens of a chunk.
 """
@@ -36,12 +36,12 @@ class Residual(NamedTuple):
     bias: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Residual:
-        """In another precision."""
+        """The same residual in another dtype."""
         return Residual(*(x if x is None else x.to(dtype) for x in self))
 
     @property
     def norm(self) -> tuple[Tensor, ...]:
-        """Weight and bias; nothing where there is no LN."""
+        """Weight and bias; empty without LN."""
         return () if self.weight is None or self.bias is None else (self.weight, self.bias)
 
 
@@ -56,16 +56,16 @@ def predict(residual: Residual | None, x: Tensor, z: Tensor) -> Tensor:
 
 
 def pull(residual: Residual | None, e: Tensor, z: Tensor) -> Tensor:
-    """Gradient with respect to z = f(x) from that with respect to M(x)."""
+    """Gradient with respect to z = f(x), from e, the gradient with respect to M(x)."""
     if residual is None or not residual.norm:
         return e
     return _through(e * _heads_second(residual.norm[0], z), *_normalised(z))
 
 
 class Norm(NamedTuple):
-    """The residual and LN of some heads in chunks, with a backward by hand.
+    """The residual and LN of some heads in chunks, with a hand-written backward.
 
-    ``weight`` and ``bias`` are [heads, 1, D], ``grads`` the same of their gradients, which are added to.
+    ``weight`` and ``bias`` are [heads, 1, D]; ``grads`` accumulates their gradients.
     """
 
     weight: Tensor
@@ -74,7 +74,7 @@ class Norm(NamedTuple):
 
     @staticmethod
     def of(parts: tuple[Tensor, ...], heads: slice, grads: tuple[Tensor, ...] = ()) -> Norm | None:
-        """From weight and bias [H, D], and where their gradients go; None where there is no LN."""
+        """From weight and bias [H, D] and the tensors of their gradients; None without LN."""
         if not parts:
             return None
         weight, bias = (x[heads, None] for x in parts)
@@ -86,7 +86,7 @@ class Norm(NamedTuple):
         return (n * self.weight).add_(self.bias).flatten(0, 1).add_(x)
 
     def output_backward(self, dy: Tensor, z: Tensor) -> Tensor:
-        """Gradient of z from that of M(x); x has all of dy."""
+        """Gradient of z from dy, that of M(x); the gradient of x is dy itself."""
         (n, r), dy = _normalised(self._split(z)), self._split(dy)
         self._add(dy * n, dy)
         return _through(dy * self.weight, n, r).flatten(0, 1)
@@ -98,10 +98,10 @@ class Norm(NamedTuple):
         return _through(e.mul_(self.weight), n, r).flatten(0, 1)
 
     def surprise_backward(self, dd: Tensor, z: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of z and of the prediction M(k), from that of d; v has minus the latter.
+        """Gradients of z and of the prediction M(k), from that of d; the gradient of v is minus the latter.
 
-        With ``g = e w``: J is symmetric, so ``dg = J dd``; n gets ``-r (g mean(dd n) + dd mean(g n))`` of d,
-        and r gets ``<dd, d> / r``, which changes with z by ``-r^2 n / D``.
+        With ``g = e w``: J is symmetric, so ``dg = J dd``. The gradient of n through J is
+        ``-r (g mean(dd n) + dd mean(g n))``, that of r is ``<dd, d> / r``, and ``dr/dz = -r^2 n / D``.
         """
         (n, r), dd = _normalised(self._split(z)), self._split(dd)
         e = self._error(n, k, v)
@@ -143,5 +143,5 @@ def _through(g: Tensor, n: Tensor, r: Tensor) -> Tensor:
 
 
 def _heads_second(x: Tensor, like: Tensor) -> Tensor:
-    """[H, D] to what multiplies [B, H, ..., D]."""
+    """Reshape [H, D] to broadcast over [B, H, ..., D]."""
     return x.view(x.shape[0], *[1] * (like.ndim - 3), x.shape[1])

@@ -1,7 +1,7 @@
-"""The rule of the memory: its inner loss, where a gradient is taken, and what a token's gradient becomes.
+"""Update rules of the memory: the inner loss, the weights at which its gradient is taken, and the update.
 
-`Rule` is the paper's rule; a subclass replaces any of its three parts and is served by the reference, by the
-generic chunked form (`autograd`) and by `decode_step`. The hand-written forms take the paper's rule alone.
+`Rule` is the paper's rule. A subclass may override any of the three; it is supported by the reference, by the
+generic chunked form (`autograd`) and by `decode_step`. The hand-written forms support only the paper's rule.
 """
 
 from __future__ import annotations
@@ -20,36 +20,39 @@ from titans_kernels.registry import find_class
 class Rule:
     """The paper's rule (eqs. 12-14, 16).
 
-    The fields of a subclass are its parameters. Its parts are plain differentiable functions of torch, since
-    the gradient of the outer loss goes through them.
+    The dataclass fields of a subclass are its parameters. Its methods must be differentiable functions of
+    torch, since the gradient of the outer loss flows through them.
     """
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """Inner loss of each token, [..., D] and [..., D] to [...]: ``||M(k) - v||^2`` (12)."""
+        """Inner loss ``||M(k) - v||^2`` per token (eq. 12): two [..., D] to [...]."""
         return (prediction - v).square().sum(-1)
 
     def gradient_point(self, weights: Tensor, decay: Tensor) -> Tensor:
-        """The weights of a layer at which the gradient of a token is taken.
+        """The weights of a layer at which a token's gradient is taken.
 
-        ``weights`` are those its chunk starts from; ``decay`` is the product of 1 - alpha over the tokens of
-        the chunk up to and with this one, of a shape that multiplies ``weights``. The paper takes the
-        gradient at the weights as they are (16).
+        The paper uses the weights at the start of the chunk, unchanged (eq. 16).
+
+        Args:
+            weights: weights at the start of the token's chunk.
+            decay: product of 1 - alpha over the chunk's tokens up to and including this one, broadcastable to
+                ``weights``.
         """
         return weights
 
     def update(
         self, weights: Tensor, momentum: Tensor, gradient: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weights and momentum [B, H, D, F] of a layer after a token, whose gates are [B, H, 1, 1].
+        """Weights and momentum [B, H, D, F] of a layer after a token; its gates are [B, H, 1, 1].
 
-        ``S' = eta S - theta gradient`` (14) and ``W' = (1 - alpha) W + S'`` (13). The momentum is whatever
-        a rule keeps beside the weights, of their shape.
+        ``S' = eta S - theta gradient`` (eq. 14) and ``W' = (1 - alpha) W + S'`` (eq. 13). A rule may keep any
+        state of the weights' shape as its momentum.
         """
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
 
     def error(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """Gradient of the inner loss with respect to the prediction, [..., D]. Follows from `loss`."""
+        """Gradient of the inner loss with respect to the prediction, [..., D]; derived from `loss`."""
         loss, pullback = vjp(self.loss, prediction, create_graph=flows(prediction, v), fixed=(v,))
         return pullback(torch.ones_like(loss))[0]
 
@@ -66,10 +69,10 @@ class GatedDelta(Rule):
 
     the published ``S_t = S_{t-1} (a (I - beta k k^T)) + beta v k^T`` with ``beta = 2 theta_t``.
 
-    In chunks, the paper's gradients leave out of M_{t-1} what the chunk has written (16), which is what
-    makes them parallel. Forgetting depends on no gradient, so it stays: token t of a chunk that starts from
-    M_{t'} meets the decayed state ``(1 - alpha_{t'+1}) ... (1 - alpha_t) M_{t'}``. For chunks of one token
-    this is the recurrence above, exactly.
+    Within a chunk the paper's gradients ignore what the chunk has already written (16), which makes them
+    parallel. Decay does not depend on gradients, so it is kept: token t of a chunk that starts from M_{t'}
+    uses the decayed state ``(1 - alpha_{t'+1}) ... (1 - alpha_t) M_{t'}``. For chunks of one token this is
+    exactly the recurrence above.
     """
 
     def gradient_point(self, weights: Tensor, decay: Tensor) -> Tensor:
@@ -81,9 +84,9 @@ class Huber(Rule):
     """Huber inner loss, coordinate by coordinate (MIRAS, arXiv 2504.13173, Section 5.1).
 
     With ``e = M(k) - v`` the loss is the sum over coordinates of ``e^2`` where ``|e| <= delta`` and of
-    ``2 delta |e| - delta^2`` beyond: an outlier pulls with a constant force. This is twice MIRAS's H, whose
-    square has a half that eq. 12 has not, so that a large delta gives the paper's rule. MIRAS also makes
-    delta a function of the token; here it is one number.
+    ``2 delta |e| - delta^2`` beyond, so outliers have a gradient of constant size. This is twice MIRAS's H,
+    which has a factor 1/2 that eq. 12 lacks, so that a large delta gives the paper's rule. MIRAS also makes
+    delta depend on the token; here it is a constant.
     """
 
     delta: float = 1.0
@@ -100,10 +103,10 @@ class Huber(Rule):
 
 @dataclass(frozen=True)
 class Yaad(Huber):
-    """The update that MIRAS publishes as Yaad, a Huber loss switched by the norm of the error.
+    """The update that MIRAS calls Yaad: a Huber loss that switches on the norm of the error.
 
     The gradient is that of ``||e||_2^2`` where ``||e||_2 <= delta`` and that of ``2 delta ||e||_1`` beyond;
-    again twice MIRAS's. Unlike Huber's it is not continuous at the threshold. Yaad has no momentum
+    again twice MIRAS's. Unlike Huber's it is discontinuous at the threshold. Yaad has no momentum
     (``MemoryConfig.momentum``).
     """
 
@@ -121,14 +124,18 @@ RULES: dict[str, type[Rule]] = {
     "huber": Huber,
     "yaad": Yaad,
 }
-"""The rules with a short name; ``RULES["mine"] = MyRule`` adds one to this process."""
+"""Built-in rules by name; ``RULES["mine"] = MyRule`` registers another one in this process."""
 
 
 def find_rule(name: str, **parameters: float) -> Rule:
-    """The rule of a name in `RULES`, or at an import path ``package.module:Class``, with its parameters.
+    """Instantiate a rule.
+
+    Args:
+        name: a key of `RULES`, or an import path ``package.module:Class`` of a subclass of `Rule`.
+        **parameters: fields of the rule.
 
     Raises:
-        ValueError: there is no such rule, or it does not take these parameters; one line.
+        ValueError: there is no such rule, or a parameter is unknown or invalid; a one-line message.
     """
     kind = find_class("rule", name, RULES, Rule)
     for parameter in parameters:

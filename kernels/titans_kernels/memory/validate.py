@@ -1,4 +1,4 @@
-"""Checks of what the operator is given: one line that names what does not fit."""
+"""Validation of the operator's arguments; errors are one line that starts with the argument's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, gates: Layers, weights: Layers, momentum: Layers | None,
     cu_seqlens: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Returns the number of documents; raises ValueError on the first thing that does not fit."""
+    """Returns the number of documents; raises ValueError on the first invalid shape."""
     B, T, H, _ = q.shape
     if 0 in (B, T, H):
         raise ValueError(f"q: no rows, tokens or heads ([B, T, H] = {(B, T, H)})")
@@ -54,13 +54,13 @@ def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
         raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} is not [N + 1]")
     if B != 1:
         raise ValueError(f"cu_seqlens: packed documents need B = 1, not {B}")
-    if not (torch.compiler.is_compiling() or cu_seqlens.is_meta):  # values; a form looks at them when it runs
+    if not (torch.compiler.is_compiling() or cu_seqlens.is_meta):  # the values are checked when the form runs
         document_borders(cu_seqlens, T)
     return cu_seqlens.shape[0] - 1
 
 
 def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual | None:
-    """The residual in the state's precision; raises ValueError where it does not fit q and v."""
+    """The residual in the dtype of the state; raises ValueError if it does not match q and v."""
     if residual is None:
         return None
     if (residual.weight is None) != (residual.bias is None):
@@ -76,7 +76,7 @@ def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual 
 
 
 def check_base(base: Layers | None, weights: Layers) -> Layers:
-    """The base in the weights' precision, or nothing; raises ValueError where it does not fit them."""
+    """The base in the dtype of the weights, () for None; raises ValueError if it does not match them."""
     if base is None:
         return ()
     if len(base) != len(weights):
@@ -90,7 +90,7 @@ def check_base(base: Layers | None, weights: Layers) -> Layers:
 
 
 def check_options(chunk_size: int, activation: str, bound: float | None, budget: float | None = None) -> None:
-    """Raises TypeError or ValueError on an option that means nothing."""
+    """Raises TypeError or ValueError on an invalid option."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size: {chunk_size!r} is not a whole number")
     if chunk_size < 1:

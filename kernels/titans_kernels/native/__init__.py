@@ -1,7 +1,7 @@
-"""C++ for small work on a CPU, compiled where there is a compiler, without PyTorch's headers.
+"""C++ kernels for small problems on a CPU, built without PyTorch's headers.
 
-Compiled at the first call, seconds once for each machine and user: the library stays in the user's cache.
-Without a compiler, or with ``TITANS_NATIVE=0`` in the environment, PyTorch's operators do the same.
+They are compiled on first use, which takes seconds, and cached per machine and user. Without a C++ compiler,
+or with ``TITANS_NATIVE=0`` in the environment, PyTorch's operators are used instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("titans_kernels")
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the library takes the tensors: of one type it is compiled for, on the CPU, in eager mode."""
+    """Whether the library supports the tensors: on the CPU, of one supported dtype, in eager mode."""
     first = tensors[0]
     if torch.compiler.is_compiling() or any(
         x.device.type != "cpu" or x.dtype != first.dtype or type(x) not in _PLAIN for x in tensors
@@ -43,12 +43,12 @@ def serves(*tensors: Tensor) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-"""Subclasses of tensors have no numbers at their address, or other ones."""
+"""Tensor subclasses may not store their values at ``data_ptr``."""
 
 
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """What is compiled for a type, or None where it cannot be had."""
+    """The library compiled for a dtype, or None if it is not available."""
     if os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
         return None
     try:
@@ -59,16 +59,16 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Where what is compiled stays: ``titans`` in the user's cache."""
+    """Folder of the compiled libraries: ``titans`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans"
 
 
 def build(real: str, folder: Path) -> Path:
-    """Compile the sources for ``real``, float or double, unless ``folder`` has it for this machine.
+    """Compile the sources for ``real``, float or double, unless ``folder`` already has them for this machine.
 
     Raises:
-        OSError: there is no compiler, or the folder cannot be written.
-        subprocess.SubprocessError: it failed, or took longer than `COMPILE_SECONDS`.
+        OSError: there is no C++ compiler, or the folder is not writable.
+        subprocess.SubprocessError: compilation failed or took longer than `COMPILE_SECONDS`.
     """
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -80,7 +80,7 @@ def build(real: str, folder: Path) -> Path:
     target = folder / f"native-{real}-{name}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # under another name first: several processes may be doing this
+        # write to a temporary name, then rename: several processes may compile at once
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             made = Path(aside) / target.name
             command += ["-o", str(made)]
@@ -90,7 +90,7 @@ def build(real: str, folder: Path) -> Path:
 
 
 def _processor() -> str:
-    """What the compiler's ``native`` depends on; a home may be shared by machines that differ."""
+    """CPU features, on which ``-march=native`` depends; different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
@@ -99,7 +99,7 @@ def _processor() -> str:
 
 
 def parallel_for(jobs: int, work: Callable[[ctypes.c_int64, ctypes.c_int64], object]) -> None:
-    """``work(first, stop)`` for all jobs in torch's number of threads: a call lets go of Python's lock."""
+    """Run ``work(first, stop)`` over all jobs in torch's number of threads; ctypes calls release the GIL."""
     threads = torch.get_num_threads()
     parts = max(1, min(jobs, 1 if threads == 1 else 4 * threads))
     borders = [ctypes.c_int64(jobs * i // parts) for i in range(parts + 1)]
@@ -111,20 +111,20 @@ def parallel_for(jobs: int, work: Callable[[ctypes.c_int64, ctypes.c_int64], obj
 
 @lru_cache(maxsize=1)
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
-    """Of ``process``: a forked one has none of its parent's."""
+    """The thread pool of ``process``: a forked process does not inherit its parent's threads."""
     return ThreadPoolExecutor(count, "native")
 
 
 def numbers(values: Sequence[int]) -> ctypes.Array:
-    """Integers for the library."""
+    """A C array of int64."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def pointer(x: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's numbers stand; null for None."""
+    """Address of a tensor's data; null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
-    """Where those of several stand."""
+    """A C array of the addresses of several tensors."""
     return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))

@@ -1,1 +1,1 @@
-"""The forms of the operator: each computes a whole call, and all give the numbers of `reference`."""
+"""The forms (implementations) of the operator; all of them compute what `reference` computes."""

@@ -1,10 +1,10 @@
-"""The generic chunked form: any rule, by automatic differentiation. Slow, and right.
+"""The generic chunked form: any rule, by automatic differentiation. Slow but correct.
 
-The gradients of a chunk's tokens are taken together, at the weights the chunk starts from;
-the rule then updates the memory token after token. Gradients of the outer loss flow through all of it, the
-inner gradients included.
+The gradients of a chunk's tokens are computed together, at the weights at the start of the chunk; the rule
+then updates the memory token by token. Gradients of the outer loss flow through everything, including the
+inner gradients.
 
-Shapes: B rows or one packed document, H heads, T tokens of a chunk, D/F widths of a layer's input and output.
+Shapes: B rows or one packed document, H heads, T tokens of a chunk, D/F input/output width of a layer.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from titans_kernels.memory.rules import Rule
 
 
 class OpenChunk(NamedTuple):
-    """The memory inside a chunk, whatever the rule: what a token's gradient and its update need."""
+    """The state inside a chunk, for any rule."""
 
-    weights: Layers  # after the last token [B, H, D, F]; with a base the distance from it
+    weights: Layers  # after the last token [B, H, D, F]; with a base, the offset from it
     momentum: Layers
-    start: Layers  # weights the chunk starts from, as a distance too
-    alpha: Tensor  # of the chunk's tokens so far [B, H, p], or [B, H, p, A] by column
-    keys: Tensor  # with a write budget, of the chunk's tokens so far [B, H, p, D], else [B, H, 0, D]
+    start: Layers  # weights at the start of the chunk, also as an offset
+    alpha: Tensor  # of the chunk's tokens so far [B, H, p], or [B, H, p, A] per column
+    keys: Tensor  # keys of the chunk's tokens with a write budget [B, H, p, D], else [B, H, 0, D]
     steps: Tensor  # their effective steps [B, H, p], or [B, H, 0]
 
     @staticmethod
     def of(state: MemoryState) -> OpenChunk:
-        """An open chunk without tokens; ``state`` with a batch dimension."""
+        """An open chunk without tokens; the tensors of ``state`` are [B, H, D, F]."""
         first = state.weights[0]
         none = first.new_zeros(*first.shape[:2], 0)
         keys = first.new_zeros(*none.shape, first.shape[-2])
@@ -53,7 +53,7 @@ class OpenChunk(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Tokens of the open chunk so far."""
+        """Number of tokens in the open chunk."""
         return self.alpha.shape[2]
 
     def memory(self) -> MemoryState:
@@ -76,10 +76,10 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
 
 
 def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[Tensor, OpenChunk]:
-    """y [B, T, H, D] of the next tokens of a chunk, which do not reach beyond it, and the chunk with them."""
+    """y [B, T, H, D] of the next tokens of a chunk, which must fit into it, and the extended chunk."""
     now = Inputs(*(x.transpose(1, 2) for x in inputs))
     rule, f, by_column = options.rule, ACTIVATIONS[options.activation], now.forgets_by_column
-    # copies: a view would keep all of a call's tokens alive
+    # copies, since a view would keep all tokens of the call alive
     alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha.clone()
     decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
     decays = [broadcast_gate(decay, W.shape[-1], by_column) for W in chunk.start]
@@ -101,17 +101,19 @@ def token_gradients(
     rule: Rule, start: Layers, k: Tensor, v: Tensor, decays: list[Tensor], f: Activation,
     bound: float | None, residual: Residual | None = None, base: Layers = (),
 ) -> list[Tensor]:  # fmt: skip
-    """Gradient of each token's inner loss for each layer [B, H, T, D, F].
+    """Gradient of each token's inner loss, per layer [B, H, T, D, F].
 
     Args:
-        start: weights the chunk starts from, with a base their distance from it.
-        k, v: [B, H, T, D].
-        decays: of each layer, what the chunk's forgetting has left of ``start`` at each token,
-            [B, H, T, 1, 1] or by column [B, H, T, 1, F].
+        rule: the update rule.
+        start: weights at the start of the chunk; with a base, the offset from it.
+        k: keys, [B, H, T, D].
+        v: values, [B, H, T, D].
+        decays: per layer, the product of 1 - alpha up to and including each token, [B, H, T, 1, 1] or per
+            column [B, H, T, 1, F].
         f: activation between the layers.
-        bound: of each token's error signal at every layer, or None.
-        residual: around all layers, or None.
-        base: [H, D, F] of each layer, or empty.
+        bound: maximum norm of each token's error signal at every layer, or None.
+        residual: residual around all layers, or None.
+        base: [H, D, F] per layer, or empty.
     """
     norm = residual.norm if residual is not None else ()
     create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm, *base), k[..., None, :], []
@@ -120,7 +122,7 @@ def token_gradients(
         points = points + base[l][:, None] if base else points
         points = points.expand(*k.shape[:3], *W.shape[-2:])
         layer = partial(_layer, f if l else ACTIVATIONS["identity"])
-        # no error goes below the first layer
+        # no error is propagated below the first layer
         asked, fixed = ((points, x), ()) if l else ((points,), (x,))
         x, pullback = vjp(layer, *asked, create_graph=create_graph, fixed=fixed)
         pullbacks.append(pullback)
@@ -133,5 +135,5 @@ def token_gradients(
 
 
 def _layer(f: Activation, W: Tensor, x: Tensor) -> Tensor:
-    """From one layer's output before the non-linearity to the next one's."""
+    """From a layer's pre-activation to the next layer's."""
     return f.value(x) @ W

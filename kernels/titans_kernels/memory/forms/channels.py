@@ -1,20 +1,21 @@
-"""The parallel form where each group of a layer's columns forgets at its own pace: alpha [B, T, H, A].
+"""The parallel form for alpha per group of columns of a layer: alpha [B, T, H, A].
 
 Eq. 13 with a vector is ``M_t = diag(1 - alpha_t) M_{t-1} + S_t``. The paper's M maps a column vector,
-``y = M q``, so diag scales its rows, what comes out of a layer; here, where ``y = q W``, those are the
-columns of W. A layer of F columns has A groups of F / A neighbours, with a number each. Momentum and step
-stay one number a head.
+``y = M q``, so diag scales its rows, the outputs of a layer; here ``y = q W``, so it scales the columns of W.
+A layer of F columns has A groups of F / A adjacent columns, each with its own alpha. Momentum and step size
+remain per head.
 
-Columns do not meet within a chunk: a read needs ``x W`` column by column, and the keys' gradients are those
-at the weights that the chunk starts from. So group g is a chunk with scalar gates of its own (see `gates`),
+Columns are independent within a chunk: a read needs ``x W`` column by column, and the keys' gradients are
+taken at the weights at the start of the chunk. So each group g is a chunk with its own scalar gates (see
+`gates`),
 
     u[:, g] = beta_g (x W[:, g]) + m_g (x S[:, g]) - ((x X^T) * C_g) d[:, g],    C_g = A_g E diag(theta),
 
-the same scores ``x X^T`` for all, and the next chunk's columns likewise. It takes A products [b, b] in place
-of one, and so more memory and time than a number a head; there is no division, and alpha = 1 is exact.
-The backward is autograd's; a call whose work is large keeps the steps' states and does the rest again.
+with the same scores ``x X^T`` for all groups, and likewise for the state after the chunk. This takes A
+matrices [b, b] instead of one, so it needs more memory and time than alpha per head; there is no division,
+and alpha = 1 is exact. The backward is autograd's; large calls save only the states and recompute the rest.
 
-Shapes: N documents, n those still running; H heads, b tokens of a chunk, D/F widths of a layer, A groups.
+Shapes: N documents, n active documents, H heads, b tokens per chunk, D/F widths of a layer, A groups.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from titans_kernels.memory.parts.layout import Layout, Span, layout_of
 from titans_kernels.memory.residual import Residual, predict
 
 KEEP_BYTES = 256 * 2**20
-"""Coefficients of a call up to this size are kept for the backward pass; of a larger one, states alone."""
+"""Coefficients up to this size are saved for the backward pass; larger calls save only states."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -47,9 +48,9 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights, momenta, base and LN from those of y, weights and momenta after.
+    """Gradients of all inputs, weights, momenta, base and LN from those of y and the final state.
 
-    For an operator of torch's library, in which plain autograd records nothing.
+    For the custom operator, inside of which autograd does not record.
     """
     depth, based = len(weights), len(options.base)
 
@@ -67,7 +68,7 @@ def gradients(
 def _write_and_read(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, again: bool
 ) -> Result:
-    """``again``: the backward is to compute each step anew."""
+    """``again``: recompute each step in the backward (activation checkpointing)."""
     layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
     chunks = Inputs(*(layout.split(x) for x in inputs))
     state = [x if layout.order is None else x[layout.order] for x in (*weights, *momentum)]
@@ -88,7 +89,7 @@ def _write_and_read(
 
 
 class Chunk(NamedTuple):
-    """Coefficients of a chunk for each group, as `gates.Gates` has them for a head."""
+    """Coefficients of a chunk per group; `gates.Gates` has them per head."""
 
     C: Tensor  # [n, H, A, b, b]
     N: Tensor  # [n, H, b, b]
@@ -107,7 +108,7 @@ class Chunk(NamedTuple):
 
 
 class _Forgotten(torch.autograd.Function):
-    """A_g X of every group, ``Z_t = keep_t Z_{t-1} + X_t``.
+    """A_g X for every group: ``Z_t = keep_t Z_{t-1} + X_t``.
 
     keep [b, n, H, A], X [b, n, H, c], Z [b, n, H, A, c].
     """
@@ -162,18 +163,18 @@ def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Opti
 
 
 def _by_group(P: Tensor, d: Tensor) -> Tensor:
-    """P [n, H, A, b, b] of each group times its columns of d [n, H, b, F]."""
+    """Multiply P [n, H, A, b, b] of each group with its columns of d [n, H, b, F]."""
     grouped = d.unflatten(-1, (P.shape[2], -1)).movedim(3, 2)
     return (P @ grouped).movedim(2, 3).flatten(3)
 
 
 def _token(x: Tensor, at: Tensor | int) -> Tensor:
-    """x [n, H, b, ...] at a token, one for all or one for each document."""
+    """x [n, H, b, ...] at token index ``at``, shared or per document."""
     return x[:, :, at] if isinstance(at, int) else x[torch.arange(len(at), device=at.device), :, at]
 
 
 def _last(layout: Layout, step: int, rows: int) -> Tensor | int:
-    """The last valid token of each of a step's chunks."""
+    """Index of the last valid token in each of a step's chunks."""
     _, last = layout.ends(Span(step, step + 1, slice(None)), rows)
     return last
 

@@ -1,11 +1,11 @@
-"""The parallel form: a chunk is a handful of matmuls, chunks follow one another. Any depth, any device.
+"""The parallel form: a few matmuls per chunk, chunks in sequence. Any depth, any device.
 
-Forward and backward go block by block. A block is a run of consecutive chunks: their states are found in
-sequence, everything else about them is computed at once. Saved for the backward pass are chunk-start
-states: all of them while they are few, else the first of each block, the others being found again.
+Forward and backward proceed block by block. A block is a run of consecutive chunks: their starting states are
+computed in sequence, everything else in parallel. The forward saves the starting states of all chunks if they
+are small enough, otherwise only that of each block, and the backward recomputes the others.
 
-Shapes: N documents, H heads, R = chunks * heads rows of a block, b tokens of a chunk, D/F widths of a
-layer's input and output. A layer's weights and momentum are stacked over the input: WS [.., 2 D, F].
+Shapes: N documents, H heads, R = chunks * heads rows of a block, b tokens per chunk, D/F input/output width
+of a layer. A layer's weights and momentum are stacked along the input: WS [.., 2 D, F].
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from titans_kernels.memory.parts.passes import (
 from titans_kernels.memory.residual import Norm
 
 KEEP_BYTES = 32 * 2**20
-"""Chunk-start states up to this size are all kept for the backward pass; of more, every G-th."""
+"""Chunk-start states up to this size are all saved for the backward; beyond it, one per block."""
 KEEP_WORK_BYTES = 32 * 2**20
-"""Everything else a call computes is kept too, rather than found again, while it is no more than this."""
+"""All other intermediate results up to this size are saved too, instead of being recomputed."""
 CACHE_BYTES = 2**20
-"""States of one step, for each thread, that its cache holds beside the rest of a chunk's work."""
+"""Bytes of states of one step per thread that fit its cache beside the other tensors of a chunk."""
 BLOCK_BYTES = 2 * 2**20
-"""States of a block, for each thread: more make fewer calls, but leave the cache between two phases."""
+"""Bytes of states of a block per thread: larger blocks make fewer calls, but do not stay in the cache."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -61,9 +61,9 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights, momenta, base and LN from those of y, weights and momenta after.
+    """Gradients of all inputs, weights, momenta, base and LN from those of y and the final state.
 
-    For a caller that kept nothing: the forward pass is done anew.
+    Recomputes the forward pass.
     """
     call, tokens = Call.of(inputs, options), _tokens(inputs)
     _, kept = call.forward(tokens, (*weights, *momentum), keep=True)
@@ -72,28 +72,28 @@ def gradients(
 
 
 def _tokens(inputs: Inputs) -> tuple[Tensor, ...]:
-    """q, k, v and the gates [B, T, H, 3], in the state's precision."""
+    """q, k, v and the gates [B, T, H, 3], in the dtype of the state."""
     q, k, v, *gates = inputs.to_state_dtype()
     return q, k, v, torch.stack(gates, -1)
 
 
 class Saved(NamedTuple):
-    """What a block leaves for its backward.
+    """What a block saves for its backward.
 
-    The errors and the reads' hidden outputs cost most to find again for the space they take.
+    The errors and the hidden outputs of the reads are the most expensive to recompute per byte.
     """
 
     states: list[Tensor]  # of each chunk, or of the first
     errors: list[Tensor]  # of the last layer: d, with a bound scale, where LN follows its output
     outputs: list[Tensor]  # u of `Reads`
-    rest: tuple[Keys, Gates, Reads] | tuple[()]  # where there is space for it
+    rest: tuple[Keys, Gates, Reads] | tuple[()]  # if there is enough memory
 
 
 class Plan(NamedTuple):
-    """How the work of a call is divided, and what each block keeps for its backward."""
+    """How a call is divided into blocks, and what each block saves for its backward."""
 
     heads: list[slice]
-    """Heads are independent; on a CPU, as many are taken at a time as its caches hold states of."""
+    """Heads are independent; on a CPU, so many are processed at a time that states fit the caches."""
     steps: list[tuple[int, int]]
     """First and last + 1 of each block."""
     keep_states: bool
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
         row_bytes = sum(x[0, 0].nbytes for x in state)
         steps, step_bytes = len(layout.rows), N * H * row_bytes
         total = sum(layout.rows) * H * row_bytes
-        # with very many steps, as many block starts are kept as a block has states
+        # with very many steps: as many blocks as states per block
         stride = ceil(total / max(KEEP_BYTES, isqrt(total * step_bytes)))
         on_cpu, threads = state[0].device.type == "cpu", torch.get_num_threads()
         at_once = max(1, min(H, CACHE_BYTES * threads // (N * row_bytes))) if on_cpu else H
@@ -117,7 +117,7 @@ class Plan(NamedTuple):
         )
 
     def save(self, states: list[Tensor], keys: Keys, gates: Gates, reads: Reads, first: int) -> Saved:
-        """What a block keeps; ``first`` is how many rows its first chunks take."""
+        """What a block saves; ``first`` is the number of rows of its first chunks."""
         errors, outputs = [keys.d[-1], *keys.scale[-1:], *keys.top], reads.u
         if not self.keep_states:
             return Saved([x[:first].clone() for x in states], errors, outputs, ())
@@ -127,14 +127,14 @@ class Plan(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its backward."""
+    """What a call saves for its backward."""
 
     plan: Plan
     blocks: list[Saved]
 
 
 class Call(NamedTuple):
-    """The rule of one call and the layout of its tokens.
+    """The options of one call and the layout of its tokens.
 
     Tokens are q, k, v [B, T, H, D] and the gates [B, T, H, 3]; a state is L weights and L momenta
     [N, H, D, F].
@@ -144,13 +144,13 @@ class Call(NamedTuple):
     f: Activation
     bound: float | None
     norm: tuple[Tensor, ...] = ()
-    """LN's weight and bias [H, D] where the memory has one, with its residual."""
+    """LN's weight and bias [H, D]; empty without LN."""
     base: Layers = ()
-    """What forgetting leads to, [H, D, F] of each layer, where that is not zero."""
+    """Base of the decay, [H, D, F] per layer; empty for zero."""
 
     @staticmethod
     def of(inputs: Inputs, options: Options) -> Call:
-        """With the layout of documents found once for each cu_seqlens."""
+        """From a call's arguments; the layout is cached per cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
         f = ACTIVATIONS[options.activation]
         return Call(layout, f, options.surprise_bound, options.norm, options.base)
@@ -158,7 +158,7 @@ class Call(NamedTuple):
     def forward(
         self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
     ) -> tuple[list[Tensor], Kept]:
-        """y and the state after the last token; what the backward needs where it is to be kept."""
+        """y, the state after the last token and, with ``keep``, what the backward needs."""
         layout, inputs = self.layout, [self.layout.split(x) for x in tokens]
         state = _ordered(state, layout.order)
         plan, after = Plan.of(layout, state), [torch.empty_like(x) for x in state]
@@ -203,14 +203,14 @@ class Call(NamedTuple):
 
 
 class _Memory(torch.autograd.Function):
-    """`Call` with a gradient; what the forward found is kept for the backward."""
+    """`Call` as an autograd function that saves intermediate results for the backward."""
 
     @staticmethod
     def forward(ctx, call, *arguments):
         fixed = *call.base, *call.norm
         state = arguments[4 : len(arguments) - len(fixed)]
         outputs, kept = call.forward(arguments[:4], state, keep=True)
-        # all through save_for_backward, which lets go of it as soon as the backward is done
+        # all through save_for_backward, which frees it as soon as the backward is done
         leaves, ctx.kept_as = tree_flatten(kept.blocks)
         ctx.save_for_backward(*arguments[:4], *fixed, *leaves)
         ctx.call, ctx.plan = call._replace(norm=(), base=()), kept.plan
@@ -222,7 +222,7 @@ class _Memory(torch.autograd.Function):
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(doutputs[0].device.type, enabled=False):
             norm, leaves = 4 + ctx.sizes[0], 4 + sum(ctx.sizes)
-            saved = ctx.saved_tensors  # once: a block that is computed again lets go of what was asked for
+            saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
             tokens, base = saved[:4], saved[4:norm]
             kept = Kept(ctx.plan, tree_unflatten(saved[leaves:], ctx.kept_as))
             call = ctx.call._replace(base=base, norm=saved[norm:leaves])
@@ -230,10 +230,10 @@ class _Memory(torch.autograd.Function):
 
 
 class _Block:
-    """One run of steps of some heads: its share of the inputs [R, b, ...] and its coefficients.
+    """Consecutive steps of some heads: their slice of the inputs [R, b, ...] and their coefficients.
 
-    The states handed to it hold a row for each document and head, of which a step touches the first ones,
-    those still running.
+    The states passed to it have a row per document and head; a step updates the first rows, those of the
+    documents that are still active.
     """
 
     def __init__(
@@ -253,15 +253,15 @@ class _Block:
         )
 
     def run(self, current: State, saved: Saved | None = None) -> tuple[State, Keys]:
-        """Chunk after chunk: the states they start from, for reads, and their keys; ``current`` moves on.
+        """Run the chunks in sequence: starting states (for reads) and keys; updates ``current`` in place.
 
-        Where it is run again, from what was ``saved``, the state after the last chunk is left out.
+        When recomputing from ``saved``, the state after the last chunk is skipped.
         """
         parts, rows = 3 if current.B else 2, sum(self.sizes)
         empty = [W.new_empty(rows, parts * W.shape[1], W.shape[2]) for W in current.W]
         states = State.for_reads(empty, parts)
         for whole, B in zip(states.B, current.B, strict=True):
-            whole.unflatten(0, (-1, self.heads)).copy_(B[: self.heads])  # all documents have the same
+            whole.unflatten(0, (-1, self.heads)).copy_(B[: self.heads])  # shared by all documents
         keys = self._keys(states, saved)
         pieces = cut((*keys, [self.v], self.last, states.WS, states.W), self.sizes)
         for i, (*parts, (v,), last, start, W) in enumerate(pieces):
@@ -302,7 +302,7 @@ class _Block:
     def backward(
         self, dy: Tensor, states: State, keys: Keys, reads: Reads, carry: State
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v and the gates; ``carry`` moves to the gradient of the first state."""
+        """Gradients of q, k, v and the gates; updates ``carry`` to the gradient of the first state."""
         grad = read_backward(dy, states.WS, keys, reads, self.gates, self.f, self.norm)
         parts = grad.starts.shape[-1]
         dlast = [dy.new_zeros(*dy.shape[:2], 2), dy.new_zeros(dy.shape[0], 2, parts)]
@@ -317,7 +317,7 @@ class _Block:
         return grad.q, grad.X[0], grad.d[-1] * -2, torch.stack(dgates, -1)
 
     def _gates_backward(self, dC: Tensor, dstarts: Tensor, dcn: Tensor, inner: Tensor) -> tuple[Tensor, ...]:
-        """``dcn`` and ``inner``: gradients that reach C, N, beta, m and h in the row of the last token."""
+        """``dcn`` and ``inner``: gradients of C, N, beta, m and h in the row of the last token."""
         dbeta, dm, *drest = dstarts.unbind(-1)
         dN, dh = torch.zeros_like(dC), torch.zeros_like(dm)
         dC[self.end] += dcn[..., 0]
@@ -325,7 +325,7 @@ class _Block:
         dbeta[self.end] += inner[:, 0, 0]
         dm[self.end] += inner[:, 0, 1]
         dh[self.end] = inner[:, 1, 1]
-        for of_base in drest:  # whose factor is 1 - beta
+        for of_base in drest:  # the base has the factor 1 - beta
             dbeta -= of_base
             dbeta[self.end] -= inner[:, 0, 2]
         return coefficients_backward(self.theta, self.gates, dC, dN, dbeta, dm, dh)
@@ -343,12 +343,12 @@ def _put(x: Tensor, index: tuple[slice, ...], rows: Tensor) -> None:
 
 
 def _ordered(state: Sequence[Tensor], order: Tensor | None) -> Sequence[Tensor]:
-    """Documents in another order; all as they are where there is none."""
+    """Reorder the documents; unchanged if ``order`` is None."""
     return state if order is None else [x[order] for x in state]
 
 
 def _stack(state: Sequence[Tensor], heads: slice) -> list[Tensor]:
-    """L weights and L momenta [N, H, D, F] to L stacks [N * heads, 2 D, F], newly made."""
+    """L weights and L momenta [N, H, D, F] to L new stacks [N * heads, 2 D, F]."""
     depth = len(state) // 2
     pairs = zip(state[:depth], state[depth:], strict=True)
     return [torch.cat([W[:, heads], S[:, heads]], -2).flatten(0, 1) for W, S in pairs]

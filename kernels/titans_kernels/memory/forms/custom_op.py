@@ -1,8 +1,7 @@
-"""`chunked` and `channels` as operators of torch's library, for torch.compile, torch.export and meta tensors.
+"""`chunked` and `channels` as custom operators, for torch.compile, torch.export and meta tensors.
 
-They are opaque to the compiler, which knows of them only the shapes of their results. The backward is an
-operator of its own that does the forward anew from the inputs, so the forward keeps nothing but
-its arguments.
+They are opaque to the compiler, which only knows the shapes of their results. The backward is a second custom
+operator that recomputes the forward from the inputs, so the forward saves only its arguments.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ _ARGUMENTS = (
     "Tensor[] weights, Tensor[] momentum, Tensor[] base, Tensor[] norm, int chunk_size, str activation, "
     "float? surprise_bound, Tensor? cu_seqlens"
 )
-"""``base``: of each layer, or nothing; ``norm``: weight and bias of the LN that follows the last layer, or
-nothing."""
+"""``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write and read every token: the form for the call's alpha as an operator."""
+    """Write and read every token with the custom operator."""
     given = (list(x) for x in (weights, momentum, options.base, options.norm))
     y, *state = memory_chunked(*inputs.to_state_dtype(), *given, *options[:4])
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
@@ -86,7 +84,7 @@ def _backward(ctx, doutputs):
 
 
 def _parted(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    """A list cut into lists of ``sizes``."""
+    """Split a list into lists of ``sizes``."""
     rest = iter(tensors)
     return [list(islice(rest, n)) for n in sizes]
 

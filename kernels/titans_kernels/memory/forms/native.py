@@ -1,8 +1,8 @@
-"""The paper's rule compiled for this machine's CPU, where there is a C++ compiler: `native/memory.cpp`.
+"""The paper's rule in C++ for the CPU of this machine: `native/memory.cpp`.
 
-A document and head at a time, chunk after chunk, whose state and work stay in the innermost cache: for the
-small memories of a study, where calling PyTorch's operators costs more than what they compute. Where the
-library cannot be had `chunked` does the same.
+Parallel over documents and heads, whose state and temporaries stay in the L1 cache: for small memories, where
+the overhead of calling PyTorch's operators exceeds the computation. Without a C++ compiler `chunked` is used
+instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 256 * 2**20
-"""A call whose chunk-start states are larger is left to `chunked`, which keeps some of them."""
+"""Maximum bytes of chunk-start states; larger calls use `chunked`, which saves only some of them."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the library does not serve a call of the paper's rule, or None where it does."""
+    """Why the library does not support a call of the paper's rule, or None if it does."""
     if inputs.q.device.type != "cpu":
         return f"tensors are on {inputs.q.device.type}"
     chunks = sum(-(-n // options.chunk_size) for n in _lengths(inputs.q, options.cu_seqlens))
@@ -51,10 +51,10 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def extend(
     inputs: Inputs, weights: Layers, momentum: Layers, held: Sequence[Tensor], options: Options
 ) -> tuple[Tensor, Layers, Layers, list[Tensor]]:
-    """Write and read tokens from inside a chunk on, or up to inside one, without a gradient.
+    """Write and read tokens that start or end inside a chunk, without a gradient.
 
-    ``held`` is `decode.DecodeState.opened`; what is returned last is the same of the chunk that the call
-    leaves open, nothing on a border. With a base the weights are the distances from it, as there.
+    ``held`` is `decode.DecodeState.opened` before the call; the last result is the same after the call, empty
+    on a chunk boundary. With a base, weights are offsets from it.
     """
     depth, before, held = len(weights), held[0].shape[2], [x.contiguous() for x in held]
     tokens = before + inputs.q.shape[1]
@@ -69,7 +69,7 @@ def extend(
 
 
 class _Edges(ctypes.Structure):
-    """Tokens and tensors of the chunk that is open before a call, and of the one after it."""
+    """Number of tokens and tensors of the open chunk before and after a call."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("before", "after")),
@@ -80,7 +80,7 @@ class _Edges(ctypes.Structure):
     def of(before: int, held: Sequence[Tensor], left: Sequence[Tensor]) -> _Edges:
         arrays = pointers(held), pointers(left)
         edges = _Edges(before, bool(left), *map(ctypes.addressof, arrays))
-        edges.arrays = arrays  # which it points to
+        edges.arrays = arrays  # keeps the memory alive
         return edges
 
 
@@ -94,21 +94,21 @@ class _Spec(ctypes.Structure):
 
 
 class Call(NamedTuple):
-    """The rule of one call and where its documents stand.
+    """The options of one call and the layout of its documents.
 
     Tokens are q, k, v [B, T, H, D] and the gates [B, T, H]; a state is L weights and L momenta [N, H, D, F];
-    a base is [H, D, F] of each layer, or nothing.
+    a base is [H, D, F] per layer, or empty.
     """
 
     spec: _Spec
-    arrays: tuple[ctypes.Array, ...]  # which the spec points to
+    arrays: tuple[ctypes.Array, ...]  # keeps the memory of the spec alive
     documents: int
     library: ctypes.CDLL
     kept_numel: int  # of all chunks' states
 
     @staticmethod
     def of(inputs: Inputs, weights: Layers, options: Options) -> Call:
-        """Raises ValueError where the library does not compile; `refusal` says so before."""
+        """Raises ValueError if the library does not compile; `refusal` checks that first."""
         found = library(inputs.state_dtype)
         if found is None:
             raise ValueError("backend: native needs a C++ compiler")
@@ -132,9 +132,10 @@ class Call(NamedTuple):
         edges: _Edges | None = None,
         closes: bool = True,
     ) -> list[Tensor]:
-        """y and the state after the last token; with ``edges`` that of the last chunk border.
+        """y and the state after the last token; with ``edges``, the state on the last chunk boundary.
 
-        A call that ``closes`` no chunk returns the state it was given. Chunk-start states go into ``kept``.
+        If ``closes`` is False, no chunk is completed and the state is returned as given. Chunk-start states
+        are written to ``kept``.
         """
         tokens, before = [x.contiguous() for x in tokens], [_rows(x) for x in state]
         base = [x.contiguous() for x in base]
@@ -172,13 +173,13 @@ class Call(NamedTuple):
         return [x.new_empty(shape) for shape in self.spec.parts * shapes]
 
     def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
-        """Documents and heads are independent."""
+        """Run in parallel over documents and heads."""
         spec = ctypes.byref(self.spec)
         parallel_for(self.documents * self.spec.heads, lambda *jobs: function(spec, *arguments, *jobs))
 
 
 class _Memory(torch.autograd.Function):
-    """`Call` with a gradient."""
+    """`Call` as an autograd function."""
 
     @staticmethod
     def forward(ctx, call, *arguments):
@@ -194,7 +195,7 @@ class _Memory(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # once: a block that is computed again lets go of what was asked for
+        # read once: under activation checkpointing a second read fails
         saved = ctx.saved_tensors
         tokens, (kept, *base) = saved[:6], saved[6:]
         dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
@@ -211,7 +212,7 @@ def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def _tables(lengths: tuple[int, ...], chunk_size: int) -> tuple[ctypes.Array, ctypes.Array]:
-    """Borders of documents, in tokens and in chunks."""
+    """Cumulative lengths of the documents, in tokens and in chunks."""
     borders, chunks = [0], [0]
     for n in lengths:
         borders.append(borders[-1] + n)
@@ -220,5 +221,5 @@ def _tables(lengths: tuple[int, ...], chunk_size: int) -> tuple[ctypes.Array, ct
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A state whose documents are contiguous each; they may be one and the same."""
+    """A state that is contiguous per document; documents may share memory."""
     return x if x[0].is_contiguous() else x.contiguous()

@@ -1,9 +1,9 @@
-"""The online rule of a linear memory in chunks: exact, and as fast as matrix products are.
+"""The online rule of a linear memory (b = 1), exact and in matrix products.
 
-A chunk of one token (the paper's b = 1) has each gradient at the weights of the token before, which is
-sequential as it stands. For a linear memory without a bound the recurrence is linear in what the tokens
-write, so a block of tokens is one triangular system, as for DeltaNet (Yang et al. 2024, arXiv 2406.06484),
-here with momentum and forgetting:
+With chunks of one token (the paper's b = 1) each gradient is taken at the weights after the previous token,
+which is sequential. For a linear memory without a bound the recurrence is linear in the writes, so a block of
+tokens is one triangular system, as in DeltaNet (Yang et al. 2024, arXiv 2406.06484), here with momentum and
+decay:
 
     S_t = eta_t S_{t-1} + k_t^T u_t,    W_t = (1 - alpha_t) W_{t-1} + S_t,    u_t = 2 theta_t (v_t - k_t P_t)
 
@@ -26,7 +26,7 @@ from titans_kernels.memory.parts.gates import coefficients
 from titans_kernels.memory.rules import GatedDelta
 
 BLOCK = 32
-"""Tokens of a triangular system. It changes no more than rounding."""
+"""Tokens per triangular system. Affects only rounding."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -54,7 +54,7 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, decayed: bool) -> tupl
     flat = [x.flatten(0, 1) for x in (alpha, eta, torch.ones_like(theta))]
     gates = coefficients(*flat)
     C, N, m, beta, h = (x.unflatten(0, rows) for x in (gates.C, gates.N, gates.m, gates.beta, gates.h))
-    # of the weights that each token's gradient is taken at
+    # coefficients of the weights at which each token's gradient is taken
     D, c, n = _before(C, 0.0), _before(beta, 1.0), _before(m, 0.0)
     if decayed:
         D, c, n = D * (1 - alpha)[..., None], c * (1 - alpha), n * (1 - alpha)
@@ -78,5 +78,5 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, decayed: bool) -> tupl
 
 
 def _before(x: Tensor, first: float) -> Tensor:
-    """Along the tokens [R, n, b, ...], what the token before has."""
+    """Shift along the tokens [R, n, b, ...]: each token's predecessor."""
     return torch.cat([torch.full_like(x[:, :, :1], first), x[:, :, :-1]], 2)

@@ -1,6 +1,6 @@
-"""The recurrence token by token, as the paper writes it, for any rule and depth.
+"""The token-by-token recurrence as in the paper, for any rule and depth.
 
-Slow and readable: every other form is tested against this one.
+Slow but readable: every other form is tested against it.
 
 Shapes: B batch, T tokens, H heads, D width of a head, F width of a hidden layer, L layers.
 """
@@ -30,9 +30,9 @@ from titans_kernels.memory.rules import Rule
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write every token, read every token (eqs. 13-16).
+    """Write and read every token (eqs. 13-16).
 
-    Gradients flow through everything, the inner gradient included.
+    Gradients flow through everything, including the inner gradient.
     """
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
 
@@ -40,7 +40,7 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def each_document(
     form: Callable[..., Result], inputs: Inputs, weights: Layers, momentum: Layers, options: Options
 ) -> Result:
-    """``form`` of each packed document alone, or of all rows where none are packed."""
+    """Apply ``form`` to each packed document separately, or to all rows if nothing is packed."""
     if options.cu_seqlens is None:
         return form(inputs, weights, momentum, options)
     results = []
@@ -55,10 +55,10 @@ def each_document(
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     rule, f, by_column = options.rule, ACTIVATIONS[options.activation], inputs.forgets_by_column
     chunk_start, decay, y = weights, torch.ones_like(inputs.alpha[:, 0]), []
-    base = options.base  # the rule is that of the weights' distance from it
+    base = options.base  # the rule applies to the offset of the weights from the base
     for t in range(inputs.q.shape[1]):
         if t % options.chunk_size == 0:
-            # M_{t'}: every gradient of the chunk is taken here (16), or where the rule says
+            # M_{t'}: gradients of the chunk are taken here (16) unless the rule says otherwise
             chunk_start, decay = weights, torch.ones_like(decay)
         now = Inputs(*(x[:, t] for x in inputs))
         eta, theta = (gate[:, :, None, None] for gate in (now.eta, now.theta))
@@ -83,7 +83,7 @@ def write_budget(
     k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None = None,
     budget: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """theta' of `budget.write_budget` token by token, as its definition reads."""
+    """theta' of `budget.write_budget`, token by token as in its definition."""
     k, eta, theta = (x.to(state_dtype(k)) for x in (k, eta, theta))
     if cu_seqlens is not None:
         borders = pairwise(document_borders(cu_seqlens, k.shape[1]))
@@ -94,7 +94,7 @@ def write_budget(
         first = t - t % chunk_size
         G = [(k[:, t] * k[:, u]).sum(-1).abs() for u in range(first, t + 1)]
         room = budget - sum((steps[u] * G[u - first] for u in range(first, t)), torch.zeros_like(theta[:, t]))
-        # products, not quotients, are compared: 1 - eta and G_tt may be 0
+        # compares products instead of quotients, since 1 - eta and G_tt may be 0
         counts = G[-1] >= torch.finfo(theta.dtype).tiny
         over = counts & (2 * theta[:, t] * G[-1] > room.clamp(min=0) * (1 - eta[:, t]))
         most = room.clamp(min=0) / torch.where(counts, G[-1], 1)
@@ -135,7 +135,7 @@ def surprise(
     weights: Layers, k_BHTD: Tensor, v_BHTD: Tensor, f: Activation, bound: float | None,
     error: Callable[[Tensor, Tensor], Tensor] = squared_error, residual: Residual | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Of each layer its input X and error d [B, H, T, D]: the gradient a token brings is ``X_t^T d_t``.
+    """Input X and error d [B, H, T, D] of each layer; the gradient of token t is ``X_t^T d_t``.
 
     ``error`` is the gradient of the inner loss with respect to the prediction.
     """
@@ -151,10 +151,10 @@ def surprise(
 
 
 def clip_norm(d: Tensor, bound: float | None) -> Tensor:
-    """d min(1, c / |d|): the optional bound on a token's surprise, norm over the last dimension."""
+    """d min(1, c / |d|): the optional bound on a token's surprise, with the norm over the last dimension."""
     if bound is None:
         return d
     squares = d.square().sum(-1, keepdim=True)
-    # masked before the root: its slope at 0 would turn a zero surprise into NaN
+    # masked before the square root, whose infinite slope at 0 would give NaN gradients
     over = squares > bound**2
     return d * torch.where(over, bound / torch.where(over, squares, 1).sqrt(), 1)

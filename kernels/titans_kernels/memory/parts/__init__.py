@@ -1,1 +1,1 @@
-"""What several forms are made of: chunks, coefficients of the gates, a chunk's passes and their backward."""
+"""Building blocks of several forms: chunk layout, gate coefficients, passes over a chunk, their backward."""

@@ -1,6 +1,6 @@
-"""The backward of `passes`, derived by hand (second order included) and equal to autograd's.
+"""Hand-derived backward of `passes`, including second-order terms; equal to autograd's.
 
-Shapes as in `passes`. A name with d before it is the gradient of the outer loss.
+Shapes as in `passes`. The prefix d denotes the gradient of the outer loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titans_kernels.memory.residual import Norm
 
 
 class ReadGrads(NamedTuple):
-    """What the reads alone give, for all chunks of a block at once."""
+    """Gradients from the reads, for all chunks of a block at once."""
 
     q: Tensor
     d: list[Tensor]
@@ -29,9 +29,9 @@ class ReadGrads(NamedTuple):
 
 
 class Step(NamedTuple):
-    """All that the backward of one chunk needs; lists are per layer, the last three written to."""
+    """Everything the backward of one chunk needs; lists are per layer, and the last three are outputs."""
 
-    WS: list[Tensor]  # the state it starts from
+    WS: list[Tensor]  # the starting state
     W: list[Tensor]
     X: list[Tensor]
     d: list[Tensor]
@@ -39,10 +39,10 @@ class Step(NamedTuple):
     held: list[Tensor]  # see `held`
     slope: list[Tensor]  # f'(z)
     second: list[Tensor]  # second derivative times E: f''(z) E
-    leaving: list[Tensor]  # c X and n X, side by side
+    leaving: list[Tensor]  # c X and n X, concatenated
     scaled: list[Tensor]  # as `Reads` has them
     read_dz: list[Tensor]
-    top: list[Tensor]  # the last layer's output and v, where LN follows; else empty
+    top: list[Tensor]  # the last layer's output and v with LN, else empty
     last: list[Tensor]
     dX: list[Tensor]
     dd: list[Tensor]
@@ -53,7 +53,7 @@ def read_backward(
     dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation,
     norm: Norm | None = None,
 ) -> ReadGrads:  # fmt: skip
-    """Backward of `read_pass`, from the top layer down; dy [R, b, F] is the gradient of y."""
+    """Backward of `read_pass`, from the last layer to the first; dy [R, b, F] is the gradient of y."""
     depth = len(WS)
     du = norm.output_backward(dy, reads.u[-1]) if norm else dy
     dd, dX, dz = [du] * depth, [du] * depth, [du] * depth
@@ -67,7 +67,7 @@ def read_backward(
         dC.addcmul_(minus_dP, reads.scores[l], value=-1)
         dscores = minus_dP.mul_(minus_C)
         dX[l] = torch.bmm(dscores.mT, reads.x[l])
-        through = torch.bmm(dz[l], WS[l].mT)  # dz W^T, dz S^T and dz B^T, side by side
+        through = torch.bmm(dz[l], WS[l].mT)  # dz W^T, dz S^T and dz B^T, concatenated
         dstarts += _sums(through, reads.x[l])
         dx = torch.bmm(dscores, keys.X[l])
         for part, factor in zip(through.chunk(len(factors), -1), factors, strict=True):
@@ -80,7 +80,7 @@ def read_backward(
 
 
 def step_backward(step: Step, carry: State, norm: Norm | None = None) -> None:
-    """Backward of one chunk: ``carry`` goes from the gradient of the state after it to that before it."""
+    """Backward of one chunk: updates ``carry``, the gradient of the state, from its end to its start."""
     update_backward(step, carry)
     keys_backward(step, carry, norm)
 
@@ -90,7 +90,7 @@ def update_backward(step: Step, carry: State) -> None:
     last = Last(*step.last)
     dcn, inner = step.dlast
     for l, (dafter, dW, dS) in enumerate(zip(*carry[:3], strict=True)):
-        back = torch.bmm(step.d[l], dafter.mT)  # d dW'^T and d dS'^T, side by side
+        back = torch.bmm(step.d[l], dafter.mT)  # d dW'^T and d dS'^T, concatenated
         dcn -= _sums(back, step.X[l])
         left, right = back.chunk(2, -1)
         step.dX[l].addcmul_(left, last.c, value=-1).addcmul_(right, last.n, value=-1)
@@ -107,9 +107,9 @@ def update_backward(step: Step, carry: State) -> None:
 
 
 def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
-    """Backward of `keys_pass`: up through the error's way down, then down through the keys' way up.
+    """Backward of `keys_pass`: first through its backward pass (the errors), then through its forward pass.
 
-    It leaves dd of the last layer as minus half of what v is to get.
+    Leaves dd of the last layer as -1/2 times the gradient of v.
     """
     depth = len(carry.W)
     dW, dz = [], []
@@ -130,7 +130,7 @@ def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
 
 
 def _error_backward(step: Step, norm: Norm) -> Tensor:
-    """Gradient of the last layer's output; the keys get theirs as part of the prediction."""
+    """Gradient of the last layer's output; the keys' gradient comes through the prediction."""
     z, v = step.top
     dz, dp = norm.surprise_backward(step.dd[-1], z, step.X[0], v)
     step.dX[0].add_(dp)
@@ -145,17 +145,17 @@ def curves(keys: Keys, f: Activation) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def leaving(keys: Keys, last: Last) -> list[Tensor]:
-    """What of each key's input goes into the state after the chunk."""
+    """c X and n X of each layer: the contributions of the keys to the state after the chunk."""
     return [concat_scaled(X, last.c, last.n) for X in keys.X]
 
 
 def held(keys: Keys, bound: float | None) -> list[Tensor]:
-    """1 / c^2 where the bound c held, else 0 [R, b, 1]: d (d . dd) times this is what it lets not pass."""
+    """1 / c^2 where the bound c is active, else 0 [R, b, 1]; times d (d . dd), it is the removed part."""
     return [(scale > 1).to(scale.dtype) / bound**2 for scale in keys.scale] if bound is not None else []
 
 
 def _bound_backward(step: Step, l: int) -> None:
-    """Where the bound held, d = c u with u of norm 1: only what is across u passes."""
+    """If the bound is active, d = c u with u of norm 1: only the component orthogonal to u passes."""
     if not step.scale:
         return
     d, dd = step.d[l], step.dd[l]
@@ -164,5 +164,5 @@ def _bound_backward(step: Step, l: int) -> None:
 
 
 def _sums(parts: Tensor, x: Tensor) -> Tensor:
-    """Row sums of each of n ``parts`` [R, b, n D] times x [R, b, D]: [R, b, n]."""
+    """Row-wise dot products of each of n ``parts`` [R, b, n D] with x [R, b, D]: [R, b, n]."""
     return (parts.view(*x.shape[:-1], -1, x.shape[-1]) * x.unsqueeze(-2)).sum(-1)

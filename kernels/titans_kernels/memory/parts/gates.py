@@ -1,7 +1,8 @@
-"""Coefficients of a chunk: what momentum and forgetting make of each token's gradient (method: A, H, C).
+"""Gate coefficients of a chunk: the weight of each token's gradient after momentum and decay.
 
-Exact where alpha is 1 or eta is 0: running products, no logarithm and no division.
-Shapes: R rows (a chunk of one head), b tokens of a chunk.
+Computed by running products, without logarithms or divisions, so they are exact for alpha = 1 and eta = 0.
+
+Shapes: R rows (chunks x heads), b tokens per chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 class Gates(NamedTuple):
     """The linear part of a chunk's recurrence.
 
-    With W, S the state before the chunk and g_i the gradients of its tokens, after token t
+    With W, S the state before the chunk and g_i the gradients of its tokens, the state after token t is
     ``W_t = beta_t W + m_t S - sum_i C[t, i] g_i`` and ``S_t = h_t S - sum_i N[t, i] g_i``.
     """
 
@@ -28,21 +29,21 @@ class Gates(NamedTuple):
 
     @property
     def beta(self) -> Tensor:
-        """What forgetting leaves of the chunk's first weights, [R, b]."""
+        """Fraction of the chunk's starting weights left after each token, [R, b]."""
         return self.starts[0]
 
     @property
     def h(self) -> Tensor:
-        """What is left of the chunk's first momentum, [R, b]."""
+        """Fraction of the chunk's starting momentum left after each token, [R, b]."""
         return self.starts[1]
 
 
 def decay_products(r: Tensor) -> Tensor:
     """P[t, s] = r_{s+1} ... r_t for t >= s, else 0; r [..., b] gives [..., b, b]."""
     b = r.shape[-1]
-    # a compiler ignores the cache, and warns
+    # torch.compile ignores the cache and warns
     not_later = (_not_later if torch.compiler.is_compiling() else _kept_not_later)(b, r.device)
-    # transposed, [s, t]: the running product is then over contiguous memory
+    # transposed, [s, t], so that the running product is over contiguous memory
     P = r[..., None, :].expand(*r.shape, b).masked_fill(not_later, 1)
     if P.requires_grad:
         return P.cumprod(-1).triu().mT
@@ -56,7 +57,7 @@ def _not_later(b: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _kept_not_later(b: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is made once serves training too
+    with torch.inference_mode(False):  # cached tensors must be usable in training
         return _not_later(b, device)
 
 
@@ -72,7 +73,7 @@ def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:
 def coefficients_backward(
     theta: Tensor, gates: Gates, dC: Tensor, dN: Tensor, dbeta: Tensor, dm: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of alpha, eta, theta [R, b] from those of C, N, beta, m and h; writes over dN."""
+    """Gradients of alpha, eta, theta [R, b] from those of C, N, beta, m and h; overwrites dN."""
     A, E = gates.products
     dN.add_(torch.bmm(A.mT, dC).tril_())
     dtheta = (dN * E).sum(-2)
@@ -86,7 +87,7 @@ def coefficients_backward(
 def _products_backward(P: Tensor, starts: Tensor, dP: Tensor, dstarts: Tensor) -> Tensor:
     """Gradient of r from those of P = decay_products(r) and starts = cumprod(r).
 
-    r_j stands in P[t, s] for s < j <= t as P[t, j] r_j P[j-1, s], which needs no division by r_j.
+    r_j enters P[t, s] for s < j <= t as P[t, j] r_j P[j-1, s], so no division by r_j is needed.
     """
     through = (P.mT @ dP)[..., 1:, :].mul_(P[..., :-1, :]).sum(-1)  # the sum over s, for j >= 1
     before = torch.cat([torch.ones_like(starts[..., :1]), starts[..., :-1]], -1)

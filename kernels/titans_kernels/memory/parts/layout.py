@@ -1,9 +1,9 @@
-"""How tokens are laid out in chunks, so that one step of the recurrence is a contiguous slice.
+"""Layout of tokens in chunks, such that one step of the recurrence is a contiguous slice.
 
-Steps go through all documents' first chunks, then all second chunks, and so on, whether the input is a batch
-of equal rows or packed documents of any lengths: these are ordered by length, so those still running are
-always the first ones.
-Shapes: M chunks (steps x documents), H heads, b tokens of a chunk; R rows, the chunks of some heads.
+Step i processes chunk i of all documents, whether the input is a batch of equal rows or packed documents.
+Packed documents are sorted by length, so the ones still active come first.
+
+Shapes: M chunks (steps x documents), H heads, b tokens per chunk, R rows (chunks x heads).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Span(NamedTuple):
-    """A run of steps, ``first`` to ``stop`` - 1, of some heads."""
+    """Consecutive steps, ``first`` to ``stop`` - 1, of some heads."""
 
     first: int
     stop: int
@@ -32,7 +32,7 @@ Ends = tuple[slice | Tensor, int | Tensor]
 
 @dataclass(frozen=True)
 class EqualRows:
-    """A batch of rows of one length; the last chunk of each may be short."""
+    """A batch of rows of equal length; the last chunk of each may be partial."""
 
     chunk_size: int
     batch: int
@@ -47,7 +47,7 @@ class EqualRows:
         return (self.batch,) * -(-self.length // self.chunk_size)
 
     def split(self, x: Tensor) -> Tensor:
-        """x [B, T, H, ...] in chunks [steps, B, H, b, ...], padded with zeros; a view where T is whole."""
+        """x [B, T, H, ...] in chunks [steps, B, H, b, ...], padded with zeros; a view if chunks divide T."""
         short = -self.length % self.chunk_size
         x = F.pad(x, [0, 0] * (x.ndim - 2) + [0, short]) if short else x
         return x.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
@@ -57,13 +57,13 @@ class EqualRows:
         return x.movedim((0, 2), (1, 3)).flatten(1, 2)[:, : self.length]
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Uninitialised chunks of the shape that `split` gives for x; `join` of them copies nothing."""
+        """Uninitialised chunks with the shape of `split` of x; `join` of them makes no copy."""
         padded = len(self.rows) * self.chunk_size
         empty = torch.empty(x.shape[0], padded, *x.shape[2:], dtype=x.dtype, device=x.device)
         return empty.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
 
     def index(self, span: Span) -> tuple[slice, ...]:
-        """Where a span's rows stand in what `split` gives."""
+        """Index of a span's rows in the output of `split`."""
         return slice(span.first, span.stop), slice(None), span.heads
 
     def ends(self, span: Span, rows: int) -> Ends:
@@ -77,13 +77,13 @@ class EqualRows:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents of any lengths in one row.
+    """Documents of different lengths packed into one row.
 
-    ``rows``: number of documents that have a chunk at each step, never increasing; an empty one has none.
-    ``ragged``: whether one of them ends within the step's chunk. ``order``: documents by falling length,
-    ``back`` its inverse.
-    ``source``: for each place of [M, b], M chunks, the token it holds, -1 for padding; ``place`` its inverse,
-    the place of each token.
+    ``rows``: number of documents with a chunk at each step, non-increasing; empty documents have none.
+    ``ragged``: per step, whether any of its chunks is partial.
+    ``order``: documents by decreasing length; ``back`` is its inverse.
+    ``source``: for each slot of [M, b] the index of its token, -1 for padding; ``place`` is its inverse, the
+    slot of each token.
     ``last_M``: index of the last valid token in each chunk.
     """
 
@@ -98,7 +98,7 @@ class Packed:
 
     @staticmethod
     def of(borders: tuple[int, ...], chunk_size: int, device: torch.device) -> Packed:
-        """Document i is tokens borders[i] to borders[i + 1]; worked out on the host, then moved at once."""
+        """Document i is tokens borders[i] to borders[i + 1]; computed on the CPU."""
         if borders[0] == borders[-1]:
             raise ValueError("cu_seqlens: all documents are empty")
         bounds = torch.tensor(borders)
@@ -118,7 +118,7 @@ class Packed:
 
     @property
     def documents(self) -> int:
-        """Number of documents, empty ones too."""
+        """Number of documents, including empty ones."""
         return self.order.shape[0]
 
     def split(self, x: Tensor) -> Tensor:
@@ -131,12 +131,12 @@ class Packed:
         return x.transpose(1, 2).flatten(0, 1)[self.place][None]
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Uninitialised chunks of the shape that `split` gives for x."""
+        """Uninitialised chunks with the shape of `split` of x."""
         M, b = self.source.shape
         return torch.empty(M, x.shape[2], b, *x.shape[3:], dtype=x.dtype, device=x.device)
 
     def index(self, span: Span) -> tuple[slice, ...]:
-        """Where a span's rows stand in what `split` gives."""
+        """Index of a span's rows in the output of `split`."""
         return self._chunks(span), span.heads
 
     def _chunks(self, span: Span) -> slice:
@@ -154,7 +154,7 @@ Layout = EqualRows | Packed
 
 
 def _places(source: Tensor) -> Tensor:
-    """Where each token stands in the flattened [M, b]."""
+    """Slot of each token in the flattened [M, b]."""
     flat = source.flatten()
     valid = torch.nonzero(flat >= 0).flatten()
     place = torch.empty_like(valid)
@@ -164,10 +164,10 @@ def _places(source: Tensor) -> Tensor:
 
 @dataclass
 class _Known:
-    """Borders and layouts of one cu_seqlens, which every layer needs: reading it makes a GPU wait."""
+    """Cached borders and layouts of one cu_seqlens, since reading it from every layer would stall the GPU."""
 
     seen: Tensor | int
-    """What a change shows by: on a CPU a copy of the values, elsewhere torch's count of in-place changes."""
+    """Detects changes: on a CPU a copy of the values, elsewhere torch's version counter."""
     borders: tuple[int, ...]
     layouts: dict[tuple[int, torch.device], Packed] = field(default_factory=dict)
 
@@ -181,9 +181,9 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _known(cu_seqlens: Tensor) -> _Known:
-    # a CPU tensor's memory may be shared with numpy, whose writes torch does not count
+    # a CPU tensor may share memory with numpy, whose writes do not increase the version counter
     on_cpu = cu_seqlens.device.type == "cpu"
-    if not on_cpu and cu_seqlens.is_inference():  # such a tensor counts no changes
+    if not on_cpu and cu_seqlens.is_inference():  # inference tensors have no version counter
         return _Known(0, tuple(cu_seqlens.tolist()))
     known = _KNOWN.get(cu_seqlens)
     if known is None or not known.is_current(cu_seqlens):
@@ -193,13 +193,17 @@ def _known(cu_seqlens: Tensor) -> _Known:
 
 
 def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """Borders of the documents packed into ``length`` tokens.
+    """The values of ``cu_seqlens``, validated.
 
-    A tensor on a GPU is read once, and again after an in-place operation of torch; what else writes to its
-    memory there (dlpack, ``.data``) is not seen.
+    A GPU tensor is read once, and again after an in-place operation of torch; other writes to its memory
+    (dlpack, ``.data``) are not detected.
+
+    Args:
+        cu_seqlens: [N + 1] cumulative lengths of N packed documents.
+        length: total number of tokens.
 
     Raises:
-        ValueError: they do not rise from 0 to ``length``.
+        ValueError: the values do not rise from 0 to ``length``.
     """
     found = _known(cu_seqlens).borders
     rising = all(a <= b for a, b in pairwise(found))
@@ -209,10 +213,10 @@ def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
 
 
 def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
-    """The layout of packed documents for tokens on ``device``, made once for each tensor."""
+    """The layout of packed documents for tokens on ``device``, cached per tensor."""
     known, key = _known(cu_seqlens), (chunk_size, device)
     if key not in known.layouts:
-        with torch.inference_mode(False):  # or no later training step could use it
+        with torch.inference_mode(False):  # so that later training steps can use it
             known.layouts[key] = Packed.of(known.borders, chunk_size, device)
     return known.layouts[key]
 

@@ -1,8 +1,8 @@
-"""What happens inside a chunk, as matmuls: the keys' gradients, the step to the next state, the reads.
+"""The computation inside a chunk as matmuls: gradients of the keys, update of the state, reads.
 
-Shapes: R rows (chunks x heads), b tokens of a chunk, D/F widths of a layer's input and output. A layer's
-weights and momentum are stacked over the input: WS [R, 2 D, F]. Where forgetting leads to a base B and not to
-zero, reads take that as a third part, WS [R, 3 D, F]:
+Shapes: R rows (chunks x heads), b tokens per chunk, D/F input/output width of a layer. A layer's weights and
+momentum are stacked along the input: WS [R, 2 D, F]. With a base B, towards which the weights decay, reads
+have it as a third part, WS [R, 3 D, F]:
 
     W_t = beta_t W + m_t S + (1 - beta_t) B - sum_i C[t, i] g_i.
 """
@@ -21,7 +21,7 @@ from titans_kernels.memory.residual import Norm
 
 
 class State(NamedTuple):
-    """Layers' weights, momenta and bases, stacked and as views of the stacks."""
+    """Weights, momenta and bases of the layers, as stacks and as views of the stacks."""
 
     WS: list[Tensor]  # [R, 2 D, F], for reads with a base [R, 3 D, F]
     W: list[Tensor]  # [R, D, F]
@@ -30,7 +30,7 @@ class State(NamedTuple):
 
     @staticmethod
     def of(stacks: list[Tensor], base: Sequence[Tensor] = ()) -> State:
-        """Views of ``stacks`` of two parts, with a base of its own or none."""
+        """Views of ``stacks`` of two parts, with a separate base or none."""
         pairs = [x.chunk(2, 1) for x in stacks]
         return State(stacks, [p[0] for p in pairs], [p[1] for p in pairs], list(base))
 
@@ -42,21 +42,21 @@ class State(NamedTuple):
         return State(stacks, W, S, B)
 
     def first(self, rows: int) -> State:
-        """Views of the first rows of a state with a base of its own."""
+        """Views of the first rows of a state with a separate base."""
         if rows == self.WS[0].shape[0]:
             return self
         return State.of([x[:rows] for x in self.WS], [x[:rows] for x in self.B])
 
 
 class Keys(NamedTuple):
-    """What the keys do at the chunk's starting weights, per layer l."""
+    """Activations and errors of the keys at the chunk's starting weights, per layer l."""
 
     X: list[Tensor]  # input of layer l [R, b, D]
     z: list[Tensor]  # its output before the non-linearity, l < L - 1 [R, b, F]
     d: list[Tensor]  # gradient of the loss with respect to z, bounded [R, b, F]
     E: list[Tensor]  # d_{l+1} W_{l+1}^T, l < L - 1 [R, b, F]
-    scale: list[Tensor]  # what the bound divided d by [R, b, 1]; empty without a bound
-    top: list[Tensor]  # output of the last layer, where LN follows [R, b, F]; else empty
+    scale: list[Tensor]  # divisor of d by the bound [R, b, 1]; empty without a bound
+    top: list[Tensor]  # output of the last layer with LN [R, b, F]; else empty
 
     @staticmethod
     def empty(k: Tensor, W: Sequence[Tensor], bound: float | None, norm: Norm | None = None) -> Keys:
@@ -70,16 +70,16 @@ class Keys(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the queries meet on their way through the per-token weights, per layer l."""
+    """Activations of the queries in the per-token weights, per layer l."""
 
     x: list[Tensor]  # input of layer l [R, b, D]
-    scaled: list[Tensor]  # beta x and m x, with a base (1 - beta) x too, side by side [R, b, 2 D or 3 D]
+    scaled: list[Tensor]  # beta x, m x and with a base (1 - beta) x, concatenated [R, b, 2 D or 3 D]
     scores: list[Tensor]  # x X^T [R, b, b]
-    u: list[Tensor]  # output before the non-linearity [R, b, F], the last layer's where LN follows
+    u: list[Tensor]  # output before the non-linearity [R, b, F]; the last layer's only with LN
 
 
 class Last(NamedTuple):
-    """The coefficients at each chunk's last valid token: how the state leaves the chunk."""
+    """Coefficients at each chunk's last valid token, which give the state after the chunk."""
 
     c: Tensor  # [R, b, 1]
     n: Tensor  # [R, b, 1]
@@ -92,9 +92,9 @@ def keys_pass(
     keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False,
     norm: Norm | None = None,
 ) -> None:  # fmt: skip
-    """Fill ``keys``: forward through the memory, then the error back: each token's gradient, as factors.
+    """Forward and backward of the keys through the memory: fills ``keys`` with the factors of the gradients.
 
-    With ``top_known`` the last layer's d, scale and output are there already.
+    With ``top_known`` the last layer's d, scale and output are already filled in.
     """
     X, z, d, E, scale, last = keys
     top = len(W) - 1
@@ -134,9 +134,9 @@ def read_pass(
     known: list[Tensor] | None = None,
     norm: Norm | None = None,
 ) -> tuple[Tensor, Reads]:
-    """Queries through the per-token weights: y [R, b, F] and what was met on the way.
+    """Forward of the queries through the per-token weights: y [R, b, F] and the activations.
 
-    ``known`` are the layers' outputs u, where they are there already; y is then empty.
+    ``known``: the layers' outputs u if they were saved; y is then empty.
     """
     reads, y = Reads([q], [], [], known or []), q.new_empty(0)
     factors = read_factors(gates, WS[0].shape[1] // q.shape[-1])
@@ -156,13 +156,13 @@ def read_pass(
 
 
 def read_factors(gates: Gates, parts: int) -> tuple[Tensor, ...]:
-    """By which a read takes each part of a stack, [R, b, 1]: beta, m and for a base 1 - beta."""
+    """Factors of the parts of a stack in a read, [R, b, 1]: beta, m and with a base 1 - beta."""
     beta, m = gates.beta[..., None], gates.m[..., None]
     return (beta, m, 1 - beta) if parts == 3 else (beta, m)
 
 
 def concat_scaled(x: Tensor, *factors: Tensor) -> Tensor:
-    """x times each factor [R, b, factors * D]."""
+    """x times each factor, concatenated: [R, b, factors * D]."""
     D = x.shape[-1]
     both = x.new_empty(*x.shape[:-1], len(factors) * D)
     for i, factor in enumerate(factors):
@@ -171,7 +171,7 @@ def concat_scaled(x: Tensor, *factors: Tensor) -> Tensor:
 
 
 def cut(parts: Iterable[Sequence[Tensor]], sizes: list[int]) -> list[list[list[Tensor]]]:
-    """Lists of tensors [R, ...] cut along the rows: for each size a list of lists of views."""
+    """Split lists of tensors [R, ...] along the rows: for each size a list of lists of views."""
     if len(sizes) == 1:
         return [[list(part) for part in parts]]
     pieces = [[torch.split_with_sizes(x, sizes) for x in part] for part in parts]

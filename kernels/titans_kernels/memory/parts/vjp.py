@@ -1,4 +1,4 @@
-"""Gradients inside the forward pass, through which the gradient of the outer loss flows."""
+"""Differentiable gradients inside the forward pass."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Pullback = Callable[[Tensor], Sequence[Tensor]]
 def vjp(
     function: Callable[..., Tensor], *inputs: Tensor, create_graph: bool, fixed: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Pullback]:
-    """``function(*inputs, *fixed)``, and what takes the gradient of that to the gradients of the inputs.
+    """``function(*inputs, *fixed)`` and its pullback to the gradients of the inputs.
 
-    `torch.func.vjp` by plain autograd: the first call of `torch.func` imports the compiler, which takes
-    seconds. Works without gradients and in inference mode too.
+    `torch.func.vjp` with plain autograd: the first call of `torch.func` imports the compiler, which takes
+    seconds. Also works under no_grad and in inference mode.
 
     Args:
-        function: depends on tensors through its arguments alone.
-        inputs: where nothing flows to one of them, its gradient is zero. Autograd walks the outer graph
-            down to the shallowest of them: token by token it costs T^2 to ask for the gradient of a token's
-            own inputs, such as its key.
-        create_graph: whether an outer gradient is to flow through the result and the gradients.
-        fixed: the last arguments, whose gradient is not asked for. An outer one flows through them too.
+        function: must depend on tensors only through its arguments.
+        inputs: arguments to differentiate; the gradient of an unused one is zero. Autograd traverses the
+            outer graph down to the earliest of them: in a token-by-token loop, asking for the gradient of a
+            token's own inputs, such as its key, costs T^2.
+        create_graph: whether the result and the gradients are differentiable by an outer gradient.
+        fixed: the last arguments, not differentiated here; an outer gradient flows through them too.
     """
     if torch.compiler.is_compiling():
         output, pullback, *_ = torch.func.vjp(lambda *leaves: function(*leaves, *fixed), *inputs)
@@ -43,13 +43,13 @@ def vjp(
 
 
 def flows(*tensors: Tensor) -> bool:
-    """Whether an outer gradient is to reach one of the tensors."""
+    """Whether any of the tensors needs an outer gradient."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _differentiable(x: Tensor, connected: bool) -> Tensor:
-    """x as an input of a graph: the outer one where it is part of it, else one of its own."""
+    """x as a graph input: of the outer graph if it is connected, else of a new one."""
     if connected and x.requires_grad:
         return x
-    # autograd cannot save what was made in inference mode
+    # autograd cannot save inference tensors
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
