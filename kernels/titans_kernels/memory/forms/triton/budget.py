@@ -1,7 +1,7 @@
-"""Kernels of the write budget: a chunk of one head each. Formulas as in `titans_kernels.memory.budget`.
+"""Kernels of the write budget, one program per chunk and head. See `titans_kernels.memory.budget`.
 
-A token's products with its chunk's keys are sums in float32, row by row: the loop over the tokens is a
-sequence as it stands, and no matrix product would make it shorter.
+The dot products of a token with its chunk's keys are summed in float32, row by row: the loop over the tokens
+is inherently sequential, so a matrix product would not shorten it.
 
 Shapes: tokens of all rows, H heads, D key width; a program has b tokens and W features, D rounded up.
 """
@@ -112,7 +112,7 @@ def forward(
 
 
 def backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Gradients of k, eta and theta; ``tensors`` are those of theta' and e, then k, eta, theta, theta', e."""
+    """Gradients of k, eta and theta. ``tensors``: the gradients of theta' and e; k, eta, theta; theta', e."""
     k = tensors[2]
     grads = [torch.empty_like(x) for x in tensors[2:5]]
     _launch(_backward, k, (*tensors, *grads), chunk_size, cu_seqlens)

@@ -1,7 +1,7 @@
-"""Kernels of the linear memory: chunks in sequence, the columns of the state divided over programs.
+"""Kernels of the linear memory: chunks in sequence, the columns of the state split over programs.
 
-A program carries ``[D, BV]`` of weights and momentum through a document in float32. With a surprise bound
-the norm of an error runs over all columns, which then belong to one program.
+A program carries ``[D, BV]`` of weights and momentum through a document in float32. With a surprise bound one
+program has all columns, since the norm of an error is over all of them.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -79,7 +79,7 @@ def _write(
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
-        # errors are scaled, not keys, which then are an operand as they were loaded
+        # scale errors instead of keys, so that the loaded keys are an operand as they are
         W = tl.load(last) * W + tl.load(last + stride) * S
         W = add_dot(W, tl.trans(k_tile), -c[:, None] * error, TYPE, PRECISION)
         S = tl.load(last + 2 * stride) * S
@@ -149,7 +149,7 @@ def _backward(
 
 
 def columns_per_program(shape: Shape, processors: int) -> int:
-    """BV: all columns under a bound, else the most that still give every processor a program."""
+    """BV: all columns with a bound, else the largest that still gives every multiprocessor a program."""
     V = shape.layers[0].F
     if shape.bound:
         return V
@@ -168,10 +168,10 @@ def write(
     shape: Shape, BV: int, q: Tensor, k: Tensor, v: Tensor, start: Tensor, gates: Gates,
     states: Tensor, d: Tensor, scale: Tensor, y: Tensor, after: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    """Chunk after chunk: with ``read`` fill y, with ``keep`` what a backward needs.
+    """Write the chunks in sequence; ``read`` fills y, ``keep`` what the backward needs.
 
-    ``start`` is [N, H, size], or [1, H, size] for all; ``after`` [N, H, size] is filled unless it is empty.
-    ``BV`` is how many columns a program has.
+    ``start`` is [N, H, size], or [1, H, size] if shared; ``after`` [N, H, size] is filled unless it is empty.
+    ``BV`` is the number of columns per program.
     """
     layer = shape.layers[0]
     launch(
@@ -186,9 +186,11 @@ def backward(
     shape: Shape, BV: int, q: Tensor, k: Tensor, dy: Tensor, gates: Gates, d: Tensor, scale: Tensor,
     dd: Tensor, dafter: Tensor, dstates: Tensor, dv: Tensor, dtokens: Tensor, dstart: Tensor,
 ) -> None:  # fmt: skip
-    """From the last chunk to the first, ``dafter`` empty for zeros: fill ``dv``, ``dstart``, ``dstates`` (the
-    gradient of the state each chunk leaves behind) and, a share for each program's columns, what c and n get
-    of ``dtokens``."""
+    """Backward of `write`, from the last chunk to the first; an empty ``dafter`` means zeros.
+
+    Fills ``dv``, ``dstart``, ``dstates`` (the gradient of the state after each chunk) and the gradients of c
+    and n in ``dtokens``, one partial sum per program.
+    """
     layer = shape.layers[0]
     launch(
         _backward, (shape.N * shape.H, layer.F // BV), q, k, dy, gates.tokens, d, scale, dd, dafter, dstates,

@@ -1,14 +1,14 @@
-"""Kernels of the gate coefficients: C, beta, m, h of a chunk, and what its last token sends on.
+"""Kernels of the gate coefficients: C, beta, m, h of a chunk, and c, n of its last token.
 
-Row after row, as the recurrence itself goes, so exact at alpha = 1 and eta = 0, without logarithm or
-division:
+Computed row by row with the recurrence itself, without logarithms or divisions, so exact for alpha = 1 and
+eta = 0:
 
     N_t = eta_t N_{t-1} + theta_t e_t      C_t = (1 - alpha_t) C_{t-1} + N_t        rows of b, from 0
     h_t = eta_t h_{t-1}                    beta_t = (1 - alpha_t) beta_{t-1}        from 1
     m_t = (1 - alpha_t) m_{t-1} + h_t                                               from 0
 
-A program does one chunk of one head with one warp: a row is a number or a few a thread, and many programs
-share a multiprocessor. All in float32.
+A program computes one chunk of one head with one warp: each thread has one or a few elements of a row, and
+many programs share a multiprocessor. All in float32.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -32,7 +32,7 @@ class Gates(NamedTuple):
     """Coefficients of all chunks, float32. Rows of C past a short chunk's last token are 0."""
 
     C: Tensor  # [M, H, b, b]
-    tokens: Tensor  # [5, tokens, H]: beta, m, h, and each token's share c and n of what leaves its chunk
+    tokens: Tensor  # [5, tokens, H]: beta, m, h, and each token's c and n in the state after its chunk
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _forward(alpha, eta, theta, C, out, chunks, length, H, tokens, b: tl.constex
 
 @triton.jit
 def _at_last(pointer, is_last):
-    """What one number adds at the chunk's last token, and there alone."""
+    """A scalar at the chunk's last token, zero elsewhere."""
     return tl.where(is_last, tl.load(pointer), 0.0)
 
 
@@ -84,7 +84,7 @@ def _backward(
     stride = tl.cast(tokens, tl.int64) * H
     sums = inner + (chunk.to(tl.int64) * H + h) * 3
     valid = column < count
-    # what the chunk's last token sends on reaches its own row of C and N
+    # c and n are the last token's rows of C and N
     dC_row = tl.zeros((b,), tl.float32)
     dN_row = tl.zeros((b,), tl.float32)
     for part in tl.static_range(PARTS):
@@ -116,7 +116,7 @@ def _backward(
         dmix = r * dmix
         dkeep = e * dkeep
         at -= H
-    # what eta gets through N: its rows found again from the first, beside their gradients left in dC
+    # gradient of eta through N: recompute its rows from the first, next to their gradients in dC
     N_row = tl.zeros((b,), tl.float32)
     at = tl.cast(first, tl.int64) * H + h
     tl.debug_barrier()
@@ -142,10 +142,10 @@ def coefficients_backward(
     alpha: Tensor, eta: Tensor, theta: Tensor, gates: Gates,
     dC: Tensor, dtokens: Tensor, inner: Tensor, tables: Tables,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of alpha, eta, theta. Writes over ``dC`` [M, H, b, b].
+    """Gradients of alpha, eta, theta. Overwrites ``dC`` [M, H, b, b].
 
-    ``dtokens`` [2 + 2 P, tokens, H]: of beta, m, then P shares of those of c and n. ``inner`` [M, H, 3]: of
-    beta, m and h of each chunk's last token.
+    ``dtokens`` [2 + 2 P, tokens, H]: gradients of beta and m, then P partial sums of those of c and n.
+    ``inner`` [M, H, 3]: gradients of beta, m and h of each chunk's last token.
     """
     tokens, H = alpha.shape
     M, b = dC.shape[0], dC.shape[-1]

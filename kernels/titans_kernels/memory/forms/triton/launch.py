@@ -1,4 +1,4 @@
-"""The one place where kernels start, or are written down instead, to be compiled without a GPU."""
+"""Launches kernels, or records the launches, to compile the kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):
-    """A kernel as it would start: its arguments in order, then its constants by name."""
+    """A kernel launch: positional arguments and named constants."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -27,13 +27,13 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton is told beside the arguments."""
+        """Compile options of the launch."""
         most = {"maxnreg": self.registers} if self.registers else {}
         return {**OPTIONS, "num_warps": self.warps, "num_stages": self.stages, **most}
 
 
 class _Here(threading.local):
-    """The lists of one thread; kernels of other threads start as usual."""
+    """Recordings of one thread; other threads launch their kernels as usual."""
 
     def __init__(self) -> None:
         self.lists: list[list[Launch]] = []
@@ -44,7 +44,7 @@ _here = _Here()
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """A context in which kernels do not start: the list holds what would have started."""
+    """A context manager that records launches in a list instead of running them."""
     launches: list[Launch] = []
     _here.lists.append(launches)
     try:
@@ -54,7 +54,7 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def is_recording() -> bool:
-    """Whether kernels are written down at the moment, over tensors that may hold nothing."""
+    """Whether launches are being recorded; tensors may then have no data."""
     return bool(_here.lists)
 
 
@@ -62,7 +62,7 @@ def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1,
     registers: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
-    """Start ``kernel`` on the device of its first tensor, its threads with at most so many ``registers``."""
+    """Launch ``kernel`` on the device of its first tensor, with at most ``registers`` per thread."""
     made = Launch(kernel, grid, arguments, constants, warps, stages, registers)
     if _here.lists:
         _here.lists[-1].append(made)

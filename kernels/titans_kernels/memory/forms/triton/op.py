@@ -1,8 +1,8 @@
-"""The kernels as operators PyTorch knows: `titans::memory_triton` and its backward, an op of its own.
+"""The kernels as custom operators: `titans::memory_triton` and its backward.
 
-Registered with a fake form and an autograd formula, so torch.compile, autocast, DDP and FSDP2 pass over them.
-The fake form runs the same host code with its kernels written down instead of started, so that the two can
-not disagree about a size.
+They have a fake implementation and an autograd formula, so they work with torch.compile, autocast, DDP and
+FSDP2. The fake implementation runs the same host code while recording the launches, so the shapes of the two
+always agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titans_kernels.memory.forms.triton.tables import chunk_count, document_coun
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 
 KEEP_BYTES = 512 * 2**20
-"""`keep_bytes` where there is no card."""
+"""`keep_bytes` without a GPU."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -34,7 +34,7 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 
 
 def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]) -> tuple[Tensor, Tensor]:
-    """y and the state after; without a gradient long rows go through a part at a time, in bounded space."""
+    """y and the final state; without a gradient, long rows are processed in parts of bounded memory."""
     B, T, H, _ = tokens.q.shape
     b, packed = options.chunk_size, options.cu_seqlens is not None
     each = H * _chunk_bytes(widths, b, tokens.q.element_size())
@@ -56,9 +56,10 @@ def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]
 
 
 def keep_bytes(device: torch.device) -> int:
-    """What the forward keeps of a call for its backward: up to this size, or the backward finds it again.
+    """Maximum bytes that the forward saves for its backward; beyond it the backward recomputes.
 
-    A share of all the card's memory, not of what is free: what a run computes may not hang on its neighbours.
+    A fraction of the GPU's total memory, not of its free memory, so that results do not depend on other
+    processes.
     """
     if device.type != "cuda":
         return KEEP_BYTES
@@ -66,7 +67,7 @@ def keep_bytes(device: torch.device) -> int:
 
 
 def _chunk_bytes(widths: list[int], b: int, element: int) -> int:
-    """What `Kept` holds for a chunk of one head."""
+    """Bytes of `Kept` per chunk and head."""
     states = sum(2 * D * F for D, F in pairwise(widths)) * element
     hidden = 3 * sum(widths[1:-1]) + widths[-1]
     return states + 4 * b * b + b * (element * hidden + 4 * (5 + len(widths) - 1))
@@ -97,9 +98,9 @@ def memory_triton(
     cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str, bound: float,
     keep: bool, final: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """y, with ``final`` the state after [N, H, size], and with ``keep`` what the backward needs.
+    """y, with ``final`` the final state [N, H, size], and with ``keep`` what the backward needs.
 
-    ``start`` is [N, H, size], or [1, H, size] where all documents begin alike.
+    ``start`` is [N, H, size], or [1, H, size] if all documents start from the same state.
     """
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
@@ -140,12 +141,12 @@ def _setup_context(ctx, inputs, output) -> None:
     _, _, *kept = output
     ctx.save_for_backward(*tensors, *kept)
     ctx.options = list(widths), chunk_size, activation, bound
-    # most outputs are what the backward needs: they have no gradients, and zeros for them would cost as much
+    # most outputs are saved for the backward and have no gradients; zeros for them would double the memory
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx, grads):
-    saved = ctx.saved_tensors  # once: a block that is computed again lets go of what was asked for
+    saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
     *tensors, cu_seqlens = saved[:8]
     kept = list(saved[8:])
     dy = torch.zeros_like(tensors[2]) if grads[0] is None else grads[0]

@@ -1,8 +1,8 @@
-"""A call as a row of kernels: gates, the writing in sequence, the reads; and back.
+"""A call as a sequence of kernels: gates, sequential writes, reads, and their backward.
 
-Which kernels write depends on the shape: `columns` for one layer, `resident` for two of widths up to 64,
-`streamed` for the rest. Reads ride along where the writing programs fill the card, else they are launched
-layer by layer over all chunks at once, from the chunk-start states that the writing left.
+The write kernel depends on the shape: `columns` for one layer, `resident` for two layers of widths up to 64,
+`streamed` for the rest. If the write programs fill the GPU, they also do the reads; otherwise the reads are
+launched layer by layer, parallel over all chunks, from the saved chunk-start states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titans_kernels.memory.forms.triton.update import update_layer_backward
 
 
 class Tokens(NamedTuple):
-    """What the tokens bring: q, k, v [tokens, H, D] of one type, the gates [tokens, H] in float32."""
+    """Per-token inputs: q, k, v [tokens, H, D] of one dtype, the gates [tokens, H] in float32."""
 
     q: Tensor
     k: Tensor
@@ -32,15 +32,15 @@ class Tokens(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward found and the backward needs; every tensor empty where it is to be found again."""
+    """What the forward saves for the backward; tensors are empty if they will be recomputed."""
 
     C: Tensor  # [M, H, b, b]
     gates: Tensor  # [5, tokens, H]
-    states: Tensor  # [M, H, size], chunk-start states in the operands' type
+    states: Tensor  # [M, H, size], chunk-start states in the operands' dtype
     z: Tensor  # [L - 1, tokens, H, F], keys before each non-linearity
     dh: Tensor  # [L - 1, tokens, H, F], errors of the hidden layers
     dt: Tensor  # [tokens, H, V], errors of the top layer
-    scale: Tensor  # [L, tokens, H], what the bound divided them by
+    scale: Tensor  # [L, tokens, H], divisors of the errors by the bound
     u: Tensor  # [L - 1, tokens, H, F], reads before each non-linearity
 
     def d(self, layer: Layer) -> Tensor:
@@ -49,7 +49,7 @@ class Kept(NamedTuple):
 
     @staticmethod
     def empty(shape: Shape, like: Tensor, keep: bool) -> Kept:
-        """Uninitialised; without ``keep`` empty but for the coefficients."""
+        """Uninitialised; without ``keep``, all but the coefficients are empty."""
         tokens, H, L = shape.tokens, shape.H, shape.depth
         hidden = (L - 1, tokens, H, shape.layers[0].F)
         single = torch.float32
@@ -63,7 +63,7 @@ class Kept(NamedTuple):
 
 
 def path(shape: Shape) -> str:
-    """Which kernels write a shape's memory."""
+    """Name of the write kernels for a shape."""
     widths = [layer.D for layer in shape.layers] + [shape.layers[-1].F]
     if shape.depth == 1 and max(widths) <= 128 and (not shape.bound or widths[1] <= 64):
         return "columns"
@@ -73,9 +73,9 @@ def path(shape: Shape) -> str:
 
 
 def reads_ride_along(shape: Shape, processors: int) -> bool:
-    """Whether the programs that write fill the card, hold both, and find no scores many times over."""
+    """Whether the write programs also do the reads: they fill the GPU, both fit, scores are not repeated."""
     if path(shape) == "streamed" or (shape.b == 128 and shape.layers[0].D > 64):
-        return False  # or 233 KB of queries, keys and scores would stand in shared memory, of 227
+        return False  # queries, keys and scores would need 233 KB of shared memory, of 227
     parts = 1
     if path(shape) == "columns":
         parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
@@ -84,7 +84,7 @@ def reads_ride_along(shape: Shape, processors: int) -> bool:
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; an H100's where there is no card."""
+    """Number of streaming multiprocessors; an H100's without a GPU."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -93,7 +93,7 @@ def processors(device: torch.device) -> int:
 def forward(
     shape: Shape, x: Tokens, start: Tensor, *, keep: bool, final: bool
 ) -> tuple[Tensor, Tensor, Kept]:
-    """y [tokens, H, V], with ``final`` the state after the last token [N, H, size], and what to keep."""
+    """y [tokens, H, V], with ``final`` the final state [N, H, size], and what to save."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     along = reads_ride_along(shape, processors(x.q.device))
     kept = Kept.empty(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
@@ -106,7 +106,7 @@ def forward(
 
 
 def recall(shape: Shape, x: Tokens, start: Tensor) -> Kept:
-    """What a forward that kept nothing would have kept."""
+    """Recomputes what a forward without ``keep`` did not save."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     kept = Kept.empty(shape, x.q, True)._replace(C=gates.C, gates=gates.tokens)
     nothing = x.q.new_empty(0)
@@ -116,7 +116,7 @@ def recall(shape: Shape, x: Tokens, start: Tensor) -> Kept:
 
 
 def _state(shape: Shape, start: Tensor, final: bool) -> Tensor:
-    """Where documents leave their states [N, H, size]; all but `columns` work there too."""
+    """Output buffer of the final states [N, H, size]; all kernels but `columns` also work in it."""
     return start.new_empty((shape.N, shape.H, shape.size) if final or path(shape) != "columns" else 0)
 
 
@@ -151,7 +151,7 @@ def _read(shape: Shape, layers: tuple[Layer, ...], x: Tokens, gates: Gates, kept
 
 
 class _Grads(NamedTuple):
-    """Gradients of what `Kept` holds, as the reads give them, then as they become."""
+    """Gradients of the tensors in `Kept`, first from the reads, then accumulated."""
 
     du: Tensor  # [L - 1, tokens, H, F], of u
     dX: Tensor  # [L - 1, tokens, H, F], of the inputs of layers 1..
@@ -159,9 +159,9 @@ class _Grads(NamedTuple):
     ddt: Tensor  # of dt
     dz: Tensor  # of z
     dC: Tensor
-    dtokens: Tensor  # [2 + 2 P, tokens, H], of beta and m, then P shares of those of c and n
+    dtokens: Tensor  # [2 + 2 P, tokens, H], of beta and m, then P partial sums of those of c and n
     inner: Tensor  # [M, H, 3], of beta, m, h of each chunk's last token
-    dstates: Tensor  # of the state that each chunk leaves behind
+    dstates: Tensor  # of the state after each chunk
 
     @staticmethod
     def empty(shape: Shape, kept: Kept, parts: int) -> _Grads:

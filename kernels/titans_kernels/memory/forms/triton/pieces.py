@@ -1,4 +1,4 @@
-"""What the kernels share: matrix products in the operands' type, the non-linearities, where a tile lies.
+"""Device functions shared by the kernels: matrix products, activations, tile addresses.
 
 Tokens are flat: row ``t`` of a tensor [tokens, H, width] belongs to head ``h`` at ``(t H + h) width``. A
 head's state is flat too: per layer its weights [D, F], then its momentum, row by row. Addresses are 64-bit.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-"""Whether kernels run in Triton's interpreter, which is settled when they are defined."""
+"""Whether kernels run in Triton's interpreter; fixed when they are defined."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -23,7 +23,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 @triton.jit
 def _operand(x, TYPE: tl.constexpr):
     x = x.to(TYPE)
-    if _INTERPRETED:  # whose arithmetic in bfloat16 is wrong
+    if _INTERPRETED:  # its bfloat16 arithmetic is wrong
         x = x.to(tl.float32)
     return x
 
@@ -112,14 +112,14 @@ def load_rows(pointer, t, row, valid, h, H, WIDTH: tl.constexpr, column):
 
 @triton.jit
 def store_rows(pointer, x, t, row, valid, h, H, WIDTH: tl.constexpr, column):
-    """Inverse of `load_rows`, in the tensor's own type."""
+    """Inverse of `load_rows`, in the tensor's dtype."""
     at = rows_at(pointer, t, row, h, H, WIDTH, column)
     tl.store(at, x.to(pointer.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
 def load_tokens(pointer, t, row, valid, h, H):
-    """A number [b] for each token from [tokens, H], float32, zero where a token is not valid."""
+    """One value per token [b] from [tokens, H], float32, zero where a token is not valid."""
     first = tl.cast(t, tl.int64) * H + h
     return tl.load(pointer + first + row * H, mask=valid, other=0.0).to(tl.float32)
 
@@ -139,13 +139,13 @@ def tile_at(row, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def keep_bounded(g, BOUND: tl.constexpr):
-    """What to divide an error signal g [b, columns] by so that its norm is at most BOUND: [b]."""
+    """Divisor [b] that reduces the norm of an error signal g [b, columns] to at most BOUND."""
     return tl.maximum(tl.sqrt(tl.sum(g * g, 1)) / BOUND, 1.0)
 
 
 @triton.jit
 def through_bound(dd, d, along, scale, BOUND: tl.constexpr):
-    """Gradient before the bound from dd after it; where it held, only what is across d passes.
+    """Backward of the bound from dd; where it is active, only the component of dd orthogonal to d passes.
 
     ``along`` [b] is the sum over all columns of d dd.
     """

@@ -1,8 +1,8 @@
-"""Kernels of the reads, one layer at a time, all chunks at once: queries through the per-token weights.
+"""Kernels of the reads, layer by layer and parallel over chunks: queries through the per-token weights.
 
-    u = beta (x W) + m (x S) - ((x X^T) * C) d,   x the layer's input of the reads, X that of the keys
+    u = beta (x W) + m (x S) - ((x X^T) * C) d,   with x, X the layer's input for the queries and the keys
 
-and its backward. Everything of a chunk is found from its starting state, so programs are independent.
+and its backward. A chunk only needs its starting state, so programs are independent.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -146,8 +146,8 @@ def read_layer(
 ) -> None:
     """Fill ``out`` [tokens, H, F] with u of one layer.
 
-    ``x`` and ``X`` [tokens, H, D]: queries and keys, or in the layers above what the non-linearity makes
-    into their inputs. ``d`` [tokens, H, F]: the keys' errors. ``states`` [M, H, size]: chunk-start states.
+    ``x`` and ``X`` [tokens, H, D]: queries and keys, or in later layers their pre-activations from the layer
+    before. ``d`` [tokens, H, F]: the keys' errors. ``states`` [M, H, size]: chunk-start states.
     """
     BD, BF = min(layer.D, 64), min(layer.F, 64)
     launch(
@@ -162,10 +162,10 @@ def read_layer_backward(
     shape: Shape, layer: Layer, dz: Tensor, x: Tensor, X: Tensor, d: Tensor, states: Tensor, gates: Gates,
     dx: Tensor, dX: Tensor, dd: Tensor, dC: Tensor, dtokens: Tensor,
 ) -> None:  # fmt: skip
-    """From ``dz`` [tokens, H, F] fill ``dx``, ``dX`` and ``dd``; the top layer fills, others add to the rest.
+    """Backward of a layer: from ``dz`` [tokens, H, F] to ``dx``, ``dX`` and ``dd``.
 
-    ``dx`` [tokens, H, D] is the gradient of x as given, before the non-linearity. ``dC`` [M, H, b, b] and
-    ``dtokens`` [2.., tokens, H], of beta and m, are sums over layers.
+    ``dx`` [tokens, H, D] is the gradient of x as given, before the activation. ``dC`` [M, H, b, b] and
+    ``dtokens`` [2.., tokens, H], of beta and m, are sums over layers: the last layer writes, others add.
     """
     BD, BF = min(layer.D, 64), min(layer.F, 64)
     launch(
@@ -173,5 +173,5 @@ def read_layer_backward(
         *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ADD=layer.number < shape.depth - 1,
         ACTIVATION=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=2,
-        registers=255,  # not told, ptxas takes 32 for A100 and spills 6,928 bytes where these spill 2,216
+        registers=255,  # by default ptxas uses 32 on A100 and spills 6,928 bytes; with 255 it spills 2,216
     )  # fmt: skip

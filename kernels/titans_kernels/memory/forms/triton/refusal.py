@@ -1,4 +1,4 @@
-"""Which calls the kernels serve, and of every other why they do not."""
+"""Which calls the kernels support, and the reason why not for all others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ latter on the same PTX, 13.1.80 neither (flash-linear-attention, pull request 12
 def refusal(
     q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Why no kernel serves a call, or None where one does. ``dtype`` of the operands, else q's."""
+    """Why no kernel supports a call, or None if one does. ``dtype``: of the operands; q's by default."""
     dtype = dtype or q.dtype
     if not q.is_cuda and not INTERPRETED:
         return f"tensors are on {q.device.type}, and Triton's interpreter is off"
@@ -44,21 +44,22 @@ def refusal(
 
 
 def too_large(dtype: torch.dtype, chunk_size: int) -> str | None:
-    """Why a multiprocessor can not hold a program of some kernel, or None where it can.
+    """Why a program of some kernel does not fit into a multiprocessor, or None if all do.
 
-    A float32 product takes its operands in two parts, so tiles of 128 x 128 cost four times those of bf16: of
-    the 227 KB of shared memory that Hopper has the reads' backward would take 256, with hidden layers 320.
+    A float32 product splits its operands into two parts, so 128 x 128 tiles need four times the memory of
+    bf16: the backward of the reads would need 256 KB of Hopper's 227 KB of shared memory, 320 KB with hidden
+    layers.
     """
     if dtype == torch.float32 and chunk_size == 128:
-        return "chunk_size 128 in float32 takes more shared memory than there is"
+        return "chunk_size 128 in float32 needs more shared memory than a multiprocessor has"
     return None
 
 
 @torch.compiler.assume_constant_result
 def miscompiled(device: int | None) -> str | None:
-    """Why what Triton would assemble for a CUDA device is not to be trusted, or None where nothing is known.
+    """Why Triton's ptxas may miscompile the kernels for a CUDA device, or None.
 
-    `TITANS_PTXAS=any` in the environment takes whatever assembler there is.
+    `TITANS_PTXAS=any` in the environment disables the check.
     """
     if os.environ.get("TITANS_PTXAS") == "any" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
@@ -67,8 +68,8 @@ def miscompiled(device: int | None) -> str | None:
     if not first <= tuple(map(int, version.split("."))) < fixed:
         return None
     return (
-        f"ptxas {version} miscompiles products for Hopper (FLA's pull request 1262): Triton 3.9 brings a "
-        "newer one; TITANS_PTXAS=any takes this one"
+        f"ptxas {version} miscompiles products for Hopper (FLA's pull request 1262): upgrade to Triton 3.9, "
+        "which has a newer one, or set TITANS_PTXAS=any to use it anyway"
     )
 
 

@@ -1,8 +1,8 @@
-"""Kernels of a memory of two layers of widths up to 64, the whole recurrence in one program a head.
+"""Kernels of a memory of two layers of widths up to 64, one program per document and head.
 
-A program carries both layers' weights, ``[D, F]`` and ``[F, V]``, through a document in registers, float32.
-Momentum is needed once a chunk: it waits in the L1 and L2 caches, which leaves registers for the tiles.
-Numbered from 1: layer 1 takes keys, layer 2 gives values.
+A program carries the weights of both layers, ``[D, F]`` and ``[F, V]``, through a document in registers,
+float32. Momentum is needed once per chunk, so it stays in the L1 and L2 caches, which frees registers for the
+tiles. Layers are numbered from 1: layer 1 takes keys, layer 2 gives values.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -36,7 +36,7 @@ from titans_kernels.memory.forms.triton.shapes import Shape
 
 @triton.jit
 def _step(W, S, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """W' = a W + m S - X^T (c d) and, where ``S`` points, S' = h S - X^T (n d)."""
+    """Returns W' = a W + m S - X^T (c d); stores S' = h S - X^T (n d) at ``S``."""
     error = error.to(tl.float32)
     before = tl.load(S)
     W = add_dot(a * W + mix * before, tl.trans(X), -c * error, TYPE, PRECISION)
@@ -124,7 +124,7 @@ def _write(
 
 @triton.jit
 def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """What the errors get from the state after the chunk, and with it what c and n get."""
+    """Gradients of the errors, c and n from that of the state after the chunk."""
     back = dot(X, dW, TYPE, PRECISION)
     dc = -tl.sum(back * error, 1)
     dd -= c * back
@@ -173,7 +173,7 @@ def _backward(
         tl.store(to + F * V + cell2, tl.load(mine + F * V + cell2).to(TYPE))
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)[:, None]
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
-        # the non-linearity, taken once: in the operands' type these tiles are light to hold
+        # evaluate the activation once: in the operands' dtype these tiles need few registers
         W2 = tl.load(states + (m * H + h) * SIZE + cell2)
         error2 = load_rows(d2, t, row, valid, h, H, V, column)
         z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
@@ -189,7 +189,7 @@ def _backward(
         if BOUND > 0:
             over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
             dd1 = through_bound(dd1, error1, tl.sum(dd1 * error1, 1), over, BOUND)
-        # up through the errors' way down
+        # backward of the errors' backward pass
         dE = (dd1 * steep).to(TYPE)
         dz1 = (dd1 * bent).to(TYPE)
         dd2 = load_rows(dd2_reads, t, row, valid, h, H, V, column).to(tl.float32)
@@ -204,14 +204,14 @@ def _backward(
         store_tokens(dtokens + 3 * stride, dn + dn2, t, row, valid, h, H)
         store_rows(dv, -2 * dd2, t, row, valid, h, H, V, column)
         dz2 = (2 * dd2).to(TYPE)
-        # down through the keys' way up
+        # backward of the keys' forward pass
         dX = dot(dz2, tl.trans(W2), TYPE, PRECISION)
         dX -= c * dot(error2, tl.trans(dW2), TYPE, PRECISION)
         dX -= share * dot(error2, tl.trans(tl.load(mine + F * V + cell2)), TYPE, PRECISION)
         dX += load_rows(dX_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
         dz1 = (dz1 + dX * steep).to(TYPE)
         store_rows(dz, dz1, t, row, valid, h, H, F, hidden)
-        # the gradient of the state before
+        # the gradient of the state before the chunk
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
         beta = load_tokens(gates, t, row, valid, h, H)[:, None]
@@ -239,8 +239,10 @@ def write(
     shape: Shape, q: Tensor, k: Tensor, v: Tensor, state: Tensor, gates: Gates, states: Tensor, z: Tensor,
     d1: Tensor, d2: Tensor, scale: Tensor, u: Tensor, y: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    """Chunk after chunk: ``state`` [N, H, size] moves on in place; with ``read`` y is filled, with ``keep``
-    what a backward needs."""
+    """Write the chunks in sequence, updating ``state`` [N, H, size] in place.
+
+    ``read`` fills y, ``keep`` what the backward needs.
+    """
     lower, upper = shape.layers
     launch(
         _write, (shape.N * shape.H,), q, k, v, state, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
@@ -255,10 +257,10 @@ def backward(
     states: Tensor, d1: Tensor, d2: Tensor, scale: Tensor, dd1: Tensor, dd2: Tensor, dX: Tensor,
     dstate: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor,
 ) -> None:  # fmt: skip
-    """``dstate`` [N, H, size] goes, in place, from the gradient of the last state to that of the first.
+    """Backward of `write`: updates ``dstate`` [N, H, size] in place to the gradient of the initial state.
 
-    Fills ``dv``, ``dz`` (of layer 1), ``dstates`` (the gradient of the state each chunk leaves behind) and
-    what c and n get of ``dtokens``.
+    Fills ``dv``, ``dz`` (of layer 1), ``dstates`` (the gradient of the state after each chunk) and the
+    gradients of c and n in ``dtokens``.
     """
     lower, upper = shape.layers
     launch(

@@ -1,4 +1,4 @@
-"""What a call looks like to the kernels: its sizes, and where each layer lies in a head's flat state."""
+"""Sizes of a call, and the offset of each layer in the flat state of a head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titans_kernels.memory.forms.triton.tables import Tables
 
 
 class Layer(NamedTuple):
-    """One layer of the memory, [D, F]; its weights lie at ``at`` in the flat state, its momentum after."""
+    """One layer of the memory, [D, F]: its weights, then its momentum, start at ``at`` in the flat state."""
 
     number: int
     D: int
@@ -25,35 +25,35 @@ class Shape(NamedTuple):
     N: int
     """documents"""
     shared: bool
-    """whether all of them begin with the same state"""
+    """whether all documents start from the same state"""
     H: int
     tokens: int
     M: int
-    """number of chunks, or an upper bound of it"""
+    """number of chunks, or an upper bound"""
     b: int
     layers: tuple[Layer, ...]
     size: int
-    """numbers in the flat state of a head"""
+    """number of elements in the flat state of a head"""
     activation: str
     bound: float
     """0 for none"""
     precision: str
-    """of float32 products: tf32x3, as exact as float32, or tf32"""
+    """precision of float32 products: tf32x3, as exact as float32, or tf32"""
     tables: Tables
 
     @property
     def depth(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
     def documents(self) -> tuple[Tensor | None, int]:
-        """What tells a kernel where its document lies."""
+        """Kernel arguments that locate a document."""
         return self.tables.documents, self.tables.length
 
     @property
     def chunks(self) -> tuple[Tensor | None, int]:
-        """What tells a kernel where its chunk lies."""
+        """Kernel arguments that locate a chunk."""
         return self.tables.chunks, self.tables.length
 
     @property
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Of a program that holds tiles [b, b] and [b, 64]."""
+        """Number of warps for a program with tiles [b, b] and [b, 64]."""
         return 8 if self.b == 128 else 4
 
 

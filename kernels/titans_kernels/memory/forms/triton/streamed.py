@@ -1,10 +1,10 @@
-"""Kernels of a memory of any depth and width: one program a head, its state streamed from the L2 cache.
+"""Kernels of a memory of any depth and width: one program per document and head, state streamed from L2.
 
-A program goes through a document alone, so nothing is launched between chunks and no programs wait for one
-another: what a stage stores the next one loads, with a barrier between them. The float32 state is read and
-written once a chunk; products take the copy of it, in the operands' type, that the reads take too.
+A program processes a document alone, so there are no launches between chunks and no synchronisation between
+programs: each stage loads what the previous one stored, with a barrier in between. The float32 state is read
+and written once per chunk; products use a copy in the operands' dtype, which the reads use too.
 
-These kernels must not be pipelined across a barrier: a load may not move before the store it waits for.
+These kernels must not be pipelined across a barrier: a load must not move before the store it depends on.
 Layers are numbered from 0; layer l maps widths [D or F, F or V]; L is the depth.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
@@ -36,7 +36,7 @@ from titans_kernels.memory.forms.triton.shapes import Shape
 
 @triton.jit
 def _copy(state, to, SIZE: tl.constexpr):
-    """A head's state into the copy that products take."""
+    """Copy a head's state to the copy that products use."""
     for i in range(0, SIZE, 512):
         at = i + tl.arange(0, 512)
         tl.store(to + at, tl.load(state + at).to(to.dtype.element_ty))
@@ -46,7 +46,7 @@ def _copy(state, to, SIZE: tl.constexpr):
 def _load_input(
     bottom, hidden, t, row, valid, h, H, D: tl.constexpr, column, LAYER: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
-    """A tile of a layer's input: keys (queries), or f of what the layer below put out, ``hidden``."""
+    """A tile of a layer's input: keys (queries), or f of the layer below's pre-activation ``hidden``."""
     if LAYER == 0:
         return load_rows(bottom, t, row, valid, h, H, D, column)
     else:
@@ -87,7 +87,7 @@ def _times_transpose(
 
 @triton.jit
 def _in_range(error, to, BOUND: tl.constexpr):
-    """Errors on their way to be bounded: what half precision can not hold would come back as infinite."""
+    """Clamp errors before the bound to the range of half precision, where they would become infinite."""
     if BOUND > 0 and to.dtype.element_ty == tl.float16:
         return tl.minimum(tl.maximum(error, -65504.0), 65504.0)
     else:
@@ -115,7 +115,7 @@ def _keys_up(
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One layer of the keys' way up: z, or at the top the error ``d``."""
+    """One layer of the keys' forward pass: z, or for the last layer the error ``d``."""
     BF: tl.constexpr = min(BLOCK, F)
     below = z + (LAYER - 1) * hidden_stride
     norm = tl.zeros((b,), tl.float32)
@@ -160,7 +160,7 @@ def _step(
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W' = a W + m S - X^T (c d) and S' = h S - X^T (n d) of one layer, tile by tile."""
+    """Update one layer tile by tile: W' = a W + m S - X^T (c d) and S' = h S - X^T (n d)."""
     TYPE: tl.constexpr = k.dtype.element_ty
     BD: tl.constexpr = min(BLOCK, D)
     BF: tl.constexpr = min(BLOCK, F)
@@ -232,7 +232,7 @@ def write(
     shape: Shape, k: Tensor, v: Tensor, gates: Gates, state: Tensor, states: Tensor, z: Tensor, dh: Tensor,
     dt: Tensor, scale: Tensor,
 ) -> None:  # fmt: skip
-    """Chunk after chunk: ``state`` [N, H, size] moves on in place; what a backward needs is filled in."""
+    """Write the chunks in sequence, updating ``state`` [N, H, size] in place; saves for the backward."""
     launch(
         _write, (shape.N * shape.H,), k, v, gates.tokens, state, states, z, dh, dt, scale,
         *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,

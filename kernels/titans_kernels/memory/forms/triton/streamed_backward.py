@@ -1,7 +1,7 @@
-"""The backward of `streamed`: from the last chunk to the first, one program a head. See there.
+"""The backward of `streamed`, from the last chunk to the first, one program per document and head.
 
-A chunk's gradient goes through the step to the next state, then up through the errors' way down, then down
-through the keys' way up, then to the state the chunk began with.
+For each chunk: the backward of the state update, of the errors' backward pass and of the keys' forward pass,
+then the gradient of the state before the chunk.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -42,7 +42,7 @@ def _through_step(
     k, z, d, dd, dstate, c, share, t, row, valid, h, H, b: tl.constexpr, LAYER: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Errors' gradient ``dd`` of one layer goes on through the step; returns the sums (dc, dn, d dd) [b]."""
+    """Add to ``dd`` of one layer the gradient of the state update; returns the sums (dc, dn, d dd) [b]."""
     BF: tl.constexpr = min(BLOCK, F)
     dc = tl.zeros((b,), tl.float32)
     dn = tl.zeros((b,), tl.float32)
@@ -67,7 +67,7 @@ def _through_step(
 def _load_unbounded(
     d, dd, along, over, t, row, valid, h, H, F: tl.constexpr, f, BOUND: tl.constexpr
 ):  # fmt: skip
-    """A tile of dd, taken back through the bound."""
+    """A tile of dd after the backward of the bound."""
     dd_tile = load_rows(dd, t, row, valid, h, H, F, f).to(tl.float32)
     if BOUND > 0:
         error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
@@ -81,9 +81,9 @@ def _errors_up(
     F: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From a hidden layer's dd to that of the layer above, whose sum d dd is returned.
+    """From a hidden layer's dd to that of the layer above; returns the latter's sum d dd.
 
-    Leaves dE = dd f'(z) and dz = dd E f''(z), the share of z's gradient that is of second order.
+    Stores dE = dd f'(z) and dz = dd E f''(z), the second-order part of z's gradient.
     """
     BF: tl.constexpr = min(BLOCK, F)
     BO: tl.constexpr = min(BLOCK, OUT)
@@ -115,7 +115,7 @@ def _errors_up(
 def _top(
     d, dd, dv, along, over, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
 ):  # fmt: skip
-    """dv = -2 dd; the gradient of what the top layer puts out is its negative."""
+    """dv = -2 dd; the gradient of the last layer's output is its negative."""
     BF: tl.constexpr = min(BLOCK, F)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
@@ -182,7 +182,7 @@ def _step_back(
 
 @triton.jit
 def _over(scale, t, row, valid, h, H, BOUND: tl.constexpr):
-    """What the bound divided each error by."""
+    """Divisor of each error by the bound."""
     if BOUND > 0:
         return tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
     else:
@@ -271,10 +271,10 @@ def backward(
     dy: Tensor, du: Tensor, dX: Tensor, ddh: Tensor, ddt: Tensor, gates: Gates, states: Tensor,
     dstate: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor,
 ) -> None:  # fmt: skip
-    """``dstate`` [N, H, size] goes, in place, from the gradient of the last state to that of the first.
+    """Backward of `streamed.write`: updates ``dstate`` [N, H, size] in place to that of the initial state.
 
-    Fills ``dv``, ``dz`` (of the hidden layers), ``dstates`` (the gradient of the state each chunk leaves
-    behind) and what c and n get of ``dtokens``. Writes over ``ddh`` and ``ddt``.
+    Fills ``dv``, ``dz`` (of the hidden layers), ``dstates`` (the gradient of the state after each chunk) and
+    the gradients of c and n in ``dtokens``. Overwrites ``ddh`` and ``ddt``.
     """
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt,

@@ -1,9 +1,8 @@
-"""Where documents and their chunks lie among the flat tokens.
+"""Offsets of documents and their chunks in the flat tokens.
 
-A batch [B, T] is B documents of T tokens one after another, which needs no table. Packed documents are any
-lengths: their tables are worked out on the host, from borders that are read once, and sent along with each
-call, so that they belong to the stream and the memory pool of that call. Chunks are numbered document by
-document.
+A batch [B, T] is B consecutive documents of T tokens, which needs no table. For packed documents the tables
+are computed on the CPU from borders that are read once, and copied to the GPU in each call, so that they
+belong to the stream and memory pool of that call. Chunks are numbered document by document.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from titans_kernels.memory.parts.layout import document_borders
 
 
 class Tables(NamedTuple):
-    """Of at most M chunks: the ``length`` of equal rows, or int32 tables of N packed documents."""
+    """Offsets of at most M chunks: the ``length`` of equal rows, or int32 tables of N packed documents."""
 
     M: int
     length: int = 0
     documents: Tensor | None = None  # [N, 3]: first token, token after the last, first chunk
-    chunks: Tensor | None = None  # [M, 2]: first token, how many tokens; 0 for a chunk that is not there
+    chunks: Tensor | None = None  # [M, 2]: first token, number of tokens; 0 for unused entries
 
 
 def document_count(batch: int, cu_seqlens: Tensor | None) -> int:
-    """Packed documents, or rows of a batch."""
+    """Number of packed documents, or of rows of a batch."""
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
@@ -40,7 +39,7 @@ def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> i
 
 
 def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: torch.device) -> Tables:
-    """Of a batch of equal rows, or of documents packed into one row.
+    """Tables of a batch of equal rows, or of documents packed into one row.
 
     Raises:
         ValueError: the borders of packed documents do not rise from 0 to ``length``.
@@ -55,13 +54,13 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
 
 
 def _unreadable() -> bool:
-    """Whether tensors hold nothing that could be read, or not before a graph that is being captured runs."""
+    """Whether tensor values cannot be read: fake tensors, or during CUDA graph capture."""
     return is_recording() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=64)
 def _on_host(borders: tuple[int, ...], b: int, most: int) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # or no later training step could use it
+    with torch.inference_mode(False):  # so that later training steps can use it
         return _make(torch.tensor(borders), b, most)
 
 

@@ -1,9 +1,9 @@
-"""Kernel of what the sequential backward leaves to be done for all chunks at once.
+"""Kernel of the part of the write backward that is parallel over chunks.
 
-From the states before and the gradients of the states after each chunk: the inner products that are the
-gradients of beta, m and h of a chunk's last token, and at the first layer the gradient of the keys
+From the state before each chunk and the gradient of the state after it: the gradients of beta, m and h of the
+chunk's last token, which are inner products, and for the first layer the gradient of the keys
 
-    dk = dX - c (d dW'^T) - n (d dS'^T) + dz W^T,   dX what the reads gave
+    dk = dX - c (d dW'^T) - n (d dS'^T) + dz W^T,   with dX from the reads
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -65,7 +65,7 @@ def _update_backward(
             if KEYS:
                 error = load_rows(d, t, row, valid, h, H, F, f)
                 dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
-                # this one first: as the last it would run on, asynchronously, while W's next tile arrives
+                # this product first: as the last it would still run asynchronously while W's next tile loads
                 dk_tile += SIGN * dot(dz_tile, tl.trans(W), TYPE, PRECISION)
                 dk_tile -= c[:, None] * dot(error, tl.trans(dW), TYPE, PRECISION)
                 dk_tile -= share[:, None] * dot(error, tl.trans(dS), TYPE, PRECISION)
@@ -85,10 +85,10 @@ def update_layer_backward(
     shape: Shape, layer: Layer, states: Tensor, dstates: Tensor, d: Tensor, dz: Tensor, sign: int, dX: Tensor,
     gates: Gates, dk: Tensor, inner: Tensor,
 ) -> None:  # fmt: skip
-    """Add one layer's share to ``inner`` [M, H, 3]; at the first layer fill ``dk`` too.
+    """Add one layer's part to ``inner`` [M, H, 3]; for the first layer also fill ``dk``.
 
-    ``dz`` [tokens, H, F] times ``sign`` is the gradient of what the first layer puts out for the keys. The
-    top layer comes first: it fills ``inner``.
+    ``dz`` [tokens, H, F] times ``sign`` is the gradient of the first layer's pre-activation of the keys. The
+    last layer is called first and initialises ``inner``.
     """
     launch(
         _update_backward, (shape.M, shape.H), states, dstates, d, dz, dX, gates.tokens, dk, inner,
