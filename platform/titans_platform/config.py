@@ -1,4 +1,4 @@
-"""What a run is, in data: model, data, optimiser, evaluation, seed. Nothing here knows a path of storage."""
+"""The config of a run: model, data, optimiser, evaluation, seed. It holds no storage paths."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from titans_platform.files import read_json
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
-"""Steps, rows or tokens: more than any run has, so that a slip of the keyboard is seen."""
+"""Steps, rows or tokens; the upper limit catches typing errors."""
 NonNegative = Annotated[float, Field(ge=0)]
 
 
 DEFAULTS_VERSION = 4
-"""Raise it when the default of a field changes: names leave out what is at its default, and a run that left
-the field out gives other numbers from then on. Raise it too when a variant computes something else.
-`tests/runs/test_names.py` pins the defaults."""
+"""Increment it when the default of a field changes, since hashes leave out fields at their defaults, and when
+a variant's computation changes. `tests/runs/test_names.py` pins the defaults."""
 
 
 NOT_IN_NAMES: dict[str, Any] = {
@@ -33,17 +32,17 @@ NOT_IN_NAMES: dict[str, Any] = {
     "eval": {"every"},
     "optim": {"recompute"},
 }
-"""Fields that change no number, and those that enter a name by their content."""
+"""Fields left out of the hash: they do not affect results, or enter it by their content."""
 
-_SAVED = 10
-"""Checkpoints of a run whose config leaves that open; in a long one there is one every 500 steps."""
+_CHECKPOINTS = 10
+"""Default number of checkpoints of a run; the interval is at most 500 steps."""
 
 VOCABULARIES = {"byte": 260, "dna": 8}
-"""Ids of the tokenizers without a file: bytes or letters, document start, pad, up to a multiple of 4."""
+"""Vocabulary sizes of the built-in tokenizers: bytes or letters, document start, pad, to a multiple of 4."""
 
 
 class TaskConfig(Frozen):
-    """A task of the registry (`titans_platform.evals`), its options, and the lengths it is asked at."""
+    """A task of the registry (`titans_platform.evals`), its options, and the lengths it is evaluated at."""
 
     task: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -57,46 +56,46 @@ class SourceConfig(Frozen):
     """Where training rows come from."""
 
     kind: Literal["corpus", "stdlib", "files", "hub", "task"]
-    """corpus: the prose and code that the platform ships; stdlib: the source text of the Python that runs."""
+    """corpus: the shipped prose and code; stdlib: the source code of Python's standard library."""
     weight: NonNegative = 1.0
-    """Share of the training rows; weights need not add up to 1. 0: validation only."""
+    """Share of the training rows; weights are normalised. 0: validation only."""
     path: str | None = None
     """files: a file, folder or glob of .txt, .py, .jsonl, .parquet, .arrow (also .gz, .xz), or a URL of one,
-    s3://bucket/folder, where the package is installed that fsspec reads it with."""
+    such as s3://bucket/folder, which needs fsspec's package for that protocol (s3fs)."""
     dataset: str | None = None
     """hub: the dataset's name, e.g. HuggingFaceFW/fineweb-edu."""
     subset: str | None = None
     """hub: a configuration of the dataset. corpus: prose or code; None: both."""
     revision: str | None = None
-    """hub: a commit or a branch; the newest commit where None, which the manifest records."""
+    """hub: a commit or a branch; None: the newest commit, which the manifest records."""
     split: str = "train"
     text_field: str = "text"
     max_tokens: PositiveInt | None = None
-    """Stop after so many tokens."""
+    """Stop after this many tokens."""
     validation_fraction: Fraction = 0.05
-    """Share of the documents (whole files) kept for validation; of a source of one document, the last part of
-    its text. Task sources have none."""
+    """Fraction of the documents (whole files) held out for validation; of a source with one document, the end
+    of its text. Task sources hold out none."""
     tasks: tuple[TaskConfig, ...] = ()
     """task: what to generate; each row is one item of exactly one training length."""
     rows: PositiveInt | None = None
-    """task: items to generate; training goes round them again when they run out."""
+    """task: items to generate; training repeats them when they run out."""
     item_length: PositiveInt | None = None
     """task: tokens of an item; None: data.sequence_length. Longer items need ``data.rows: streams``: they are
-    read row by row on a carried state."""
+    read row by row with carried state."""
 
     @model_validator(mode="after")
     def _complete(self) -> SourceConfig:
         needed = {"files": "path", "hub": "dataset", "task": "tasks"}.get(self.kind)
         if needed and not getattr(self, needed):
-            raise ValueError(f"{needed}: a source of kind {self.kind} needs it")
+            raise ValueError(f"{needed}: missing; a source of kind {self.kind} needs it")
         if self.kind == "corpus" and self.subset not in (None, "prose", "code"):
             raise ValueError(f"subset: the corpus has prose and code, not {self.subset}")
         if self.kind == "task" and self.rows is None:
-            raise ValueError("rows: a source of kind task needs it")
+            raise ValueError("rows: missing; a source of kind task needs it")
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the documents it gives. A field added since is left out at its default."""
+        """The fields that determine its documents. Later additions are left out at their defaults."""
         added = {key for key in ("revision", "item_length") if not getattr(self, key)}
         return self.model_dump(mode="json", exclude={"weight"} | added)
 
@@ -111,18 +110,19 @@ class DataConfig(Frozen):
     sequence_length: Count = 4096
     """T, tokens of a training row."""
     packing: Literal["borders", "plain"] = "borders"
-    """Documents: each begins afresh, or one follows the other as if they were one text."""
+    """borders: each document is read on its own; plain: documents are concatenated as one text."""
     rows: Literal["shuffled", "streams"] = "shuffled"
-    """shuffled: rows in random order, each read from the initial state. streams: each row of a batch goes on
-    where it ended at the step before, and the state is carried from step to step; with ``packing: borders`` a
-    document begins on a row of its own and resets the state, with ``plain`` the state is carried across."""
+    """shuffled: rows in random order, each read from the initial state. streams: each row of a batch
+    continues the text of the previous step, and the state is carried from step to step; with
+    ``packing: borders`` a document starts on a new row and resets the state, with ``plain`` the state is
+    carried across documents."""
     seed: int = 0
-    """Seed of what is generated and of how documents are split; the order of rows takes the run's seed."""
+    """Seed of generated data and of the train/validation split; the order of rows uses the run's seed."""
     store: str | None = None
     """Where prepared shards are kept: a folder, s3://bucket/folder, gs://bucket/folder; None: `data/` under
-    --root. It changes no number, and so no name."""
+    --root. Not part of the run's hash."""
     cache_gb: Annotated[float, Field(gt=0)] = 20.0
-    """Disk that shards of a remote store may take on each node, in the folder TITANS_CACHE names."""
+    """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
 
     on_corrupt: Literal["refuse"] = "refuse"
     """Accepted for configs of earlier versions; damaged shards are always an error."""
@@ -149,44 +149,44 @@ class OptimConfig(Frozen):
     global_batch_size: Count = 32
     """Rows of one optimiser step, over all workers and micro-batches."""
     micro_batch_size: Count | None = None
-    """Rows of one forward pass; global_batch_size where None."""
+    """Rows of one forward pass (the rest is gradient accumulation); None: global_batch_size."""
     bptt_rows: PositiveInt = 1
     """data.rows: streams. Rows of each stream that one step reads and backpropagates through; the state is
     detached between steps (truncated backpropagation through time)."""
     reset_probability: Fraction = 0.0
-    """data.rows: streams. The probability with which a stream begins anew from the initial state at a step,
+    """data.rows: streams. Probability per step that a stream is reset to the initial state,
     so that M_0 and short contexts stay trained."""
     carry_after: Annotated[int, Field(ge=0)] = 0
-    """data.rows: streams. Steps before which no state is carried."""
+    """data.rows: streams. Number of first steps without carried state."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     schedule: Literal["cosine", "linear", "constant", "wsd", "halving"] = "cosine"
-    """The rate after the warm-up: falling to min_lr_ratio, constant, constant with a decay at the end, or
-    halved after each tenth of the steps."""
+    """Learning rate after the warm-up: decay to min_lr_ratio (cosine, linear), constant, constant with a
+    final decay (wsd), or halved after each tenth of the steps."""
     min_lr_ratio: Fraction = 0.1
     warmup_fraction: Fraction = 0.05
-    """Share of the steps over which the rate rises to lr."""
+    """Fraction of the steps used for linear warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """In place of warmup_fraction, so that a run with more steps has the same warm-up."""
+    """Overrides warmup_fraction, so that a run with more steps has the same warm-up."""
     weight_decay: NonNegative = 0.1
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     on_divergence: Literal["stop", "skip", "rewind"] = "stop"
-    """When the loss or its gradient is no number, or a spike: end the run; leave the batch out; or go back to
-    the last checkpoint that was due, and leave out what came since. The batch is kept in the run's folder."""
+    """When the loss or gradient is not finite, or the loss spikes: stop the run; skip the batch; or rewind to
+    the last scheduled checkpoint and skip the batches since. The batch is saved in the run's folder."""
     spike: Annotated[float, Field(gt=1)] | None = None
-    """A loss above so many times the median of the last 64 steps is a spike; None: none is."""
+    """A loss above this multiple of the median of the last 64 steps is a spike; None: no spike detection."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """With several workers: each holds the whole model (ddp), or a share of its parameters (fsdp, FSDP2), or
-    the workers of a node share one copy (hsdp)."""
+    """With several workers: replicate the model (ddp), shard it over all workers (fsdp, FSDP2), or shard it
+    within a node and replicate across nodes (hsdp)."""
     shard_workers: PositiveInt | None = None
-    """hsdp: neighbouring workers that share one copy; None: those of a node."""
+    """hsdp: workers in a shard group, of consecutive ranks; None: those of a node."""
     recompute: bool = False
-    """Keep only the input of each block and compute the rest again in the backward pass: less memory for a
-    third more work. It changes no number, and so no name."""
+    """Activation checkpointing: keep only the input of each block and recompute the rest in the backward
+    pass. Less memory for a third more compute. Not part of the run's hash."""
     compile: bool | None = None
-    """Compile the blocks with torch.compile; None: on a GPU. Sums are rounded otherwise."""
+    """Compile the blocks with torch.compile; None: only on a GPU. Rounding differs."""
 
 
 class EvalConfig(Frozen):
@@ -196,38 +196,38 @@ class EvalConfig(Frozen):
         default_factory=lambda: {"lm_ppl": (TaskConfig(task="perplexity"),)}
     )
     items: PositiveInt = 200
-    """Items a task and length."""
+    """Items per task and length."""
     perplexity_tokens: PositiveInt = 65_536
-    """Validation tokens a perplexity is measured on."""
+    """Validation tokens on which perplexity is measured."""
     batch_tokens: PositiveInt = 16_384
     """Tokens of one evaluation batch."""
     seed: int = 0
     every: PositiveInt | None = None
-    """Optimiser steps between measurements of the validation loss while training, on perplexity_tokens; None:
-    none. It changes no number, and so no name, without ``at: best`` and ``patience``."""
+    """Optimiser steps between measurements of the validation loss during training, on perplexity_tokens;
+    None: never. Part of the run's hash only with ``at: best`` or ``patience``."""
     at: Literal["last", "best"] = "last"
-    """Which weights the columns are measured on: those of the last step, or those of the lowest validation
-    loss among what ``every`` measures."""
+    """The weights that are evaluated: those of the last step, or those of the lowest validation loss that
+    ``every`` measured."""
     patience: PositiveInt | None = None
-    """Training ends when so many measurements in a row found no lower validation loss; None: it does not."""
+    """Early stopping: stop after this many measurements without a lower validation loss; None: off."""
 
 
 class CheckpointConfig(Frozen):
-    """How often a run is saved. It changes no number, and so no name, but where on_divergence is rewind."""
+    """Checkpoint interval and retention. Not part of the run's hash, unless on_divergence is rewind."""
 
     every: PositiveInt | None = None
     """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
     keep: PositiveInt = 2
-    """The newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     best: bool = True
-    """Also keep the one with the lowest validation loss, where ``eval.every`` measures it."""
+    """Also keep the checkpoint with the lowest validation loss, if ``eval.every`` is set."""
 
 
 class LogConfig(Frozen):
-    """What MLflow is told beside the numbers. It changes none of them, and so no name."""
+    """Additional MLflow logging. Not part of the run's hash."""
 
     system_metrics: bool = False
-    """Use of CPU, memory, disk, network and GPUs, every ten seconds; needs psutil."""
+    """Log CPU, memory, disk, network and GPU utilisation every ten seconds; needs psutil."""
 
 
 class ObjectiveConfig(Frozen):
@@ -238,7 +238,7 @@ class ObjectiveConfig(Frozen):
 
 
 class RunConfig(Frozen):
-    """One run, whole: what its name and every number it gives are a function of."""
+    """The complete config of a run: with the data, it determines the run's name and results."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -246,10 +246,10 @@ class RunConfig(Frozen):
     eval: EvalConfig = EvalConfig()
     seed: int = 0
     threads: PositiveInt = 1
-    """CPU threads of a worker: sums are taken in another order with another number of them."""
+    """CPU threads per worker. Part of the run's hash, as the order of summation depends on it."""
     start_from: str | None = None
-    """Begin with the weights of another run, at its newest checkpoint: its name, folder or MLflow run id, or
-    the folder of one checkpoint. The checkpoint's content is part of the name."""
+    """Initialise the weights from the newest checkpoint of another run: its name, folder or MLflow run id, or
+    the folder of one checkpoint. The checkpoint's content is part of the run's hash."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -270,7 +270,7 @@ class RunConfig(Frozen):
         needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
         if needs and not (self.eval.every and self.checkpoint.best):
             raise ValueError(
-                f"eval.{needs}: {getattr(self.eval, needs)} needs eval.every, and checkpoint.best"
+                f"eval.{needs}: {getattr(self.eval, needs)} needs eval.every and checkpoint.best: true"
             )
         return self
 
@@ -286,12 +286,12 @@ class RunConfig(Frozen):
 
     @property
     def trained_context(self) -> int:
-        """Tokens that training carries a state over: a row, or of streams about the longest stretch without a
-        reset by chance. Borders of documents may make it less."""
+        """Longest context that training carries a state over, in tokens: a row, or with streams about the
+        longest span without a random reset. Document borders may shorten it."""
         if self.data.rows == "shuffled":
             return self.row_tokens
         steps, p = max(1, self.optim.steps - self.optim.carry_after), self.optim.reset_probability
-        # of n geometric stretches the longest has a mean of about ln(n) / p
+        # the longest of n geometric spans has a mean of about ln(n) / p
         longest = math.log(max(math.e, steps * self.optim.global_batch_size * p)) / p if p else steps
         return round(min(steps, longest)) * self.row_tokens
 
@@ -303,17 +303,17 @@ class RunConfig(Frozen):
     @property
     def checkpoint_interval(self) -> int:
         """Optimiser steps between checkpoints."""
-        return self.checkpoint.every or min(500, max(1, self.optim.steps // _SAVED))
+        return self.checkpoint.every or min(500, max(1, self.optim.steps // _CHECKPOINTS))
 
     def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int | str = 1) -> str:
-        """Hash of all that decides the run's numbers: 12 hex digits, the cell's name.
+        """Hash of everything that determines the run's results: 12 hex digits, the cell's name.
 
-        Only fields that differ from their defaults enter, so that a new field renames nothing. The data
-        enters by its fingerprint (content, tokenizer, weights of the sources, T), never by the paths it was
-        read from; a variant named by import path also by its source; ``workers`` where there are several,
-        since they take sums in another order, "elastic" where there may be more or fewer; the checkpoint that
-        the run starts from by its files, so that ``start_from`` has to be its folder (`runs.load.located`).
-        Raises UsageError for a variant that cannot be imported, or where there is no such checkpoint.
+        Only fields that differ from their defaults are hashed, so that a new field renames no run. The data
+        is hashed by its fingerprint (content, tokenizer, source weights, T), never by its paths; a class
+        named by import path also by its source; ``workers`` if there are several, since the order of
+        summation differs, or "elastic" if their number may change; the checkpoint to start from by its files,
+        so that ``start_from`` must be its folder (`runs.load.located`). Raises UsageError for a class that
+        cannot be imported or a checkpoint that does not exist.
         """
         parts: dict[str, Any] = {
             "defaults": DEFAULTS_VERSION,
@@ -326,10 +326,10 @@ class RunConfig(Frozen):
         if workers not in (0, 1):
             parts["workers"] = workers
         if self.optim.on_divergence == "rewind":
-            # where it goes back to
+            # they determine where it rewinds to
             parts["checkpoints"] = self.checkpoint_interval
         if self.eval.at == "best" or self.eval.patience:
-            # among which weights the best are looked for
+            # it determines which weights can be the best
             parts["validated"] = self.eval.every
         if self.start_from:
             parts["start_from"] = _content_of(self.start_from)
@@ -340,14 +340,16 @@ def _content_of(checkpoint: str) -> str:
     """The hashes in a checkpoint's manifest, as one."""
     manifest = read_json(Path(checkpoint) / "manifest.json") or {}
     if not isinstance(files := manifest.get("files"), dict):
-        raise UsageError(f"start_from: {checkpoint} is no checkpoint; give a run, or a folder step-XXXXXXXX")
+        raise UsageError(
+            f"start_from: {checkpoint} is not a checkpoint; give a run, or a folder step-XXXXXXXX"
+        )
     return digest(files)
 
 
 def _sources(value: Any) -> dict[str, str]:
     """Hashes of the files behind import paths in a config (a variant, a rule, a task, an objective).
 
-    The package's own are known by the commit; a file of one's own may change between two runs.
+    Classes of the package are covered by the commit; a user's file may change between two runs.
     """
     if isinstance(value, dict):
         return {path: found for inner in value.values() for path, found in _sources(inner).items()}

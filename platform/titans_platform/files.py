@@ -102,7 +102,7 @@ def ignore_disk_full() -> Iterator[None]:
 
 def write_error(path: Path, error: OSError) -> TitansError:
     """The error to raise for a failed write: StorageError where it is transient, else NotWritable."""
-    # some libraries put their own words in the place of the system's
+    # some libraries replace the system's message by their own
     reason = os.strerror(error.errno) if error.errno else str(error)
     kind = StorageError if is_transient(error) else NotWritable
     return kind(f"{path}: cannot be written: {reason}; free space there, or give another --root")
@@ -129,7 +129,7 @@ def is_locked(path: Path) -> bool:
 def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
     """Try for up to ``timeout`` seconds to take a file lock; yields whether it was taken.
 
-    Raises UsageError: its folder is none. StorageError, NotWritable: it cannot be written.
+    Raises UsageError: the parent is not a folder. StorageError, NotWritable: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

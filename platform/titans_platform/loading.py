@@ -25,7 +25,7 @@ from titans_platform.provenance import shipped
 Model = TypeVar("Model", bound=BaseModel)
 
 
-# libyaml is ten times as fast; a build of PyYAML may lack it
+# libyaml is ten times as fast; some builds of PyYAML lack it
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -65,17 +65,17 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def complete(mapping: Mapping[str, Any], fit: bool = True) -> dict[str, Any]:
-    """A RunConfig's mapping with what follows from its other fields written out.
+    """A RunConfig's mapping with derived fields filled in.
 
     A section that is there but empty, as YAML's `memory:` alone, is one at its defaults.
-    ``model.preset`` becomes the fields it stands for, with those given beside it laid over them. With the
-    tokenizers of bytes and of DNA, ``model.vocab_size`` is theirs unless it is given. With ``fit`` false the
-    preset is not fitted to the variant, which needs torch. Raises UsageError.
+    ``model.preset`` is replaced by its fields; fields given with it override them. ``model.vocab_size``
+    defaults to that of a built-in tokenizer. With ``fit`` false the preset is not fitted to the variant,
+    which needs torch. Raises UsageError.
     """
     mapping = _without_empty(RunConfig, mapping)
     model, data = (mapping.get(part, {}) for part in ("model", "data"))
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):
-        return dict(mapping)  # which `validate` refuses
+        return dict(mapping)  # rejected by `validate`
     model = dict(model)
     if (ids := VOCABULARIES.get(str(data.get("tokenizer", "byte")))) is not None:
         model.setdefault("vocab_size", ids)
@@ -98,7 +98,7 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
 
     if name not in SIZES:
         raise UsageError(f"model.preset: no preset {name!r}; {nearest(name, SIZES)}")
-    # a size is as large with attention as without: its widths depend on the variant
+    # a size has the same parameter count for all variants, so its widths depend on the variant
     chosen = {key: model[key] for key in ("variant", "vocab_size", "options") if key in model}
     validate(ModelConfig, chosen, "model")
     try:
@@ -109,7 +109,7 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``: mappings key by key, everything else replaced; keys may be dotted."""
+    """``above`` merged into ``below``: mappings recursively, other values replaced; keys may be dotted."""
     merged = copy.deepcopy(dict(below))
     for dotted, value in above.items():
         key, _, rest = dotted.partition(".")
@@ -139,7 +139,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def known_files(folder: str) -> dict[str, Path]:
-    """The YAML files that can be given by name: of ``folder`` where we are, then of what is shipped."""
+    """The YAML files that can be given by name: of ``folder`` here, then the shipped ones."""
     files: dict[str, Path] = {}
     for place in (Path.cwd(), shipped()):
         for path in sorted((place / folder).glob("*.yaml")):
@@ -148,7 +148,7 @@ def known_files(folder: str) -> dict[str, Path]:
 
 
 def file_at(name: str, what: str) -> Path | None:
-    """The YAML file whose path ``name`` is, None where it is a plain name. Raises UsageError: no file."""
+    """The YAML file at the path ``name``; None if it is a plain name. Raises UsageError: no such file."""
     if not name.endswith((".yaml", ".yml")) and os.sep not in name:
         return None
     if not Path(name).is_file():
@@ -170,7 +170,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def apply_override(mapping: dict[str, Any], override: str) -> None:
-    """Set one ``a.b=c`` in place: the value is YAML, a number among the keys is a place in a list."""
+    """Set one ``a.b=c`` in place: the value is YAML, an integer key is a list index."""
     dotted, equals, text = override.partition("=")
     dotted = dotted.strip()
     if not equals or not all(dotted.split(".")):
@@ -187,9 +187,7 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
             holder[place] = value
         elif isinstance(holder, dict) and holder.get(key) is None:
             if key.isdigit() and key not in holder:
-                raise UsageError(
-                    f"--set {dotted}: the config file gives no list at {at}; write it there first"
-                )
+                raise UsageError(f"--set {dotted}: the config file has no list at {at}; add it there first")
             holder[key] = {}
         holder = holder[place]
 
@@ -199,10 +197,10 @@ def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
     if isinstance(holder, dict):
         return key
     if not isinstance(holder, list):
-        raise UsageError(f"--set {dotted}: {at} holds a value, not keys")
+        raise UsageError(f"--set {dotted}: {at} is a value, not a section")
     if not key.isdigit() or int(key) >= len(holder):
         raise UsageError(
-            f"--set {dotted}: {at} is a list of {len(holder)}; give a place from 0 on, not {key!r}"
+            f"--set {dotted}: {at} is a list of length {len(holder)}; give an index from 0, not {key!r}"
         )
     return int(key)
 
@@ -241,11 +239,11 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
     loc, given = error["loc"], error["input"]
     field = ".".join(map(str, ([where] if where else []) + list(loc)))
     if isinstance(given, float) and not math.isfinite(given):
-        return f"{field}: .nan and .inf are not values a config can hold; give a number"
+        return f"{field}: .nan and .inf are not allowed; give a finite number"
     if error["type"] == "extra_forbidden":
         return f"{field}: unknown key; {nearest(str(loc[-1]), _valid_keys(model, loc[:-1]))}"
     if error["type"] == "missing":
-        return f"{field}: missing; the config has to give it"
+        return f"{field}: missing; the config must set it"
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
         return f"{field}.{message}" if field else message

@@ -1,4 +1,4 @@
-"""Which commit this code is of: baked into a wheel, asked of git in a source tree."""
+"""The commit of this code: stored in a wheel, read from git in a source tree."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ PACKAGE = Path(__file__).resolve().parent
 BAKED = "_commit.txt"
 COMMANDS = "commands.jsonl"
 NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
-"""Packages whose version may decide a number, or how it was kept."""
+"""Packages whose versions may affect results or their storage."""
 
 
 def checkout() -> Path | None:
-    """The source tree this code runs from, None where it is installed."""
+    """The source tree this code runs from; None if it is installed."""
     tree = PACKAGE.parents[1]
     return tree if PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
 
 
 def shipped() -> Path:
-    """The folder of what comes with the code: sweeps/, clusters/, constraints.txt."""
+    """The folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
     return checkout() or PACKAGE / "_shipped"
 
 
 @functools.cache
 def commit() -> str:
-    """The last commit that changed code: 40 hex digits, `-dirty` after them where it was changed since.
+    """The last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted changes.
 
-    Not the newest commit: a word in the README does not make a number stale. `unknown` outside git.
+    Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
     baked = PACKAGE / BAKED
     if baked.is_file():
@@ -45,7 +45,7 @@ def commit() -> str:
 
 
 def commit_of_tree(tree: Path) -> str:
-    """The commit of the repository whose top folder is ``tree``; `unknown` where it is none."""
+    """The commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
     try:
         if Path(_git(tree, "rev-parse", "--show-toplevel")).resolve() != tree.resolve():
             return "unknown"
@@ -59,7 +59,7 @@ def commit_of_tree(tree: Path) -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """What a number was made with: versions of packages, Python and the system, and the processor."""
+    """What a result was computed with: versions of packages, Python and the system, and the device."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
         try:
@@ -82,14 +82,14 @@ def _device() -> str:
 
 
 def command_line() -> str:
-    """The command this process was called with, as it can be typed again."""
+    """The command line of this process, quoted for a shell."""
     name = Path(sys.argv[0]).name
     # a job runs the package as a module
     return shlex.join(["titans" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def note_command(folder: Path) -> None:
-    """Write down the command that works on a study, for its report."""
+    """Append this process's command to the study's list, for its report."""
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": time.time(), "command": command_line()})
     with (folder / COMMANDS).open("a", encoding="utf-8") as file:
@@ -97,7 +97,7 @@ def note_command(folder: Path) -> None:
 
 
 def commands(folder: Path) -> list[str]:
-    """The commands that worked on a study, first to last, each once."""
+    """The commands that were run on a study, in order, without repeats."""
     try:
         lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
         return list(dict.fromkeys(str(json.loads(line)["command"]) for line in lines))

@@ -1,4 +1,4 @@
-"""How numbers, times and nested settings are written: every decimal, K and minute that a person reads."""
+"""Formatting of numbers, times and nested settings for people."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 NONE = "—"
-"""What stands where there is no number."""
+"""Placeholder for a missing number."""
 
 
 def number(value: float | None, decimals: int) -> str:
-    """A number with its column's decimals, a dash where there is none."""
+    """A number with its column's decimals; a dash for None."""
     if value is None:
         return NONE
     return f"{value:.{decimals}f}" if abs(value) < 1e5 else f"{value:.1e}"
@@ -58,7 +58,7 @@ def plural(n: int, what: str) -> str:
 
 
 def commit(name: str) -> str:
-    """A commit in 12 digits, with the mark of a tree that was changed after it."""
+    """A commit shortened to 12 digits; `-dirty` is kept."""
     head, dirty, _ = name.partition("-dirty")
     return head[:12] + dirty
 
@@ -66,7 +66,7 @@ def commit(name: str) -> str:
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Every leaf of nested mappings by its dotted name: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``.
 
-    A list that holds mappings is opened too, its items named by their place; another list is a leaf.
+    A list that holds mappings is flattened too, its items keyed by index; any other list is a leaf.
     """
     if isinstance(value, list | tuple) and any(isinstance(inner, Mapping) for inner in value):
         value = dict(enumerate(value))

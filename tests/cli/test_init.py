@@ -74,7 +74,7 @@ def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{there}"], "is there already; --force replaces it"),
+        (["{there}"], "exists already; --force overwrites it"),
         (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
         (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
         (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),

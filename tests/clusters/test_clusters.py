@@ -14,7 +14,7 @@ from titans_platform.cli import run
 from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
 from titans_platform.clusters.jobs import Answer, Job, JobInfo
 from titans_platform.clusters.kuberay import KubeRay, ray_job
-from titans_platform.clusters.packaging import environment
+from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
@@ -54,10 +54,10 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("kind: cloud", "kind: 'cloud' is no kind of cluster; valid: local, nodes"),
+        ("kind: cloud", "kind: 'cloud' is not a kind of cluster; valid: local, nodes"),
         ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
         ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
-        ("kind: nodes\ntoken: {file: x}", "token: these nodes get a token of their own"),
+        ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
         ("kind: existing", "address: missing"),
         ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
         ("kind: existing\naddress: http://h:8265\nstorage: runs", "storage: should be an absolute path"),
@@ -95,7 +95,7 @@ REMOTE = "kind: existing\naddress: http://head.invalid:8265\nstorage: /mnt/titan
     ("cut", "put", "line"),
     [
         ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
-        ("head.invalid:5000", "localhost:5000", "is another machine on each node"),
+        ("head.invalid:5000", "localhost:5000", "is a different machine on each node"),
         ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys):
     assert '"TITANS_HOME": "/mnt/titans"' in out
     assert '"TITANS_MLFLOW": "http://head.invalid:5000"' in out
     assert run([*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run"]) == 2
-    assert "no file none.model here to take along" in capsys.readouterr().err
+    assert "no file none.model here to ship with the job" in capsys.readouterr().err
     # the Hub's is downloaded there
     assert run([*line, "--set", "data.tokenizer=some-lab/model", "--cluster", path, "--dry-run"]) == 0
     assert "data.tokenizer=some-lab/model" in capsys.readouterr().out
@@ -149,7 +149,9 @@ def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch)
     assert set(job.files) == {"sweeps/mine.yaml", "near.yaml", "sweeps/base.yaml"}
     (tmp_path / "sweeps" / "mine.yaml").write_text("name: mine\nlike: ../near.yaml\n")
     monkeypatch.chdir(tmp_path / "sweeps")
-    with pytest.raises(UsageError, match=r"like: \.\./near\.yaml: a path with \.\. cannot be taken along"):
+    with pytest.raises(
+        UsageError, match=r"like: \.\./near\.yaml: a path with \.\. cannot be shipped with a job"
+    ):
         packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
 
 
@@ -192,7 +194,7 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
         (
             "storage: /mnt/titans",
             "storage: /mnt/other",
-            "ray.headGroupSpec: mounts nothing at storage",
+            "ray.headGroupSpec: does not mount the storage",
         ),
         (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
     ],
@@ -214,7 +216,7 @@ def test_a_rayjob_cleans_up_after_itself_and_carries_the_study():
     assert spec.ray["headGroupSpec"] != body["rayClusterSpec"]["headGroupSpec"], "the file is not changed"
     head = pods(job)[0]
     assert head["volumes"][1]["configMap"]["items"] == [{"key": "sweeps_a.yaml", "path": "sweeps/a.yaml"}]
-    with pytest.raises(UsageError, match="more than a ConfigMap holds"):
+    with pytest.raises(UsageError, match="do not fit into a ConfigMap"):
         ray_job("a-1", spec, Job("a", (), {"tokenizer.model": bytes(1_000_000)}))
 
 
@@ -268,11 +270,11 @@ def test_exit_codes_as_a_shell_has_them(code, state, expected):
 def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
     whole = Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1)
     for name, cells in (("kuberay", 4), ("aws", 2), ("gcp", 2)):
-        env = environment(load_cluster(name))
+        env = job_environment(load_cluster(name))
         monkeypatch.setenv(ADDRESS, env[ADDRESS])
         monkeypatch.setenv(NODES, env[NODES])
         assert concurrency(whole, available(whole)) == cells
-    assert NODES not in environment(load_cluster("kuberay-job")), "what is alive is all there is"
+    assert NODES not in job_environment(load_cluster("kuberay-job")), "what is alive is all there is"
     # a worker is not split over two nodes
     wide = Resources(workers=1, cpus_per_worker=100)
     monkeypatch.setenv(NODES, json.dumps([{"CPU": 96}, {"CPU": 96}]))

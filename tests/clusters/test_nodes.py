@@ -145,7 +145,7 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
         first.kill()
         first.wait()
     # unless it was done before it could be killed
-    assert (code == 137 and "the same command again goes on" in out) or code == 0, out
+    assert (code == 137 and "run the same command again to resume" in out) or code == 0, out
 
     code, out = ended(titans(*line, cwd=elsewhere))
     assert code == 0, out
@@ -187,7 +187,7 @@ def _check_token(state: Path, address: str, folder: Path, line: list[str]) -> No
     changed = [part if part != os.environ["TWO"] else "other.yaml" for part in line]
     code, out = ended(titans(*changed, cwd=folder))
     assert (code, out.count("\n")) == (3, 1)
-    assert "refuses the token" in out
+    assert "rejects the token" in out
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             assert token.encode() not in path.read_bytes()

@@ -114,7 +114,7 @@ def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys)
     [
         (200, "t.json", "--size: 200 ids are fewer than 258"),
         (9000, "t.json", "--size: the text gives"),
-        (300, "t.model", "--out: t.model does not end in .json"),
+        (300, "t.model", "--out: t.model should end in .json"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, capsys, monkeypatch):

@@ -246,7 +246,9 @@ def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, mo
     assert (folder / "by-position.png").stat().st_size > 5000
     assert "what memory brings: " in out
     assert "11 texts of 512 tokens" in " ".join(out.split())
-    assert "512 tokens are more than training carried a state over, about 32:" in " ".join(out.split())
+    assert "512 tokens exceed the context that training carried a state over, about 32:" in " ".join(
+        out.split()
+    )
     rows = [line.split() for line in lines if (line.strip()[:1].isdigit() and "±" in line) or " - " in line]
     assert [row[0] for row in rows] == [
         "1-4",
@@ -271,7 +273,7 @@ def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, mo
         ([*by_position, "--rows", "9", "--read", str(own)], "ask for at most 4 rows or give a longer text"),
         ([*by_position, "--read", str(tmp_path / "no.txt")], "--read: no file, folder or match for"),
         ([*by_position, "--read", str(config)], "run.yaml is none of .txt"),
-        (["eval", name, *root, "--rows", "9"], "--rows: give it with --by-position"),
+        (["eval", name, *root, "--rows", "9"], "--rows: works only with --by-position"),
     ]:
         assert titans(wrong) == 2
         error = capsys.readouterr().err

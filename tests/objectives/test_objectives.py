@@ -154,8 +154,8 @@ def test_what_a_config_gets_wrong_is_one_line(run_yaml, capsys, sets, says):
 def test_a_series_is_not_prepared_as_text(run_yaml, capsys, command):
     assert cli.run(["data", command, "run.yaml", "--root", "runs"]) == 2
     assert capsys.readouterr().err == (
-        "error: objective.kind: regression trains on series, which titans train prepares by itself; "
-        "titans data is for text\n"
+        "error: objective.kind: regression trains on series, which titans train prepares; "
+        "titans data prepares text only\n"
     )
 
 

@@ -222,7 +222,7 @@ def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, capsys):
         ([cell, "--text", tmp_path / "none"], "No such file"),
         ([cell, "--text", empty], "the file is empty"),
         ([cell, "--text", binary], "not UTF-8 at byte 0"),
-        ([cell, "--text", text, "--position", 10], "--position: 10 is beyond the 10 tokens"),
+        ([cell, "--text", text, "--position", 10], "--position: 10 is out of range: 10 tokens"),
         ([bare, "--text", text], "variant transformer has no neural memory"),
         ([tmp_path / "nowhere", "--text", text], "no such run"),
     ):

@@ -196,5 +196,5 @@ def test_a_start_that_does_not_fit_is_one_line(root):
     (root / "empty").mkdir()
     with pytest.raises(UsageError, match=r"^start_from: .*has no checkpoint; train it first"):
         located(run_of().model_copy(update={"start_from": str(root / "empty")}), root)
-    with pytest.raises(UsageError, match=r"^start_from: elsewhere is no checkpoint"):
+    with pytest.raises(UsageError, match=r"^start_from: elsewhere is not a checkpoint"):
         run_of().model_copy(update={"start_from": "elsewhere"}).fingerprint("data", "eval")

@@ -31,26 +31,30 @@ AFTER_INTERRUPT = {
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "bench": ("bench", "bench", "Measure the speed and memory of the neural memory, and of others."),
+    "bench": ("bench", "bench", "Benchmark the neural memory: speed and memory use, next to others."),
     "clean": ("runs", "clean", "Delete old checkpoints of finished runs, and dead Ray sessions."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
-    "data": ("data", "data", "Turn sources into token shards, and look at them."),
-    "eval": ("train", "evaluate", "Measure a run or one of its checkpoints."),
-    "export": ("export", "export", "Write a run's model and tokenizer for Hugging Face's transformers."),
-    "generate": ("generate", "generate", "Write text with a run; keep what it read as a memory file."),
-    "init": ("init", "init", "Write a run file to begin with, every field explained."),
+    "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
+    "eval": ("train", "evaluate", "Evaluate a run or one of its checkpoints."),
+    "export": ("export", "export", "Export a run's model and tokenizer to Hugging Face transformers."),
+    "generate": (
+        "generate",
+        "generate",
+        "Generate text with a run's model; save its state as a memory file.",
+    ),
+    "init": ("init", "init", "Write a starter run file with every field explained."),
     "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
-    "paper": ("paper", "paper", "Write one page of the paper's tables and figures, ours beside them."),
+    "paper": ("paper", "paper", "Write one page: the paper's tables and figures next to our results."),
     "runs": ("runs", "runs", "List, tag and delete runs."),
-    "sweep": ("sweep", "sweep", "List, run and report studies: a grid of runs and its table."),
+    "sweep": ("sweep", "sweep", "List, run and report studies (grids of runs)."),
     "tasks": ("tasks", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
-    "train": ("train", "train", "Train and measure one model."),
-    "ui": ("ui", "ui", "Open MLflow on the store of the runs."),
+    "train": ("train", "train", "Train and evaluate one model."),
+    "ui": ("ui", "ui", "Open the MLflow UI on the runs."),
 }
 
 
 class FiniteFloat(click.FloatRange):
-    """A range of numbers without nan and inf, which compare as if they were in any range."""
+    """A range of finite numbers: nan and inf are rejected, which click.FloatRange lets pass."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -80,21 +84,21 @@ root_option = click.option(
 cluster_option = click.option(
     "--cluster",
     metavar="NAME",
-    help="Run as a job on this cluster (clusters/NAME.yaml, or a file)  [this machine]",
+    help="Submit as a job to this cluster (clusters/NAME.yaml, or a file)  [default: this machine]",
 )
 
 checkpoint_option = click.option(
     "--checkpoint-every",
     type=click.IntRange(1),
     metavar="STEPS",
-    help="Optimiser steps between checkpoints  [a tenth of the run, at most 500]",
-    # as the overrides that it stands for
+    help="Optimiser steps between checkpoints  [default: a tenth of the run, at most 500]",
+    # as the equivalent --set override
     callback=lambda ctx, option, steps: () if steps is None else (f"checkpoint.every={steps}",),
 )
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")
 
-dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done without doing it.")
 
 
 def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +108,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def echo_json(value: Any) -> None:
-    """Print a value as JSON that every reader takes: what is not a number becomes null."""
+    """Print a value as strict JSON: nan and inf become null."""
     click.echo(json.dumps(_finite(value), indent=2, default=str))
 
 
@@ -166,7 +170,7 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # a scheduler that ends a job sends SIGTERM: end as for Ctrl-C
+    # schedulers preempt a job with SIGTERM: handle it like Ctrl-C
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run(arguments))
 
@@ -177,7 +181,7 @@ def run(arguments: list[str]) -> int:
     sys.path.append(os.getcwd())
     debug = "--debug" in arguments
     try:
-        # --debug is taken anywhere in the line
+        # --debug is accepted anywhere in the line
         code = cli.main([a for a in arguments if a != "--debug"], prog_name="titans", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
@@ -185,7 +189,7 @@ def run(arguments: list[str]) -> int:
         left = AFTER_INTERRUPT.get(command)
         return _failed(f"interrupted; {left}" if left else "interrupted", INTERRUPTED, debug)
     except click.exceptions.NoArgsIsHelpError as error:
-        # a group alone: its help, which is no mistake
+        # a group without a command: print its help, not an error
         click.echo(error.ctx.get_help() if error.ctx else error.format_message())
         return 0
     except click.UsageError as error:
@@ -196,12 +200,12 @@ def run(arguments: list[str]) -> int:
     except TitansError as error:
         return _failed(str(error), error.exit_code, debug)
     except BrokenPipeError:
-        # the reader of a pipe has seen enough; nothing is left to flush to
+        # the reader of the pipe exited; there is nothing to flush to
         sys.stdout = None
         return 0
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return _failed(f"{reason} (--debug shows where)", 1, debug)
+        return _failed(f"{reason} (--debug shows the traceback)", 1, debug)
 
 
 def _failed(message: str, code: int, debug: bool) -> int:

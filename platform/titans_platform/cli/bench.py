@@ -1,4 +1,4 @@
-"""`titans bench`: speed and memory, measured."""
+"""`titans bench`: benchmarks of speed and memory use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from titans_platform.cli import LazyGroup
 from titans_platform.errors import UsageError
 from titans_platform.provenance import checkout
 
-# imported when they are called, with torch
+# imported on first use: they import torch
 COMMANDS = {
     "kernels": (
         "titans_kernels.bench.command",
         "kernels",
-        "Time the memory's kernels beside others' on a GPU.",
+        "Time the memory kernels next to other implementations on a GPU.",
     ),
     "memory": (
         "benchmarks.memory",
@@ -23,15 +23,15 @@ COMMANDS = {
         "Time the memory layer's forward and backward pass on the CPU.",
     ),
     "step": ("benchmarks.step", "step", "Time a training step of every row of a study."),
-    "stream": ("benchmarks.stream", "stream", "Read a long text: do speed and memory depend on its length?"),
+    "stream": ("benchmarks.stream", "stream", "Speed and memory use over the length of a long text."),
 }
 
 
 class BenchGroup(LazyGroup):
-    """A lazy group whose commands may lie in the source tree's `benchmarks/`, which no wheel has."""
+    """A lazy group; its commands in the source tree's `benchmarks/` are not in the wheel."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported now. Raises UsageError: it is not installed."""
+        """The command, imported on first use. Raises UsageError: it is not installed."""
         if self.lazy.get(cmd_name, ("",))[0].startswith("benchmarks."):
             if (tree := checkout()) is None:
                 raise UsageError(f"bench {cmd_name}: not in the wheel; run it in a clone of the repository")
@@ -42,4 +42,4 @@ class BenchGroup(LazyGroup):
 
 @click.group(cls=BenchGroup, lazy=COMMANDS)
 def bench() -> None:
-    """Measure the speed and memory of the neural memory, alone or beside other implementations."""
+    """Benchmark the neural memory: speed and memory use, next to other implementations."""

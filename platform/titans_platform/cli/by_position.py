@@ -1,4 +1,4 @@
-"""`titans eval --by-position`: what a run's memory brings in long texts, as a table and a figure."""
+"""`titans eval --by-position`: what memory brings in long texts, as a table and a figure."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ if TYPE_CHECKING:
     from titans_platform.objectives import Objective
 
 ROWS = 64
-"""Training rows of a text, where it has so many."""
+"""Default length of a text in training rows; less if the texts are shorter."""
 PLAIN_EVERY = 15.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between progress lines when the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for."""
+    """Options of the command."""
 
     rows: int | None
     file: str | None
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be measured."""
+        """Raises UsageError: too few rows."""
         if self.rows is not None and self.rows < 2:
-            raise UsageError(f"--rows: {self.rows} is too few: memory is carried into the second row; give 2")
+            raise UsageError(
+                f"--rows: {self.rows} is too few: state is carried from the second row on; give 2 or more"
+            )
 
 
 def show(point: Path, cfg: RunConfig, asked: Asked, root: Path, as_json: bool, console: Console) -> None:
-    """Measure the checkpoint at ``point``, print the table and write the figure into the run's folder."""
+    """Evaluate the checkpoint ``point``, print the table and save the figure to the run's folder."""
     from titans_core import LanguageModel
     from titans_platform.runs.load import load_checkpoint
     from titans_platform.training.loop import deterministic
@@ -56,7 +58,9 @@ def show(point: Path, cfg: RunConfig, asked: Asked, root: Path, as_json: bool, c
     with deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         if not isinstance(model, LanguageModel):
-            raise UsageError(f"--by-position: objective {cfg.objective.kind} reads no text; next_token does")
+            raise UsageError(
+                f"--by-position: objective {cfg.objective.kind} does not read text; next_token does"
+            )
         with _data(objective, cfg, asked, root, console) as data:
             found = _read(model, data, cfg, asked, console)
     folder = point.parents[1]
@@ -77,7 +81,7 @@ def show(point: Path, cfg: RunConfig, asked: Asked, root: Path, as_json: bool, c
 def _data(
     objective: Objective[Any], cfg: RunConfig, asked: Asked, root: Path, console: Console
 ) -> Iterator[PreparedData]:
-    """The run's own data, or the user's text, all of it held out and none of it kept."""
+    """The run's own data, or the user's text, held out whole and deleted afterwards."""
     if asked.file is None:
         yield objective.open(root)
         return
@@ -91,7 +95,7 @@ def _data(
             with console.status(f"tokenising {asked.file}"):
                 data = prepare(cfg.data.model_copy(update=fields), Path(folder))
         except UsageError as error:
-            # the field of a config that nobody has written
+            # the user wrote an option, not this field of a config
             raise UsageError(re.sub(r"^data\.sources\.0(\.path)?: ", "--read: ", str(error))) from None
         yield data
 
@@ -121,7 +125,7 @@ def _read(model: Any, data: PreparedData, cfg: RunConfig, asked: Asked, console:
 
 @contextmanager
 def _progress(total: int, console: Console) -> Iterator[Callable[[int], None]]:
-    """A bar of the tokens read; without a terminal, a line now and then."""
+    """A bar of the tokens read; without a terminal, periodic lines."""
     columns = TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     done, printed = 0, time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -142,7 +146,7 @@ def _save(found: ByPosition, folder: Path, asked: Asked) -> list[Path]:
     from titans_platform.report.figures.buckets import loss_picture
     from titans_platform.report.figures.picture import save
 
-    # a text of one's own does not replace the figure of the held-out text
+    # the user's text must not overwrite the figure of the validation data
     name = "by-position" + (
         f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(asked.file).name)}" if asked.file else ""
     )
@@ -170,7 +174,7 @@ def position_table(found: ByPosition) -> Table:
 
 
 def gain_line(found: ByPosition) -> str:
-    """The one number: what memory brings."""
+    """The summary line: what memory brings."""
     mean, stderr = found.gain()
     texts = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
     parts = "; s.e. over 16 parts of it" if found.texts == 1 else ""
@@ -180,7 +184,7 @@ def gain_line(found: ByPosition) -> str:
 
 
 def as_numbers(found: ByPosition) -> dict[str, Any]:
-    """The table as JSON takes it; losses in nats."""
+    """The table as a JSON value; losses in nats."""
     ways = {way.partition("-")[0]: way for way in found.shown}
     buckets = []
     for first, last in found.buckets():

@@ -21,13 +21,13 @@ from titans_platform.study.grid import Cell
 name_argument = click.argument("name")
 job_argument = click.argument("job")
 _echo = partial(click.echo, nl=False)
-_SIGNALS = 128
-"""Exit codes above it are of processes that a signal ended."""
+_SIGNAL_BASE = 128
+"""Shells report 128 + n for a process killed by signal n."""
 
 
 @click.group()
 def cluster() -> None:
-    """Clusters: files that say where a study runs, and what starts, watches and ends them.
+    """Start, monitor and stop clusters, each described by a YAML file, and run jobs on them.
 
     \b
     Example:
@@ -35,10 +35,10 @@ def cluster() -> None:
     """
 
 
-@cluster.command("list", short_help="List the clusters that can be given by name.")
+@cluster.command("list", short_help="List the known clusters.")
 @json_option
 def list_clusters(as_json: bool) -> None:
-    """List the clusters that can be given by name, with their kind and whether `up` started them here.
+    """List the known clusters with their kind, and whether `up` started them from this machine.
 
     \b
     Example:
@@ -53,12 +53,12 @@ def list_clusters(as_json: bool) -> None:
 
 
 def _listed(name: str, path: Path) -> dict[str, Any]:
-    """A cluster for the list; one whose file has a mistake is listed with it."""
+    """One entry of the list; an invalid file is listed with its error."""
     try:
         found = load_cluster(str(path))
         kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
     except UsageError as error:
-        kind, state, about = "?", "wrong", str(error)
+        kind, state, about = "?", "invalid", str(error)
     return {"name": name, "kind": kind, "state": state, "path": path, "description": about}
 
 
@@ -69,7 +69,7 @@ def _listed(name: str, path: Path) -> dict[str, Any]:
 def up(name: str, dry_run: bool, as_json: bool) -> None:
     """Bring the cluster NAME up (a name in clusters/, or a YAML file).
 
-    --dry-run prints, as a shell script, the very commands and manifests that would be run and applied.
+    --dry-run prints the commands and manifests as a shell script and runs nothing.
 
     \b
     Example:
@@ -92,7 +92,7 @@ def up(name: str, dry_run: bool, as_json: bool) -> None:
 @dry_run_option
 @json_option
 def status(name: str, dry_run: bool, as_json: bool) -> None:
-    """Show whether the cluster NAME is up, which nodes it has and which jobs it runs.
+    """Show the state, nodes and jobs of the cluster NAME.
 
     \b
     Example:
@@ -122,17 +122,17 @@ def _print_status(report: dict[str, Any]) -> None:
 
 
 @cluster.command(
-    short_help="Run a titans command as a job.", context_settings={"ignore_unknown_options": True}
+    short_help="Submit a titans command as a job.", context_settings={"ignore_unknown_options": True}
 )
 @name_argument
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--detach", is_flag=True, help="Do not follow the job; print its id.")
+@click.option("--detach", is_flag=True, help="Print the job id without following the log.")
 @dry_run_option
 @json_option
 def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_json: bool) -> int:
-    """Run COMMAND, what would follow `titans`, as a job on the cluster NAME; its log and exit code come back.
+    """Submit COMMAND (without `titans`) as a job to the cluster NAME; follow its log, return its exit code.
 
-    Put -- before it when it has options of its own. Ctrl-C detaches; the job goes on.
+    Put -- before a COMMAND that has options. Ctrl-C detaches; the job keeps running.
 
     \b
     Example:
@@ -146,13 +146,13 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
     return _submit(found, name, titans_job(found, arguments), dry_run, as_json, detach)
 
 
-@cluster.command(short_help="Follow a job's log again.")
+@cluster.command(short_help="Print and follow a job's log.")
 @name_argument
 @job_argument
-@click.option("--no-follow", is_flag=True, help="Print what is there and return.")
+@click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
 @dry_run_option
 def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
-    """Print the log of JOB from its beginning and follow it to its end; its exit code is ours.
+    """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
     Example:
@@ -170,12 +170,12 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
         return 0
 
 
-@cluster.command(short_help="End a job.")
+@cluster.command(short_help="Stop a job.")
 @name_argument
 @job_argument
 @dry_run_option
 def stop(name: str, job: str, dry_run: bool) -> None:
-    """End JOB. What its study finished is kept; the same command goes on from there.
+    """Stop JOB. Finished cells are kept; submit the same command again to resume.
 
     \b
     Example:
@@ -194,7 +194,7 @@ def stop(name: str, job: str, dry_run: bool) -> None:
 @name_argument
 @dry_run_option
 def down(name: str, dry_run: bool) -> None:
-    """Take the cluster NAME down: what `titans cluster up` started here, and nothing else.
+    """Take the cluster NAME down: stop what `titans cluster up` started here, and nothing else.
 
     \b
     Example:
@@ -209,7 +209,7 @@ def down(name: str, dry_run: bool) -> None:
 
 
 def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> int:
-    """Run the `sweep run` of ``context`` as a job on the cluster ``name``; its exit code."""
+    """Submit the `sweep run` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import check_reachable, root_on, study_job
 
     given, found = context.params, load_cluster(name)
@@ -226,7 +226,7 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
 
 
 def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
-    """Run the `data prepare` of ``context`` as a job on the cluster ``name``; its exit code."""
+    """Submit the `data prepare` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import data_job, root_on
 
     given, found = context.params, load_cluster(name)
@@ -238,7 +238,7 @@ def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
 
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
-    """Submit and follow. With ``as_json`` the log goes to stderr, and the command's answer to stdout."""
+    """Submit and follow. With ``as_json`` the log goes to stderr and the command's JSON to stdout."""
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
     with found.connected() as jobs:
@@ -261,15 +261,15 @@ def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
         code = jobs.follow(job_id, log)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the job goes on\n"
-            f"  titans cluster logs {name} {job_id}   follows it again\n"
-            f"  titans cluster stop {name} {job_id}   ends it",
+            f"\ndetached; the job keeps running\n"
+            f"  titans cluster logs {name} {job_id}   follow it again\n"
+            f"  titans cluster stop {name} {job_id}   stop it",
             err=True,
         )
         return DETACHED
-    if code > _SIGNALS and code != DETACHED:
+    if code > _SIGNAL_BASE and code != DETACHED:
         click.echo(
-            f"job {job_id} was ended by signal {code - _SIGNALS}; the same command again goes on from there",
+            f"job {job_id} was killed by signal {code - _SIGNAL_BASE}; run the same command again to resume",
             err=True,
         )
     return code
@@ -283,6 +283,6 @@ def _show(steps: Sequence[Step], as_json: bool = False) -> int:
 
 
 def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
-    """Print how a cluster's jobs are reached, and ``steps`` there; contacts nothing."""
+    """Print how a cluster's jobs are reached, and ``steps``; nothing is contacted."""
     jobs = found.jobs()
     return _show([*jobs.access_steps(), *steps(jobs)], as_json)

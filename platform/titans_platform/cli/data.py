@@ -1,4 +1,4 @@
-"""`titans data`: sources into shards, and what the shards hold."""
+"""`titans data`: tokenise sources into shards, and inspect them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @click.group()
 def data() -> None:
-    """Turn sources into token shards, and look at them."""
+    """Tokenise sources into shards, and inspect them."""
 
 
 @data.command(short_help="Tokenise sources into shards.")
 @config_options
 @click.option(
-    "--processes", type=click.IntRange(1), help="Processes that tokenise a large source  [all cores]"
+    "--processes", type=click.IntRange(1), help="Processes that tokenise a large source  [default: all cores]"
 )
 @cluster_option
 @dry_run_option
@@ -46,9 +46,8 @@ def prepare(
 ) -> int:
     """Tokenise the sources under `data` of CONFIG (a run's YAML file) into shards.
 
-    What is prepared already stays, of a large source also the parts that are done; damaged shards are made
-    anew. On a cluster the parts are tasks of Ray Data. --dry-run shows the job there, and here what is not
-    prepared yet.
+    Idempotent: prepared sources and finished parts of a large source are skipped, corrupt shards are rebuilt.
+    On a cluster the parts are Ray Data tasks. --dry-run shows the job, or without --cluster what is missing.
 
     \b
     Example:
@@ -86,8 +85,10 @@ def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
 
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
-@click.option("--verify", is_flag=True, help="Read every shard and compare its hash.")
-@click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also a regression on up to K-mers.")
+@click.option("--verify", is_flag=True, help="Verify the checksum of every shard.")
+@click.option(
+    "--kmer", type=click.IntRange(1), metavar="K", help="Also fit a regression on k-mers, k up to K."
+)
 @json_option
 def info(
     config: Path,
@@ -99,8 +100,8 @@ def info(
 ) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
-    Labelled sequences are read anew: items and classes of each part, and with --kmer the accuracy of a
-    logistic regression on counts of k-mers, k and penalty chosen on the validation part.
+    For labelled sequences: items per class and split, and with --kmer the accuracy of a logistic regression
+    on k-mer counts, with k and the penalty chosen on the validation split.
 
     \b
     Example:
@@ -111,21 +112,21 @@ def info(
         _show_labelled(labelled, root, kmer, as_json)
         return
     if kmer:
-        raise UsageError("--kmer: the run has no labelled sequences")
+        raise UsageError("--kmer: the run does not train on labelled sequences; leave --kmer out")
     from titans_platform.data import open_prepared
 
     cfg = _load(config, overrides)
     _show(describe(open_prepared(cfg.data, root, verify=verify)), as_json)
 
 
-@data.command(short_help="Make a tokenizer of a corpus.")
+@data.command(short_help="Train a tokenizer on a corpus.")
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--size", type=click.IntRange(1), default=4096, show_default=True, help="Ids it has.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The tokenizer.json to write.")
+@click.option("--size", type=click.IntRange(1), default=4096, show_default=True, help="Vocabulary size.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Output file, a tokenizer.json.")
 def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     """Train a byte-level BPE on SOURCES: files, folders, globs or URLs, as a `files` source takes them.
 
-    Small models of words want few ids: name the file as data.tokenizer, its size as model.vocab_size.
+    Set data.tokenizer to the file and model.vocab_size to its size. Small models need a small vocabulary.
 
     \b
     Example:
@@ -138,7 +139,7 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     from titans_platform.files import write_text
 
     if out.suffix != ".json":
-        raise UsageError(f"--out: {out} does not end in .json")
+        raise UsageError(f"--out: {out} should end in .json")
     with TemporaryDirectory() as cache:
         opened = [
             open_source(SourceConfig(kind="files", path=path), "SOURCES", Path(cache)) for path in sources
@@ -150,7 +151,7 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
 
 
 def _labelled(config: Path, overrides: tuple[str, ...]) -> Classification | None:
-    """The objective of a run on labelled sequences; None where it has other data. Raises UsageError."""
+    """The objective of a run on labelled sequences; None if it has other data. Raises UsageError."""
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
     from titans_platform.objectives.classification import Classification
@@ -180,16 +181,16 @@ def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_j
     if kmer:
         best = described["kmer"]
         console.print(
-            f"logistic regression on {best['k']}-mers: {best['validation']:.1%} on validation, by which they "
-            f"were chosen, {best['test']:.1%} on test",
+            f"logistic regression on {best['k']}-mers: {best['validation']:.1%} on validation, on which k "
+            f"and the penalty were chosen, {best['test']:.1%} on test",
             highlight=False,
             soft_wrap=True,
         )
 
 
 def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) -> RunConfig:
-    """A run on text. Raises UsageError, also where the run's objective takes no text, and before
-    ``tokenising`` where the model has too few ids.
+    """The config of a run on text. Raises UsageError: the objective does not train on text, or, with
+    ``tokenising``, the tokenizer's vocabulary exceeds model.vocab_size.
     """
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
@@ -199,8 +200,8 @@ def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) ->
     objective = build_objective(cfg)
     if (kind := objective.data_kind) != "tokens":
         raise UsageError(
-            f"objective.kind: {cfg.objective.kind} trains on {kind}, which titans train prepares by itself; "
-            "titans data is for text"
+            f"objective.kind: {cfg.objective.kind} trains on {kind}, which titans train prepares; "
+            "titans data prepares text only"
         )
     if tokenising and isinstance(objective, NextToken):
         objective.check_vocabulary(objective.tokenizer())
@@ -235,7 +236,7 @@ def _progress_bars() -> Iterator[Progress | None]:
 
 
 def describe(prepared: PreparedData) -> dict[str, Any]:
-    """What prepared data hold, as JSON."""
+    """A summary of prepared data, as a JSON value."""
     sources = {}
     for label, source in zip(prepared.labels, prepared.sources, strict=True):
         train, validation = source.train, source.validation

@@ -1,4 +1,4 @@
-"""`titans export`: a trained run as a folder for Hugging Face's transformers."""
+"""`titans export`: a trained run as a Hugging Face transformers folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     """Write RUN's model and tokenizer to FOLDER: config.json, model.safetensors, tokenizer.json.
 
     After `import titans_core.huggingface`, AutoModelForCausalLM.from_pretrained(FOLDER) loads it. RUN is a
-    run's name (or how it begins), its folder, its MLflow run id, or the folder of one checkpoint.
+    run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
 
     \b
     Example:
@@ -31,7 +31,9 @@ def export(run: str, folder: Path, root: Path) -> None:
 
     model, tokenizer, cfg = load_run(run, root)
     if tokenizer is None or not isinstance(model, LanguageModel) or model.added:
-        raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token can be handed over")
+        raise UsageError(
+            f"{run}: its objective is {cfg.objective.kind}; only next_token models can be exported"
+        )
     if folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder}: is not empty; give another folder")
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}

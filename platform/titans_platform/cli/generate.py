@@ -1,4 +1,4 @@
-"""`titans generate`: text from a trained run, and memory files: what it has read, kept and gone on from."""
+"""`titans generate`: generate text with a trained run; save and restore its state as memory files."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run")
-@click.option("--prompt", default="", metavar="TEXT", help="What the text begins with; after --read's.")
-@click.option("--read", "file", metavar="FILE", help="A text to read first; - is standard input.")
+@click.option("--prompt", default="", metavar="TEXT", help="Prompt; appended to the text of --read.")
+@click.option("--read", "file", metavar="FILE", help="Text file to read first; - is stdin.")
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(0),
     default=200,
     show_default=True,
-    help="Tokens to write at most; 0 only reads.",
+    help="Maximum number of new tokens; 0 only reads.",
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
     default=0.8,
     show_default=True,
-    help="0 writes the likeliest token.",
+    help="Sampling temperature; 0 is greedy decoding.",
 )
-@click.option("--top-k", type=click.IntRange(1), help="Draw from the K likeliest tokens only.")
+@click.option("--top-k", type=click.IntRange(1), help="Sample from the K most likely tokens.")
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Draw from the likeliest tokens that together reach this probability.",
+    help="Nucleus sampling: sample from the most likely tokens of this total probability.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same text.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Sampling seed.")
 @click.option(
     "--stream/--no-stream",
     default=True,
     show_default=True,
-    help="Print tokens as they come, or at the end.",
+    help="Print tokens as they are generated, or all at the end.",
 )
-@click.option("--memory-in", type=click.Path(path_type=Path), help="Go on from this memory file.")
-@click.option("--memory-out", type=click.Path(path_type=Path), help="Keep what was read and written here.")
+@click.option("--memory-in", type=click.Path(path_type=Path), help="Resume from this memory file.")
+@click.option("--memory-out", type=click.Path(path_type=Path), help="Save the final state here.")
 @root_option
 def generate(
     run: str,
@@ -68,12 +68,11 @@ def generate(
     memory_out: Path | None,
     root: Path,
 ) -> None:
-    """Continue a text with RUN's model, and print the prompt and what it writes.
+    """Generate text with RUN's model; prints the prompt and its continuation.
 
-    RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one checkpoint.
-    The text is read once, into the model's state. --memory-out keeps that state: a book is read once and gone
-    on from any day. A memory file fits the checkpoint that wrote it. Copy the file to fork it; leave out
-    --memory-in to begin anew.
+    RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
+    The text is read once, into the model's state, which --memory-out saves and --memory-in restores. A memory
+    file works only with the checkpoint that wrote it.
 
     \b
     Example:
@@ -89,22 +88,24 @@ def generate(
         start = _start(memory_in, model)
         tokens = tokenizer.encode(text) if memory_in else [tokenizer.bos, *tokenizer.encode(text)]
         if not (tokens or start.ahead):
-            raise UsageError(f"--prompt: the text in {memory_in} has ended; give some to go on from")
+            raise UsageError(
+                f"--prompt: missing: the text in {memory_in} has ended; give a prompt to continue with"
+            )
         began = time.perf_counter()
         reading = model.read(tokens, start)
         report = [_rate("read", len(tokens), began)]
         if prompt and max_new_tokens:
-            # the text from its beginning; what --read gave is long, and known
+            # print the prompt but not the text of --read, which may be long
             click.echo(prompt, nl=False)
         if max_new_tokens:
             began = time.perf_counter()
             reading, written = _write(model, tokenizer, reading, tokens, max_new_tokens, sampling, stream)
             report.append(_rate("written", written, began))
     click.echo("; ".join(report), err=True)
-    for line in _doubts(model, reading, cfg.trained_context):
+    for line in _warnings(model, reading, cfg.trained_context):
         click.echo(line, err=True)
     if memory_out:
-        _keep(memory_out, reading, model)
+        _save(memory_out, reading, model)
 
 
 def _sampling(temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Sampling:
@@ -131,8 +132,8 @@ def _text(file: str | None) -> str:
         raise UsageError(f"--read {file}: not UTF-8 at byte {error.start}") from None
 
 
-def _doubts(model: LanguageModel, reading: Reading, context: int) -> Iterator[str]:
-    """Why what is written may not be what the model can do."""
+def _warnings(model: LanguageModel, reading: Reading, context: int) -> Iterator[str]:
+    """Reasons why the generated text may be worse than the model can do."""
     from titans_core.telemetry import healthy_limits, out_of_range, weight_norm
 
     if reading.tokens > context:
@@ -142,15 +143,16 @@ def _doubts(model: LanguageModel, reading: Reading, context: int) -> Iterator[st
 
 
 def beyond_training(tokens: int, context: int) -> str:
-    """One line on a text that is longer than what training carried a state over."""
+    """A warning for a text longer than the longest context that training carried a state over."""
     return (
-        f"{tokens:,} tokens are more than training carried a state over, about {context:,}: it may read them "
-        "worse than with a new state (docs/training.md, Streams; titans eval RUN --by-position measures it)"
+        f"{tokens:,} tokens exceed the context that training carried a state over, about {context:,}: the "
+        "loss may be higher than with a fresh state (docs/training.md, Streams; titans eval RUN "
+        "--by-position measures it)"
     )
 
 
 def _model(run: str, root: Path) -> tuple[LanguageModel, Tokenizer, RunConfig]:
-    """The run's model where it computes fastest, its tokenizer, its config."""
+    """The run's model on the fastest device, its tokenizer and its config."""
     import torch
 
     from titans_core import LanguageModel
@@ -158,7 +160,9 @@ def _model(run: str, root: Path) -> tuple[LanguageModel, Tokenizer, RunConfig]:
 
     model, tokenizer, cfg = load_run(run, root)
     if tokenizer is None or not isinstance(model, LanguageModel):
-        raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token writes text")
+        raise UsageError(
+            f"{run}: its objective is {cfg.objective.kind}; only next_token models generate text"
+        )
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, cfg
 
 
@@ -180,14 +184,16 @@ def _write(
     tokenizer: Tokenizer,
     reading: Reading,
     tokens: list[int],
-    most: int,
+    max_new_tokens: int,
     sampling: Sampling,
     stream: bool,
 ) -> tuple[Reading, int]:
-    """Print what follows; the sequence with it, and the tokens written."""
+    """Generate and print; returns the final state and the number of new tokens."""
     from titans_platform.data.tokenizer import TextStream
 
-    writing = model.stream([[]], most, start=reading, sampling=sampling, stop=[tokenizer.bos, tokenizer.pad])
+    writing = model.stream(
+        [[]], max_new_tokens, start=reading, sampling=sampling, stop=[tokenizer.bos, tokenizer.pad]
+    )
     text, written, held = TextStream(tokenizer, tokens or reading.ahead), 0, ""
     for _, token in writing:
         held, written = held + text.add(token), written + 1
@@ -204,7 +210,7 @@ def _rate(what: str, tokens: int, began: float) -> str:
     return f"{tokens:,} tokens {what}, {tokens / max(1e-9, time.perf_counter() - began):,.0f} a second"
 
 
-def _keep(path: Path, reading: Reading, model: LanguageModel) -> None:
+def _save(path: Path, reading: Reading, model: LanguageModel) -> None:
     from titans_core.memory_file import save_memory
 
     try:

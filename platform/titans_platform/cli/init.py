@@ -1,4 +1,4 @@
-"""`titans init`: a run file to begin with and the reference of all fields, made from the config models."""
+"""`titans init`: a starter run file and the reference of all fields, generated from the config models."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ WORDS = {"string": "text", "boolean": "true, false"}
 @click.command()
 @click.argument("path", default="run.yaml", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
-    "--data", metavar="FILE", help="Text to train on: a file, folder or glob  [Python's own library]"
+    "--data", metavar="FILE", help="Text to train on: a file, folder or glob  [default: the shipped corpus]"
 )
 @click.option("--preset", default="laptop", show_default=True, help="Size of the model.")
-@click.option("--force", is_flag=True, help="Replace PATH where it is there.")
+@click.option("--force", is_flag=True, help="Overwrite PATH if it exists.")
 @click.option("--reference", is_flag=True, help="Print the reference of all fields and tasks instead.")
 def init(path: Path, data: str | None, preset: str, force: bool, reference: bool) -> None:
-    """Write a run file with every field, its default and what it means: a first run, ready to train.
+    """Write a run file, ready to train, that lists every field with its default and meaning.
 
     \b
     Example:
@@ -42,7 +42,7 @@ def init(path: Path, data: str | None, preset: str, force: bool, reference: bool
         click.echo(reference_page(), nl=False)
         return
     if path.exists() and not force:
-        raise UsageError(f"{path} is there already; --force replaces it")
+        raise UsageError(f"{path} exists already; --force overwrites it")
     text = run_file(data, preset)
     try:
         path.write_text(text, encoding="utf-8")
@@ -75,15 +75,15 @@ def run_file(data: str | None, preset: str) -> str:
     }
     config = validate(RunConfig, complete(given, fit=False))
     lines = [
-        "# A run of `titans train`. Lines that are switched off show what a field is without them:",
-        "# take the `#` away to change one. Tasks and their options: `titans init --reference`.",
+        "# Config of a `titans train` run. Commented lines show the defaults: uncomment a line to change it.",
+        "# Tasks and their options: `titans init --reference`.",
         *_section(config, given),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """The fields of a model as YAML: those ``given`` switched on, the others as comments."""
+    """The fields of a model as YAML: ``given`` ones set, the others as comments."""
     for key in (key for key in given if key not in type(config).model_fields):
         yield f"{indent}{key}: {_yaml(given[key])}"
     for field in fields_of(type(config)):
@@ -98,7 +98,7 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
             shown = [f"{key}: {_yaml(entries[key])}" if named else f"- {_yaml(key)}" for key in entries]
             yield f"{indent}{field.name}:"
             yield from (f"{indent}  {line}" for line in shown)
-            yield from _switched_off(field.model, f"{indent}    ")
+            yield from _commented(field.model, f"{indent}    ")
         elif field.model and not field.many:
             yield f"{indent}{field.name}:"
             yield from _section(value, given.get(field.name, {}), indent + "  ")
@@ -109,7 +109,7 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
             yield f"{indent}{mark}{field.name}: {shown}"
 
 
-def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:
+def _commented(model: type[BaseModel], indent: str) -> Iterator[str]:
     yield f"{indent}# an entry may also have:"
     for field in fields_of(model):
         if field.default is not None:
@@ -120,7 +120,7 @@ def _switched_off(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 def reference_page() -> str:
     """The Markdown page of every field of a run file, and every task with its options."""
-    # an objective brings tasks of its own
+    # objectives register tasks of their own
     import titans_platform.objectives  # noqa: F401
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.evals import TASKS
@@ -128,11 +128,11 @@ def reference_page() -> str:
     lines = [
         "# Fields of a run file",
         "",
-        "Written by `titans init --reference` from the code; `titans init` writes a run file to begin with.",
-        "A field is set in the file or by `--set`, for example `--set model.memory.depth=3`.",
+        "Generated from the code by `titans init --reference`; `titans init` writes a starter run file.",
+        "Set a field in the file or with `--set`, for example `--set model.memory.depth=3`.",
         "",
-        "`model.preset` (smoke, laptop, 170M, 340M, 400M, 760M) stands for the fields of a size; those given",
-        "beside it are laid over them. With `data.tokenizer: byte`, `model.vocab_size` follows by itself.",
+        "`model.preset` (smoke, laptop, 170M, 340M, 400M, 760M) sets the fields of a model size; fields",
+        "given with it override them. With `data.tokenizer: byte`, `model.vocab_size` is set automatically.",
     ]
     for path, model in _sections(RunConfig, ""):
         lines += [
@@ -154,7 +154,7 @@ def reference_page() -> str:
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every model below ``model``, with its dotted path; tasks have a part of their own."""
+    """Every model below ``model``, with its dotted path; tasks are listed separately."""
     from titans_platform.config import TaskConfig
 
     yield path, model
@@ -178,12 +178,12 @@ class ConfigField(NamedTuple):
 
     name: str
     values: str
-    """What it may hold, in words."""
+    """Allowed values, in words."""
     default: str | None
-    """As YAML; None where it has to be given."""
+    """As YAML; None if the field is required."""
     about: str
     model: type[BaseModel] | None
-    """The model it holds, or holds a list of."""
+    """The nested model of a section, or of a list of sections."""
     many: bool
 
 
@@ -212,7 +212,7 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema takes, in words: `integer >= 1`."""
+    """The values that a JSON schema allows, in words: `integer >= 1`."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "anyOf" in schema:

@@ -1,4 +1,4 @@
-"""`titans inspect`: a page of what a run's memory did while it read a text."""
+"""`titans inspect`: a page that shows what a run's memory does while it reads a text."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from titans_platform.errors import UsageError
 
 @click.command()
 @click.argument("run")
-@click.option("--text", "file", required=True, type=click.Path(path_type=Path), help="The text to read.")
+@click.option("--text", "file", required=True, type=click.Path(path_type=Path), help="Text file to read.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("inspect.html"),
     show_default=True,
-    help="The page.",
+    help="The HTML page to write.",
 )
 @click.option(
-    "--arrow", type=click.Path(dir_okay=False, path_type=Path), help="Write the numbers as an Arrow file too."
+    "--arrow",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the numbers to this Arrow file.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(2), default=2048, show_default=True, help="Tokens to read at most."
+    "--tokens",
+    type=click.IntRange(2),
+    default=2048,
+    show_default=True,
+    help="Maximum number of tokens to read.",
 )
 @click.option(
-    "--position", type=click.IntRange(0), help="The token whose reads the page opens with  [the last]"
+    "--position",
+    type=click.IntRange(0),
+    help="Token whose retrieval the page shows first  [default: the last]",
 )
 @root_option
 def inspect(
     run: str, file: Path, out: Path, arrow: Path | None, tokens: int, position: int | None, root: Path
 ) -> None:
-    """Show what RUN's memory does while it reads a text: one HTML page that needs nothing beside it.
+    """Show what RUN's memory does while it reads a text: one self-contained HTML page.
 
-    Surprise over the text, gates and the size of the state, what each token's read finds, what is erased and
-    what is kept. RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one
-    checkpoint.
+    The page shows surprise over the text, gates, the norm of the state, what each token retrieves, and what
+    is forgotten or kept. RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the
+    folder of one checkpoint.
 
     \b
     Example:
@@ -55,7 +63,7 @@ def inspect(
     text = _read(file)
     model, tokenizer, cfg = load_run(run, root)
     if tokenizer is None or not isinstance(model, LanguageModel):
-        raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token reads text")
+        raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token models read text")
     with deterministic(cfg.seed, cfg.threads):
         found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
     if len(found.tokens) > cfg.trained_context:
@@ -64,7 +72,9 @@ def inspect(
     if message:
         click.echo(message, err=True)
     if position is not None and position >= len(found.tokens):
-        raise UsageError(f"--position: {position} is beyond the {len(found.tokens)} tokens read, from 0 on")
+        raise UsageError(
+            f"--position: {position} is out of range: {len(found.tokens)} tokens were read, counted from 0"
+        )
     write_text(out, page(found, file.name, position, message or ""))
     if arrow:
         write_arrow(found, arrow)

@@ -1,4 +1,4 @@
-"""Live displays: a study's cells, a search, one run. Without a terminal they print a line now and then."""
+"""Live displays: a study's cells, a search, one run. Without a terminal they print periodic lines."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from titans_platform.study.plan import Plan
 
 PLAIN_EVERY = 15.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between progress lines when the output is not a terminal."""
 
 
 @contextmanager
 def repeating(call: Callable[[], None], every: float) -> Iterator[None]:
     """Call ``call`` every ``every`` seconds in a thread, and once more at the end of the block."""
-    over = threading.Event()
+    stopped = threading.Event()
 
     def run() -> None:
-        while not over.wait(every):
+        while not stopped.wait(every):
             call()
         call()
 
@@ -45,12 +45,12 @@ def repeating(call: Callable[[], None], every: float) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line as it is."""
+    """Print a line without markup, highlighting or wrapping."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -62,7 +62,7 @@ class StudyDisplay:
 
     @contextmanager
     def preparing(self) -> Iterator[Callable[[str], None]]:
-        """A spinner with a line."""
+        """A spinner with a status line."""
         with self.console.status("preparing data") as status:
             yield status.update
 
@@ -72,7 +72,7 @@ class StudyDisplay:
         rungs = "/".join(map(str, state.milestones))
         printed = ""
         with (
-            self._kept(plan),
+            self._report_interrupt(plan),
             self.console.status(f"searching: {state.search.trials} trials, rungs at {rungs} steps") as status,
         ):
 
@@ -93,7 +93,7 @@ class StudyDisplay:
     def running(self, plan: Plan, stopwatch: Stopwatch) -> Iterator[None]:
         """All cells in one bar, and a line for each running cell."""
         view = StudyView(plan, stopwatch)
-        with self._kept(plan):
+        with self._report_interrupt(plan):
             if self.console.is_terminal:
                 with Live(get_renderable=view.render, console=self.console, refresh_per_second=2,
                           transient=True, redirect_stdout=False, redirect_stderr=False):  # fmt: skip
@@ -114,8 +114,8 @@ class StudyDisplay:
                 yield
 
     @contextmanager
-    def _kept(self, plan: Plan) -> Iterator[None]:
-        """On Ctrl-C, say how much is kept."""
+    def _report_interrupt(self, plan: Plan) -> Iterator[None]:
+        """On Ctrl-C, print how many cells are finished."""
         try:
             yield
         except KeyboardInterrupt:
@@ -138,7 +138,7 @@ class StudyView:
         self._printed: set[str | None] = set()
 
     def eta(self, statuses: Sequence[CellStatus]) -> float | None:
-        """Seconds that are left, from the work done since the start; None before there is any."""
+        """Estimated seconds left, from the progress since the start; None before there is any."""
         mine = [item for item in statuses if item.cell.name in self._at_start]
         work = sum(item.fraction - self._at_start[item.cell.name] for item in mine)
         left = sum(1 - item.fraction for item in mine)

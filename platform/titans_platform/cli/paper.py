@@ -15,12 +15,12 @@ from titans_platform.cli import root_option
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the page is written  [paper.html under --root]",
+    help="Output file  [default: paper.html under --root]",
 )
 def paper(root: Path, out: Path | None) -> None:
-    """Write one HTML page with all of the paper's tables and figures: our numbers beside the paper's.
+    """Write one HTML page with all of the paper's tables and figures: our results next to the paper's.
 
-    Ours are the results under --root. The paper's own scales are always listed; what has not been run is
+    Our results are those under --root. The paper's own scales are always listed; what has not been run is
     marked as missing.
 
     \b

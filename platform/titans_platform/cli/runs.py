@@ -91,7 +91,7 @@ def list_runs(
 @root_option
 @dry_run_option
 def tag(run: str, names: tuple[str, ...], remove: bool, root: Path, dry_run: bool) -> None:
-    """Add tags to RUN (its name, or how it begins). Tags are kept in its folder and change no number.
+    """Add tags to RUN (its name, or a prefix of it). They are stored in its folder and affect no results.
 
     \b
     Example:
@@ -114,7 +114,7 @@ def tag(run: str, names: tuple[str, ...], remove: bool, root: Path, dry_run: boo
 def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
     """Delete runs: their folders, checkpoints and MLflow runs. A run that is being trained is refused.
 
-    A study that has a deleted run trains it again.
+    A study that includes a deleted run trains it again.
 
     \b
     Example:
@@ -145,11 +145,11 @@ def _delete(folder: RunFolder, root: Path) -> None:
 @dry_run_option
 @json_option
 def clean(all_checkpoints: bool, root: Path, dry_run: bool, as_json: bool) -> None:
-    """Delete what nothing needs: older checkpoints of finished runs, and dead Ray sessions.
+    """Free disk space: delete older checkpoints of finished runs, and dead Ray sessions.
 
-    The checkpoint that eval, generate and export use is kept. With --all-checkpoints it goes too: such a run
-    keeps its numbers, but cannot be used or trained further. Ray's session folders are deleted when they are
-    older than a day and no process uses them.
+    The checkpoint that eval, generate and export use is kept. With --all-checkpoints it is deleted
+    too: the run keeps its results, but cannot be used or trained further. Ray's session folders are deleted
+    when they are older than a day and no process uses them.
 
     \b
     Example:
@@ -222,7 +222,7 @@ def _folders(root: Path) -> list[RunFolder]:
 def _folder(run: str, root: Path) -> RunFolder:
     found = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
     if len(found) != 1:
-        what = f"{len(found)} runs begin so; give more of the name" if found else "no such run"
+        what = f"{len(found)} runs match this prefix; give more of the name" if found else "no such run"
         raise UsageError(f"{run}: {what} under {root / 'cells'}; titans runs list shows them")
     return found[0]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from titans_platform.study.status import StudyStatus
 
 MAX_SEEDS = 1000
-"""Seeds of one command; more are taken for a typing error."""
+"""Maximum number of seeds per command; more are rejected as a typing error."""
 LONG = ("data.sources.", "eval.")
 """Fields too long for `sweep show`."""
 
@@ -55,11 +55,11 @@ rows_option = click.option(
     "--rows",
     multiple=True,
     metavar="NAME",
-    help="Only this row, or several with commas. May be repeated.",
+    help="Only these rows, separated by commas. May be repeated.",
     callback=parse_rows,
 )
 seeds_option = click.option(
-    "--seeds", metavar="LIST", help="Seeds in place of the scale's own, e.g. 0,1,2 or 0-4."
+    "--seeds", metavar="LIST", help="Seeds to use instead of the scale's, e.g. 0,1,2 or 0-4."
 )
 
 
@@ -71,7 +71,7 @@ def study_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def sweep() -> None:
-    """Studies: train and evaluate a grid of runs and put it in a table beside the paper's.
+    """Studies: train and evaluate a grid of runs, and compare its table with the paper's.
 
     \b
     Example:
@@ -126,7 +126,7 @@ def _about(study: Study, path: Path) -> dict[str, Any]:
 @set_option
 @json_option
 def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show a study's rows, the fields that each changes, and the columns at a scale.
+    """Show a study's rows, the fields that each sets, and the columns at a scale.
 
     \b
     Example:
@@ -183,8 +183,8 @@ def _task_text(task: TaskConfig) -> str:
 
 @sweep.command(short_help="Run the cells that have no result, then write table and figures.")
 @study_options
-@click.option("--rerun-stale", is_flag=True, help="Also run the cells again that another commit made.")
-@click.option("--concurrency", type=click.IntRange(1), help="Cells at once; as many as fit by default.")
+@click.option("--rerun-stale", is_flag=True, help="Also rerun cells that were trained at another commit.")
+@click.option("--concurrency", type=click.IntRange(1), help="Cells in parallel  [default: all that fit]")
 @checkpoint_option
 @cluster_option
 @dry_run_option
@@ -199,9 +199,9 @@ def run(
 ) -> int:
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
-    A cell is named by a hash of its config, data and code version, so the same command again runs nothing
-    twice and resumes interrupted cells from their last checkpoints. Exit code 4: some of the cells asked for
-    have no result; the table always shows the whole study.
+    Idempotent: a cell is named by a hash of its config, data and code version; running the command again
+    skips finished cells and resumes interrupted ones from their last checkpoints. Exit code 4: some of the
+    requested cells have no result; the table always shows the whole study.
 
     \b
     Example:
@@ -357,7 +357,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
 def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     """Show the progress of a study, or of all of them, from the files under --root alone.
 
-    Works from any machine that sees the folder, while the study runs or after it died.
+    Works on any machine that mounts the folder, while the study runs or after its driver died.
 
     \b
     Example:
@@ -413,11 +413,12 @@ def _print_status(status: StudyStatus, console: Console) -> None:
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")
 @study_options
-@click.option("--ui", metavar="ADDRESS", help="Where the page's links lead, e.g. http://127.0.0.1:5001.")
+@click.option("--ui", metavar="ADDRESS", help="MLflow UI for the page's links, e.g. http://127.0.0.1:5001.")
 @json_option
 def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
-    """Write the report of a study again: a self-contained HTML page, and the table as Markdown, LaTeX and
-    CSV. The table is the whole study's; exit code 4: some of the cells asked for have no result.
+    """Rewrite the report of a study: a self-contained HTML page, and the table as Markdown, LaTeX and CSV.
+
+    The table is the whole study's; exit code 4: some of the requested cells have no result.
 
     \b
     Example:

@@ -17,7 +17,7 @@ from titans_platform.loading import parse_yaml, validate
 
 
 class Asked(NamedTuple):
-    """A task, where it is measured, the tokens of a row, the tokenizer."""
+    """A task with its column, its row length in tokens and its tokenizer."""
 
     column: str
     task: TaskConfig
@@ -27,14 +27,16 @@ class Asked(NamedTuple):
 
 @click.command()
 @click.argument("study", required=False)
-@click.option("--scale", help="The size of the study  [the smallest that is not smoke]")
-@click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task in place of a study's.")
+@click.option("--scale", help="Scale of the study  [default: the smallest except smoke]")
 @click.option(
-    "--length", type=click.IntRange(2), default=64, show_default=True, help="Bytes of a row of --task."
+    "--task", "tasks", multiple=True, metavar="YAML", help="A task to measure instead of a study's."
+)
+@click.option(
+    "--length", type=click.IntRange(2), default=64, show_default=True, help="Row length for --task, in bytes."
 )
 @json_option
 def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: int, as_json: bool) -> None:
-    """Show the tasks of STUDY: chance, what each heuristic reaches, and the floor.
+    """Show the tasks of STUDY: chance, the score of each heuristic, and the floor.
 
     A heuristic is a shortcut that a model could use instead of what the task is meant to measure; the best
     one is the task's floor. Without STUDY and --task, all generated tasks are shown with their defaults.
@@ -94,7 +96,7 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
             if issubclass(kind, GeneratedTask) and not needs and name != "babilong_hub":
                 configs.append(TaskConfig(task=name))
     for config in configs:
-        # RULER's sentences alone take more than the rows of the other tasks
+        # RULER's sentences need longer rows than the other tasks
         words = config.task in ("needle", "reasoning") and config.options.get("style") != "compact"
         yield Asked("", config, max(length, 512) if words else length, tokenizer)
 

@@ -1,4 +1,4 @@
-"""`titans train`: one run, from config to measurements; `titans eval`: a checkpoint of it, measured again."""
+"""`titans train`: train and evaluate one run; `titans eval`: evaluate one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from titans_platform.text import clock
 
 PLAN_LINES = {
     "workers": "workers",
-    "threads": "CPU threads of a worker",
+    "threads": "CPU threads per worker",
     "steps": "optimizer steps",
     "data": "data",
     "cell": "run",
     "state": "state of the run",
     "tokens": "tokens to train on",
     "parameters": "parameters",
-    "state_bytes": "bytes of a sequence's state",
-    "worker_bytes": "memory of a worker",
-    "flops_per_token": "FLOP of training a token",
+    "state_bytes": "state bytes per sequence",
+    "worker_bytes": "memory per worker",
+    "flops_per_token": "training FLOPs per token",
     "seconds": "estimated time",
 }
 """Lines of the dry run, by the key that --json has for each."""
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Workers(click.ParamType):
-    """A number of workers, or the least and the most of them: `4`, `2:8`."""
+    """A number of workers, or minimum and maximum of an elastic run: `4`, `2:8`."""
 
     name = "N|MIN:MAX"
 
@@ -59,9 +59,9 @@ class Workers(click.ParamType):
         try:
             found = int(least), int(most or least)
         except ValueError:
-            self.fail(f"{value}: give a number, or the least and the most, as 2:8")
+            self.fail(f"{value}: give a number, or the minimum and maximum, as 2:8")
         if found[0] < 1 or found[0] > found[1]:
-            self.fail(f"{value}: give a number of at least 1, or the least and then the most, as 2:8")
+            self.fail(f"{value}: give a number of at least 1, or the minimum and then the maximum, as 2:8")
         return found if found[0] < found[1] else found[0]
 
 
@@ -72,14 +72,14 @@ class Workers(click.ParamType):
     type=Workers(),
     default="1",
     show_default=True,
-    help="Ray Train workers; one trains in this process. 2:8: as many as there are.",
+    help="Ray Train workers; 1 trains in this process, 2:8 is elastic.",
 )
-@click.option("--gpus", type=FiniteFloat(0), default=0, show_default=True, help="GPUs of each worker.")
+@click.option("--gpus", type=FiniteFloat(0), default=0, show_default=True, help="GPUs per worker.")
 @checkpoint_option
 @click.option(
     "--profile", is_flag=True, help="Write a trace of three steps to the run's folder, for Perfetto."
 )
-@click.option("--name", help="Name of the run in MLflow; the config file's by default.")
+@click.option("--name", help="Run name in MLflow  [default: the config file's name]")
 @dry_run_option
 @json_option
 def train(
@@ -94,10 +94,10 @@ def train(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Train the model of CONFIG (a YAML file), measure it, and record both in MLflow.
+    """Train and evaluate the model of CONFIG (a YAML file), and log both to MLflow.
 
-    The run's folder is named by a hash of all that decides its numbers: the same command again shows the
-    finished run, and goes on from the last checkpoint of an interrupted one.
+    The run's folder is named by a hash of its config, data and code version. Running the command again shows
+    a finished run's results, and resumes an interrupted run from its last checkpoint.
 
     \b
     Example:
@@ -112,7 +112,7 @@ def train(
     cfg = located(load_config(config, overrides + checkpoint_every), root)
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
-        console.print("this machine has a GPU, which the run leaves unused: --gpus 1 trains on it")
+        console.print("this machine has a GPU that the run does not use; --gpus 1 trains on it")
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
@@ -154,7 +154,7 @@ def _run(
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
-    # what the config gets wrong is reported before a store is made and a cluster is up
+    # report config errors before creating a store and starting a cluster
     objective.check(data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
     if line := go_on_from_shorter(spec, data.fingerprint):
@@ -181,7 +181,7 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
 
 
 def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, console: Console) -> None:
-    """What a run would do, after every check that needs no data. Raises what the run would be refused for."""
+    """Print the plan of a run. Raises what the run itself would raise before it trains."""
     from titans_platform.data import NotPrepared
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start
@@ -209,8 +209,8 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
         return
     written = {
         "flops_per_token": lambda value: f"{value:.3g}",
-        "worker_bytes": lambda value: f"{value / 2**30:,.2f} GiB of memory at least",
-        "seconds": lambda value: f"{clock(value)} of training, from two steps timed now",
+        "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",
+        "seconds": lambda value: f"{clock(value)} of training, extrapolated from two timed steps",
     }
     for key, value in plan.items():
         plain = f"{value:,}" if isinstance(value, int) else str(value)
@@ -219,7 +219,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
 
 
 def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
-    """What the run takes; what cannot be known is left out."""
+    """Size, memory, FLOPs and time of a run; unknown values are left out."""
     from titans_platform.runs.cost import least_memory, seconds_per_token, sizes, training_flops
 
     flops = training_flops(cfg)
@@ -234,14 +234,16 @@ def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
 @click.command("eval")
 @click.argument("run")
 @click.option(
-    "--by-position", is_flag=True, help="Loss by position in long texts, with the state carried and without."
+    "--by-position", is_flag=True, help="Loss by position in long texts, with and without carried state."
 )
-@click.option("--rows", type=int, help="Of --by-position: training rows of a text  [64, or what there is]")
+@click.option(
+    "--rows", type=int, help="Of --by-position: length of a text in training rows  [default: at most 64]"
+)
 @click.option(
     "--read",
     "file",
     metavar="FILE",
-    help="Of --by-position: a text of your own: a file, folder or glob of .txt, .jsonl, ..., also .gz, .xz.",
+    help="Of --by-position: your own text: a file, folder or glob of .txt, .jsonl, ..., also .gz, .xz.",
 )
 @set_option
 @root_option
@@ -255,14 +257,14 @@ def evaluate(
     root: Path,
     as_json: bool,
 ) -> None:
-    """Measure RUN and print the table, chance beside each value.
+    """Evaluate RUN and print a table of values, chance levels and floors.
 
-    RUN is a run's name (or how it begins), its folder, its MLflow run id, or the folder of one checkpoint.
-    --set changes what is measured: only eval.* may be set.
+    RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
+    --set overrides the evaluation: only eval.* may be set.
 
-    --by-position shows what memory brings beyond the training length. Texts of many training rows are read
-    on the state carried from their start, on a new state every row, and on a new state that reads the rows
-    before again. A table, and a figure in the run's folder.
+    --by-position measures what memory brings beyond the training length. Long texts are read with the state
+    carried from their start, with a fresh state every row, and with a fresh state that first reads a window
+    of preceding rows. Prints a table and saves a figure to the run's folder.
 
     \b
     Example:
@@ -278,15 +280,15 @@ def evaluate(
     console = Console(stderr=as_json)
     point = find_checkpoint(run, root)
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
-        raise UsageError(f"--set {other}: the run is trained; only eval.* may be set")
+        raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
     cfg = read_config(point, overrides)
     if by_position:
         from titans_platform.cli.by_position import Asked, show
 
         return show(point, cfg, Asked(rows, file), root, as_json, console)
     if rows is not None or file is not None:
-        raise UsageError(f"{'--rows' if rows is not None else '--read'}: give it with --by-position")
-    with console.status(f"measuring {point.name}"), deterministic(cfg.seed, cfg.threads):
+        raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
+    with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
         measured = objective.evaluate(model.to(device), data, device=device)
@@ -301,14 +303,14 @@ def evaluate(
 
 
 def measures_table(result: Measures) -> Table:
-    """The result of ``evaluate`` as a table: each column, and under it its tasks at their lengths."""
+    """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for heading in ("value", "± s.e.", "chance", "floor", "items"):
         table.add_column(heading, justify="right")
     heuristics = any(task.heuristic for task in result.tasks.values())
     if heuristics:
-        table.add_column("the floor is reached by")
+        table.add_column("best heuristic")
     for column, value in result.columns.items():
         table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result.chance.get(column)))
         for name, task in result.tasks.items():
@@ -338,7 +340,7 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
 
 
 def _shaded(value: float | None, bucket: str) -> str:
-    """A number; of a depth, the greener the more needles were found there."""
+    """A number; for a depth, coloured by the share of needles found there."""
     if value is None or not bucket.endswith("%"):
         return number(value)
     colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
@@ -346,7 +348,7 @@ def _shaded(value: float | None, bucket: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three decimals below ten, fewer above; a dash where there is nothing."""
+    """Three decimals below ten, one above; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -1,4 +1,4 @@
-"""`titans ui`: MLflow's own pages on the store of the runs."""
+"""`titans ui`: the MLflow UI on the tracking store of the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from titans_platform.tracking import Store
 
 QUIET = {
-    # one worker is enough for one reader, and is there sooner
+    # one worker is enough for one user, and starts faster
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "PYTHONWARNINGS": "ignore",
 }
@@ -28,14 +28,16 @@ QUIET = {
 @click.command()
 @root_option
 @click.option(
-    "--store", metavar="ADDRESS", help="An MLflow server or sqlite:/// address in place of a root's store."
+    "--store",
+    metavar="ADDRESS",
+    help="MLflow server or sqlite:/// address to use instead of the store under --root.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
-@click.option("--no-browser", is_flag=True, help="Only print the address; open no browser.")
+@click.option("--no-browser", is_flag=True, help="Print the address without opening a browser.")
 @dry_run_option
 def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dry_run: bool) -> int:
-    """Open MLflow on the runs, studies and figures under a root, or on a server that is already there.
+    """Open the MLflow UI on the runs, studies and figures under --root, or on a running MLflow server.
 
     \b
     Example:
@@ -68,22 +70,22 @@ def _local(root: Path) -> Path:
 
 def _serve(command: list[str], store: Store, host: str, port: int, no_browser: bool) -> int:
     """Run the server until Ctrl-C; its exit code, 130 for Ctrl-C."""
-    from titans_platform.clusters.steps import LOOPBACK, answers, end_group
+    from titans_platform.clusters.steps import LOOPBACK, terminate_group, wait_for_port
 
     _check_free(host, port)
-    # a group of its own: it has children, and all end with it
+    # in its own process group, so that its children are terminated with it
     server = subprocess.Popen(
         command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
     )
     reached = LOOPBACK if host == "0.0.0.0" else host
     try:
-        if answers(server, reached, port):
+        if wait_for_port(server, reached, port):
             _show(store, f"http://{reached}:{port}", no_browser, "  (Ctrl-C ends it)")
         return server.wait()
     except KeyboardInterrupt:
         return 130
     finally:
-        end_group(server)
+        terminate_group(server)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -96,7 +98,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
-    """Print where the newest study is shown; open a browser there where this machine has a screen."""
+    """Print the address; open a browser on it if this machine has a display."""
     import webbrowser
 
     where = f"{address}/{store.page}"
@@ -104,6 +106,6 @@ def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
     screen = (
         sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )
-    # without a screen it would be a browser in this terminal
+    # without a display it would open a text browser in this terminal
     if screen and not no_browser:
         webbrowser.open(where)

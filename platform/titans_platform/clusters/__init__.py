@@ -1,4 +1,4 @@
-"""Clusters: where a study runs, as a file says. Here are the kinds, one file each, and the way to a cluster.
+"""Clusters: the kinds, one file each, and loading a cluster from its YAML file.
 
 A new kind is a file like those beside this one, and a line in ``KINDS``. A kind of your own needs no line: a
 cluster file names it by import path, `kind: my_lab.cluster:MyCluster`.
@@ -23,11 +23,11 @@ KINDS = {
     "slurm": "titans_platform.clusters.slurm:Slurm",
 }
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""What a cluster may be called: also the name of a Kubernetes object and of a folder."""
+"""Valid cluster names: they also name Kubernetes objects and folders."""
 
 
 def known_clusters() -> dict[str, Path]:
-    """Every cluster that can be given by name, and its file: in ./clusters first, then what is shipped."""
+    """Every cluster that can be given by name, and its file: in ./clusters first, then the shipped ones."""
     return known_files("clusters")
 
 
@@ -40,7 +40,7 @@ def load_cluster(name: str) -> Cluster:
         path = known[name]
     if not NAME.fullmatch(path.stem):
         raise UsageError(
-            f"{path.name}: a cluster's name is its file's: up to 40 of a-z, 0-9 and -, a letter first"
+            f"{path.name}: a cluster is named after its file: up to 40 of a-z, 0-9 and -, a letter first"
         )
     mapping = read_yaml(path)
     kind = _find_kind(mapping.get("kind"), f"{path.name}.kind")
@@ -54,10 +54,12 @@ def _find_kind(kind: Any, field: str) -> type[Cluster]:
     found = KINDS.get(kind, kind) if isinstance(kind, str) else ""
     if ":" not in found:
         raise UsageError(
-            f"{field}: {kind!r} is no kind of cluster; {nearest(str(kind), KINDS)}; "
-            "or a class of your own, as module:Class"
+            f"{field}: {kind!r} is not a kind of cluster; {nearest(str(kind), KINDS)}; "
+            "or your own class as module:Class"
         )
     chosen = find_named(field, found, {}, Cluster)
     if chosen.__abstractmethods__:
-        raise UsageError(f"{field}: {kind} lacks {', '.join(sorted(chosen.__abstractmethods__))}")
+        raise UsageError(
+            f"{field}: {kind} does not implement {', '.join(sorted(chosen.__abstractmethods__))}"
+        )
     return chosen

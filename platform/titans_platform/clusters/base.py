@@ -1,4 +1,4 @@
-"""What a kind of cluster is: its fields, the steps that bring it up and down, and its jobs."""
+"""The base class of clusters: fields, the steps that bring one up and down, and its jobs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Count = Annotated[int, Field(ge=0)]
 class Cluster(Frozen, ABC):
     """A cluster as a file describes it. Nothing is contacted before a method is called.
 
-    These are the fields that every kind has; a kind adds its own, its steps and its jobs. What contacts a
-    cluster raises ClusterError.
+    Every kind has these fields; it adds its own fields, its steps and its jobs. Methods that contact the
+    cluster raise ClusterError.
     """
 
     kind: str
@@ -37,18 +37,18 @@ class Cluster(Frozen, ABC):
     mlflow: str | None = None
     """Address of an MLflow server that every node reaches. None: the SQLite file under the storage."""
     token: Token | None = None
-    """Where the token is. None: where the kind keeps it, else Ray's own ~/.ray/auth_token."""
+    """Where to read the token. None: where the kind stores it, else Ray's own ~/.ray/auth_token."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables that every process of a job gets. No secrets: they can be read in the dashboard."""
+    """Environment variables of every process of a job. No secrets: the dashboard shows them."""
     pip: bool = False
     """Install the locked requirements on the nodes first; not needed where the image has them."""
 
     sees_paths: ClassVar[bool] = False
     """Whether its nodes see this machine's folders under the same paths."""
     started_here: ClassVar[bool] = False
-    """Whether its jobs can be reached only where `up` was called."""
+    """Whether its jobs can be reached only from the machine that ran `up`."""
     own_token: ClassVar[bool] = False
-    """Whether it comes with a token, kept here in a file that only this user can read."""
+    """Whether it has a token of its own, stored here in a file that only this user can read."""
     _name: str = PrivateAttr("")
 
     @model_validator(mode="after")
@@ -67,17 +67,17 @@ class Cluster(Frozen, ABC):
 
     @property
     def name(self) -> str:
-        """Its file's name."""
+        """The stem of its file."""
         return self._name
 
     @property
     def state_folder(self) -> Path:
-        """What `up` started is recorded in it, outside the project; XDG_STATE_HOME moves it."""
+        """Where `up` records what it started: outside the project, under XDG_STATE_HOME."""
         base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(base).expanduser() / "titans" / "clusters" / self.name
 
     def recorded(self) -> dict[str, Any] | None:
-        """What `up` recorded, so that `down` ends that and nothing else; None where nothing is up."""
+        """What `up` recorded, so that `down` stops that and nothing else; None if nothing is up."""
         return read_json(self.state_folder / "state.json")
 
     def record(self, value: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Cluster(Frozen, ABC):
 
     @property
     def token_used(self) -> Token:
-        """Where its token is: where the file says, else the kind's own or Ray's."""
+        """Where to read its token: as the file says, else the kind's own or Ray's."""
         own = str(self.state_folder / "token")
         return self.token or Token(file=own if self.own_token else "~/.ray/auth_token")
 
@@ -103,11 +103,11 @@ class Cluster(Frozen, ABC):
 
     @property
     def is_up(self) -> bool:
-        """Whether jobs can be submitted as far as can be told from here."""
+        """Whether jobs can be submitted, without contacting the cluster."""
         return self.recorded() is not None
 
     def grows_to(self) -> list[dict[str, float]] | None:
-        """The CPUs and GPUs of each node it may grow to; None where what is alive is all there is."""
+        """CPUs and GPUs of each node at full autoscaling; None if it does not autoscale."""
         return None
 
     @abstractmethod
@@ -116,7 +116,7 @@ class Cluster(Frozen, ABC):
 
     @abstractmethod
     def down_steps(self) -> list[Step]:
-        """What `down` does: it ends what `up` started, and nothing else."""
+        """What `down` does: it stops what `up` started, and nothing else."""
 
     @abstractmethod
     def where(self) -> str:
@@ -129,7 +129,9 @@ class Cluster(Frozen, ABC):
     def up(self) -> str:
         """Bring it up; where it is."""
         if self.recorded() is not None:
-            raise ClusterError(f"cluster {self.name}: is up already; titans cluster down {self.name} ends it")
+            raise ClusterError(
+                f"cluster {self.name}: is up already; titans cluster down {self.name} stops it"
+            )
         perform(self.up_steps())
         return self.where()
 
@@ -140,17 +142,17 @@ class Cluster(Frozen, ABC):
         shutil.rmtree(self.state_folder, ignore_errors=True)
 
     def require_up(self) -> dict[str, Any]:
-        """What `up` recorded. Raises ClusterError where it started nothing, here, by this user."""
+        """What `up` recorded. Raises ClusterError if it was not called on this machine by this user."""
         found = self.recorded()
         if found is None:
             raise ClusterError(
-                f"cluster {self.name}: not up: nothing that `titans cluster up {self.name}` started is here"
+                f"cluster {self.name}: not up; run `titans cluster up {self.name}` on this machine first"
             )
         return found
 
     @contextmanager
     def connected(self) -> Iterator[Jobs]:
-        """Its jobs, reached for as long as the block lasts."""
+        """Its jobs, connected for the duration of the block."""
         if self.started_here:
             self.require_up()
         with self.jobs().connected() as jobs:
@@ -165,7 +167,9 @@ class Cluster(Frozen, ABC):
 def _check_mlflow(uri: str) -> None:
     parts = urlsplit(uri)
     if parts.scheme == "sqlite":
-        raise ValueError("mlflow: an SQLite file takes one machine; give the address of an `mlflow server`")
+        raise ValueError(
+            "mlflow: an SQLite file serves only one machine; give the address of an `mlflow server`"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
     if parts.password:

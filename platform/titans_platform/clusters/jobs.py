@@ -16,7 +16,7 @@ from titans_platform.clusters.steps import Step, perform
 from titans_platform.errors import ClusterError
 
 DETACHED = 130
-"""What a shell returns after Ctrl-C; the job itself goes on."""
+"""A shell's exit code after Ctrl-C; the job keeps running."""
 _OPENS = re.compile(r"^[{\[]\n", re.MULTILINE)
 
 
@@ -26,9 +26,9 @@ class Job:
 
     name: str
     arguments: tuple[str, ...]
-    """What would be typed after `titans`."""
+    """The arguments after `titans`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Put into the job's working directory, under these relative names."""
+    """Files for the job's working directory, by relative path."""
     env: Mapping[str, str] = field(default_factory=dict)
     pip: bool = False
     """Install the locked requirements on the nodes first."""
@@ -68,22 +68,22 @@ class JobInfo:
 
 
 class ReaderGone(BrokenPipeError):
-    """Whoever read our output has left; this says nothing about the connection to the cluster."""
+    """The reader of our output closed the pipe; the connection to the cluster may be intact."""
 
 
 class Log:
-    """A job's log as it is written here. Every reading starts at its beginning and skips what is written."""
+    """Writes a job's log once: every read starts at its beginning and skips what was written before."""
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
         self._skip = self.written = 0
 
     def restart(self) -> None:
-        """Begin another reading."""
+        """Start a new read from the beginning."""
         self._skip = self.written
 
     def add(self, text: str) -> None:
-        """Take what comes next in this reading."""
+        """Add the next chunk of this read."""
         fresh, self._skip = text[self._skip :], max(0, self._skip - len(text))
         try:
             self._write(fresh)
@@ -94,18 +94,18 @@ class Log:
 
 @dataclass(frozen=True)
 class Jobs(ABC):
-    """The jobs of one cluster. Making one contacts nothing, so that --dry-run can show its steps.
+    """The jobs of one cluster. Creating one contacts nothing, so that --dry-run can show its steps.
 
-    What does contact the cluster raises ClusterError.
+    Methods that contact the cluster raise ClusterError.
     """
 
     cluster: str
     poll: ClassVar[float] = 2.0
-    """Seconds between two looks at a job."""
+    """Seconds between polls of a job's state."""
 
     @abstractmethod
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """What submitting does."""
+        """The steps that submit a job."""
 
     @abstractmethod
     def list(self) -> list[JobInfo]:
@@ -113,35 +113,35 @@ class Jobs(ABC):
 
     @abstractmethod
     def read(self, job_id: str, log: Log, follow: bool) -> None:
-        """Add the log from its start; with ``follow`` it may stay for as long as the log grows."""
+        """Add the log from its start; with ``follow`` it may block while the log grows."""
 
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
-        """What ending a job does."""
+        """The steps that stop a job."""
 
     @abstractmethod
     def log_steps(self, job_id: str) -> list[Step]:
-        """What reads the log."""
+        """The steps that read the log."""
 
     @abstractmethod
     def status_steps(self) -> list[Step]:
-        """What finds out about nodes and jobs."""
+        """The steps that query nodes and jobs."""
 
     def access_steps(self) -> list[Step]:
-        """What has to be done before any of the steps above, such as forwarding a port."""
+        """The steps required before any of those above, such as forwarding a port."""
         return []
 
     @contextmanager
     def connected(self) -> Iterator[Self]:
-        """The jobs, reached for as long as the block lasts."""
+        """The jobs, connected for the duration of the block."""
         yield self
 
     def about(self) -> dict[str, Any]:
-        """What is known of the cluster: its jobs, and for some kinds its nodes."""
+        """Status of the cluster: its jobs, and for some kinds its nodes."""
         return {"jobs": [asdict(job) for job in self.list()]}
 
     def info(self, job_id: str) -> JobInfo:
-        """One job; the error for one that is unknown names those there are."""
+        """One job. Raises ClusterError that lists the known jobs if it is not one of them."""
         known = {job.id: job for job in self.list()}
         if job_id not in known:
             names = ", ".join(list(known)[-5:]) or "none"
@@ -159,7 +159,7 @@ class Jobs(ABC):
         return job_id
 
     def stop(self, job_id: str) -> None:
-        """End a job; the same command goes on where it was."""
+        """Stop a job; submitting the same command again resumes it."""
         self.info(job_id)
         perform(self.stop_steps(job_id))
 
@@ -186,7 +186,7 @@ class Answer:
         self._held = ""
 
     def write(self, text: str) -> None:
-        """Take more of the log; all before the last line that may open an answer goes to the rest."""
+        """Add a chunk of the log; all before the last line that may open an answer goes to the rest."""
         self._held += text
         whole = self._held.rfind("\n") + 1
         opened = [match.start() for match in _OPENS.finditer(self._held, 0, whole)]

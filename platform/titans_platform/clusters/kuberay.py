@@ -1,7 +1,7 @@
-"""Kind `kuberay`: Ray on Kubernetes, kept by the KubeRay operator (1.7), through kubectl.
+"""Kind `kuberay`: Ray on Kubernetes, managed by the KubeRay operator (1.7), through kubectl.
 
 What is under `ray:` is the spec of a RayCluster as KubeRay documents it. Added to it are its name, namespace
-and label, and token authentication: pods get the token from a Secret, so that no manifest holds it.
+and label, and token authentication: pods get the token from a Secret, so that no manifest contains it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KubeRay(Cluster):
         if not self.storage:
             raise ValueError("storage: missing; give the path that every pod mounts")
         if self.pip and self.lifetime == "job":
-            raise ValueError("pip: a RayJob runs what the image holds; build it with clusters/Dockerfile")
+            raise ValueError("pip: a RayJob runs what the image contains; build it with clusters/Dockerfile")
         if "authOptions" in self.ray:
             raise ValueError("ray.authOptions: is set by titans; leave it out, and give `secret`")
         for where, group in _groups(self.ray):
@@ -68,7 +68,7 @@ class KubeRay(Cluster):
             except (KeyError, IndexError, TypeError) as error:
                 raise ValueError(f"ray.{where}: template.spec.containers.0.volumeMounts: missing") from error
             if self.storage not in mounts:
-                raise ValueError(f"ray.{where}: mounts nothing at storage, {self.storage}")
+                raise ValueError(f"ray.{where}: does not mount the storage, {self.storage}")
         return self
 
     def kubectl(self, *arguments: str) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class KubeRay(Cluster):
             objects.append(self.object("ray.io/v1", "RayCluster", self.name, spec=self.ray_spec()))
         apply = [self.apply(objects)] if objects else []
         if self.lifetime == "job":
-            return [*apply, Note("no cluster to keep: each submit makes its own"), self.record_step()]
+            return [*apply, Note("no cluster to start: each submit creates its own"), self.record_step()]
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
         return [*apply, self.record_step(), Run(self.kubectl(*ready))]
 
@@ -145,7 +145,7 @@ class KubeRay(Cluster):
             except ValueError:
                 value = ""
             if not value:
-                raise ClusterError(f"cluster {self.name}: its Secret holds no auth_token")
+                raise ClusterError(f"cluster {self.name}: its Secret has no key auth_token")
             steps.write_token(path, value)
 
         return Step(f"(umask 077; {get.shown} | base64 --decode > {shlex.quote(str(path))})", fetch)
@@ -153,7 +153,7 @@ class KubeRay(Cluster):
 
 @dataclass(frozen=True)
 class KubeJobs(Jobs):
-    """The RayJobs of a namespace that titans made; KubeRay makes and removes the cluster of each."""
+    """The RayJobs of a namespace that titans made; KubeRay creates and deletes the cluster of each."""
 
     spec: KubeRay
 
@@ -164,7 +164,7 @@ class KubeJobs(Jobs):
         return [self.spec.apply(ray_job(job_id, self.spec, job))]
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
-        """What the pod prints that submits the entrypoint and follows it."""
+        """Read the log of the pod that submits and follows the entrypoint."""
         argv = self.spec.kubectl("logs", *["--follow"] * follow, f"job/{job_id}")
         with steps.detached(argv, stdout=subprocess.PIPE) as process:
             try:
@@ -177,7 +177,7 @@ class KubeJobs(Jobs):
         return [Run(self.spec.kubectl("logs", "--follow", f"job/{job_id}"))]
 
     def stop_steps(self, job_id: str) -> list[Step]:
-        """Delete the RayJob, with which its cluster goes, and its files."""
+        """Delete the RayJob, and with it its cluster, and its files."""
         gone = (job_id, "--ignore-not-found")
         return [Run(self.spec.kubectl("delete", kind, *gone)) for kind in ("rayjob", "configmap")]
 
@@ -193,7 +193,7 @@ class KubeJobs(Jobs):
 
 
 def object_name(job_id: str) -> str:
-    """A job's id as Kubernetes takes it."""
+    """A job's id as a valid Kubernetes name."""
     return re.sub(r"[^-a-z0-9]", "-", job_id.lower())[-47:].strip("-")
 
 
@@ -207,13 +207,13 @@ def _job_info(item: dict[str, Any]) -> JobInfo:
 
 
 def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
-    """A ConfigMap of the job's files and the RayJob that makes a cluster, runs the command, deletes both.
+    """A ConfigMap of the job's files and the RayJob that creates a cluster, runs the command, deletes both.
 
     Raises UsageError: the files do not fit into a ConfigMap.
     """
     if sum(map(len, job.files.values())) > _CONFIG_MAP_BYTES:
         raise UsageError(
-            f"lifetime: job: {', '.join(job.files)} are more than a ConfigMap holds; put the tokenizer into "
+            f"lifetime: job: {', '.join(job.files)} do not fit into a ConfigMap; put the tokenizer into "
             f"{spec.storage} and give its absolute path"
         )
     ray, objects = spec.ray_spec(), []
@@ -267,5 +267,5 @@ def _key(path: str) -> str:
 
 def as_yaml(objects: Sequence[dict[str, Any]]) -> str:
     """The manifests as one YAML stream."""
-    # through JSON no part is shared: it would be an anchor, which people and `kubectl diff` read badly
+    # the JSON round trip unshares objects, which YAML would write as anchors and aliases
     return yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Kind `local`: this machine. A study starts its own Ray here and ends it; no cluster file is needed."""
+"""Kind `local`: this machine. A study starts and stops its own Ray here; no cluster file is needed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Local(Cluster):
         return True
 
     def up_steps(self) -> list[Step]:
-        return [Note("nothing to start: a study starts its own Ray on this machine and ends it")]
+        return [Note("nothing to start: a study starts and stops its own Ray on this machine")]
 
     def down_steps(self) -> list[Step]:
-        return [Note("nothing to end: a study ends its own Ray")]
+        return [Note("nothing to stop: a study stops its own Ray")]
 
     def down(self) -> None:
-        """Nothing to end."""
+        """Nothing to stop."""
 
     def where(self) -> str:
         return "this machine"
@@ -46,12 +46,12 @@ class Local(Cluster):
 
 @dataclass(frozen=True)
 class LocalJobs(Jobs):
-    """Runs commands in this shell, one after the other, and keeps no record of them."""
+    """Runs commands in this shell, one after the other, without a job list."""
 
     codes: dict[str, int] = field(default_factory=dict)
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        # what the command prints goes where our own output goes
+        # the command inherits stdout and stderr
         argv = [sys.executable, "-m", "titans_platform", *job.arguments]
 
         def run() -> None:
@@ -67,8 +67,8 @@ class LocalJobs(Jobs):
 
     def info(self, job_id: str) -> NoReturn:
         raise UsageError(
-            f"cluster {self.cluster}: runs in the shell that started it and keeps no jobs; "
-            "Ctrl-C ends one, sweep status shows it"
+            f"cluster {self.cluster}: has no job list: a command runs in the shell that started it; "
+            "Ctrl-C stops it, titans sweep status shows its progress"
         )
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:

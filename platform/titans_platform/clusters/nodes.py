@@ -1,11 +1,11 @@
 """Kind `nodes`: several real Ray nodes on this machine, each with its own raylet, store and folder.
 
-Each node is a `ray start --block` in a session of its own; `down` ends these processes
-and their descendants, never `ray stop`, which would end every Ray of the machine.
+Each node is a `ray start --block` in a session of its own; `down` terminates these processes and their
+descendants, without `ray stop`, which would stop every Ray of the machine.
 
-Other users of the machine are kept out twice: the folder, from which workers import a job's code, can be
-entered by its owner alone, and Ray listens on the loopback interface only. (PyTorch, in a cell with several
-workers, listens on all interfaces.)
+Other users of the machine have no access: only the owner can enter the folder from which workers import a
+job's code, and Ray listens on the loopback interface only. (PyTorch, in a cell with several workers, listens
+on all interfaces.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titans_platform.clusters.steps import (
     LOOPBACK,
     Note,
     Step,
-    command_line,
+    command_text,
     detached,
     free_ports,
     new_token,
@@ -41,8 +41,8 @@ from titans_platform.clusters.steps import (
 )
 from titans_platform.errors import ClusterError
 
-_SOCKET_PATH = 24
-"""Letters of the temporary directory that leave room for Ray's socket paths, of at most 107."""
+_MAX_TEMP_PATH = 24
+"""Longest temporary directory that leaves room for Ray's socket paths (at most 107 characters)."""
 _START_SECONDS = 90
 
 # `ray start` replaces 127.0.0.1 by the machine's network address, and Ray then listens on all interfaces.
@@ -70,17 +70,17 @@ class Nodes(Cluster):
     started_here: ClassVar[bool] = True
     own_token: ClassVar[bool] = True
     nodes: PositiveInt = 3
-    """Ray nodes, the head among them."""
+    """Ray nodes, including the head."""
     cpus_per_node: PositiveInt = 1
-    """CPUs that Ray counts for a node: a number for scheduling, nothing is bound to it."""
+    """Logical CPUs of a node, for Ray's scheduler; processes are not pinned."""
     gpus_per_node: Count = 0
     object_store_mb: PositiveInt = 100
-    """Shared memory of each node's object store; 75 is the least Ray takes."""
+    """Shared memory of each node's object store; Ray requires at least 75."""
 
     @model_validator(mode="after")
     def _own(self) -> Nodes:
         if self.token:
-            raise ValueError("token: these nodes get a token of their own; leave it out")
+            raise ValueError("token: these nodes generate their own token; leave it out")
         return self
 
     @property
@@ -89,7 +89,7 @@ class Nodes(Cluster):
 
     def up_steps(self) -> list[Step]:
         """A private folder, a token, a head, the other nodes; on ports that are free now."""
-        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _SOCKET_PATH else "/tmp"
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp"
         folder = Path(base) / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)
         address = f"http://{LOOPBACK}:{dashboard}"
@@ -117,11 +117,11 @@ class Nodes(Cluster):
             "node-ip-address": LOOPBACK,
             "num-cpus": self.cpus_per_node,
             "num-gpus": self.gpus_per_node,
-            # 0: any free one; the nodes of one machine would all want the same
+            # 0: any free port; the default ranges of several nodes on one machine collide
             "min-worker-port": 0,
             "max-worker-port": 0,
             "temp-dir": f"{facts['folder']}/{number}",
-            # it sends what workers print to drivers, and ours take none of it
+            # it forwards worker output to drivers, which ours do not read
             "include-log-monitor": "false",
             "object-store-memory": self.object_store_mb * 2**20,
         }
@@ -132,11 +132,11 @@ class Nodes(Cluster):
         def start() -> None:
             with self._log(number).open("wb") as log:
                 process = detached(argv, env, stdout=log, stderr=log)
-            # at once: only what is recorded can be ended
+            # recorded immediately: `down` stops only recorded processes
             facts["processes"].append(record(process.pid, f"node {number}" if number else "head"))
             self.record(facts)
 
-        return Step(f"{command_line(argv, env)} > {shlex.quote(str(self._log(number)))} 2>&1 &", start)
+        return Step(f"{command_text(argv, env)} > {shlex.quote(str(self._log(number)))} 2>&1 &", start)
 
     def _log(self, number: int) -> Path:
         return self.state_folder / f"node-{number}.log"
@@ -149,32 +149,36 @@ class Nodes(Cluster):
             while self._alive() < count:
                 for number, process in enumerate(self.require_up()["processes"]):
                     if find(process) is None:
-                        raise ClusterError(f"{process['role']} ended at once; see {self._log(number)}")
+                        raise ClusterError(
+                            f"{process['role']} exited during startup; see {self._log(number)}"
+                        )
                 if time.monotonic() > deadline:
-                    raise ClusterError(f"{what}: not within {_START_SECONDS} s; see {self._log(count - 1)}")
+                    raise ClusterError(
+                        f"{what}: timed out after {_START_SECONDS} s; see {self._log(count - 1)}"
+                    )
                 time.sleep(0.3)
 
         return Step(f"# wait until {what}", wait)
 
     def _alive(self) -> int:
-        # the dashboard answers some requests before it can answer this one
+        # the dashboard serves some endpoints before this one
         with suppress(ClusterError):
             return sum(node["alive"] for node in self.jobs().about()["nodes"])
         return 0
 
     def up(self) -> str:
-        """Start the nodes; if one does not come up, the others are ended."""
+        """Start the nodes; if one fails to start, stop the others."""
         found = self.recorded()
         if found and any(find(process) for process in found["processes"]):
             return super().up()
         if found:
-            # left behind by a machine that was restarted, or by nodes that were all killed
+            # stale: the machine was restarted, or all nodes were killed
             self.down()
         try:
             return super().up()
         except BaseException:
             if found := self.recorded():
-                # the logs stay, the error names them
+                # keep the logs: the error names them
                 perform(_end_steps(found))
                 (self.state_folder / "state.json").unlink()
             raise
@@ -182,7 +186,7 @@ class Nodes(Cluster):
     def down_steps(self) -> list[Step]:
         found = self.recorded()
         if found is None:
-            return [Note("nothing to end: it is not up")]
+            return [Note("nothing to stop: it is not up")]
         return _end_steps(found, str(self.state_folder))
 
     def where(self) -> str:
@@ -209,7 +213,7 @@ def _options(values: dict[str, Any]) -> list[str]:
 
 
 def _end_steps(found: Mapping[str, Any], *folders: str) -> list[Step]:
-    """End the recorded processes and remove their folder, and ``folders``; what is gone is no error."""
+    """Stop the recorded processes and delete their folder and ``folders``. Idempotent."""
     alive = [process for process in found["processes"] if find(process)]
     pids, roles = " ".join(str(p["pid"]) for p in alive), ", ".join(p["role"] for p in alive)
     line = f"kill {pids}  # {roles}, and their descendants" if alive else "# none of its processes is alive"
@@ -229,7 +233,7 @@ def _psutil() -> Any:
 
 
 def record(pid: int, role: str) -> dict[str, Any]:
-    """What identifies a process for good: an id is reused, an id with its time of birth is not."""
+    """A process's unique identity: pids are reused, a pid with its creation time is not."""
     return {"pid": pid, "born": _psutil().Process(pid).create_time(), "role": role}
 
 
@@ -260,7 +264,7 @@ def _end(processes: Sequence[Mapping[str, Any]], grace: float = 8.0) -> None:
     families = [family(process) for process in processes]
     for first in (members[0] for members in families if members):
         with suppress(psutil.Error):
-            # Ray's own start command ends its children with it
+            # `ray start --block` terminates its children when it exits
             first.terminate()
     _, alive = psutil.wait_procs([member for members in families for member in members], timeout=grace)
     for process in alive:

@@ -1,7 +1,7 @@
-"""What a `titans` command takes along as a job: variables, files, and the project's own packages.
+"""What is shipped with a `titans` command that runs as a job: variables, files and the project's packages.
 
-The packages lie in the job's folder and are installed nowhere: the nodes have what they require, or get it
-locked.
+The packages are copied to the job's folder, not installed; the nodes have their requirements, or pip installs
+the locked versions.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DISTRIBUTION = "titans-lab"
 
 
 def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
-    """The storage root as the nodes see it, ``explicit`` if ``root`` was given for this command.
+    """The storage root as the nodes see it; ``explicit``: ``root`` was given on the command line.
 
-    Raises UsageError where it would be this machine's folder and the nodes do not see it.
+    Raises UsageError if it is a folder of this machine that the nodes do not see.
     """
     if cluster.storage and not explicit:
         return Path(cluster.storage)
@@ -43,7 +43,7 @@ def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
     if not explicit:
         raise UsageError(
             f"clusters/{cluster.name}.yaml.storage: missing: the nodes do not see this machine's {root}; "
-            "write the absolute path of a folder there that every node mounts"
+            "set it to the absolute path of a folder that every node mounts"
         )
     if not root.is_absolute():
         raise UsageError(
@@ -53,7 +53,7 @@ def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
 
 
 def check_reachable(cluster: Cluster) -> None:
-    """Refuse a tracking store that workers elsewhere cannot write to. Raises UsageError."""
+    """Raises UsageError if workers on other machines cannot write to the tracking store."""
     uri, where = cluster.mlflow, f"clusters/{cluster.name}.yaml.mlflow"
     if cluster.one_machine:
         return
@@ -64,16 +64,18 @@ def check_reachable(cluster: Cluster) -> None:
             "write http://NAME:5000"
         )
     if urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0"):
-        raise UsageError(f"{where}: {uri} is another machine on each node; write a name all of them know")
+        raise UsageError(
+            f"{where}: {uri} is a different machine on each node; give a host name that all nodes resolve"
+        )
 
 
-def environment(cluster: Cluster) -> dict[str, str]:
-    """The variables of a job: which Ray to join, where to log, how wide to print."""
+def job_environment(cluster: Cluster) -> dict[str, str]:
+    """Environment variables of a job: the Ray to join, the tracking store, the terminal width."""
     # it imports mlflow, which takes seconds
     from titans_platform.tracking import STORE
 
     here = Path(os.environ.get("TITANS_HOME", "titans-runs"))
-    # the root of commands that are given none, as it would be here
+    # the default --root of the job, the same as here
     home = cluster.storage or (str(here.resolve()) if cluster.sees_paths else None)
     grown = cluster.grows_to()
     given = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
@@ -96,7 +98,7 @@ def titans_job(
     """Any `titans` command as a job."""
     words = [word for word in arguments if not word.startswith("-")]
     name = name or "-".join(words[:2]) or "titans"
-    return Job(name, tuple(arguments), files or {}, environment(cluster), cluster.pip)
+    return Job(name, tuple(arguments), files or {}, job_environment(cluster), cluster.pip)
 
 
 def study_job(
@@ -104,7 +106,7 @@ def study_job(
 ) -> Job:
     """The study at a scale as a job, with its file, those of the studies it is `like`, and tokenizer files.
 
-    Raises UsageError for what would not be found there.
+    Raises UsageError for files that the job would not find.
     """
     path, data = find_study(study), [cell.config.data for cell in cells]
     arguments = ["sweep", "run", path.stem, "--scale", scale, "--root", str(root), *options]
@@ -120,7 +122,9 @@ def _parents_of(study: Path) -> dict[str, bytes]:
         if given is None:
             files[f"sweeps/{study.stem}.yaml"] = study.read_bytes()
         elif ".." in given.parts:
-            raise UsageError(f"like: {other}: a path with .. cannot be taken along; give the study's name")
+            raise UsageError(
+                f"like: {other}: a path with .. cannot be shipped with a job; give the study's name"
+            )
         elif not given.is_absolute():
             files[given.as_posix()] = given.read_bytes()
     return files
@@ -134,7 +138,7 @@ def data_job(cluster: Cluster, config: Path, root: Path, options: Iterable[str],
 
 
 def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
-    """What travels with a job on these data; raises UsageError for what would not be found there."""
+    """The files to ship with a job on these data. Raises UsageError for paths that the job would not find."""
     for source in sorted({source.path for one in data for source in one.sources if source.path}):
         if not Path(source).is_absolute() and "://" not in source:
             raise UsageError(
@@ -145,7 +149,7 @@ def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
 
 
 def _tokenizers(names: set[str]) -> dict[str, bytes]:
-    """The tokenizer files by relative path; an absolute path is one of the cluster's, a Hub name nobody's."""
+    """The tokenizer files by relative path; absolute paths and Hub names are left to the cluster."""
     from titans_platform.data.tokenizer import BUILT_IN, names_hub
 
     files = map(Path, sorted(name for name in names - set(BUILT_IN) if not names_hub(name)))
@@ -153,12 +157,12 @@ def _tokenizers(names: set[str]) -> dict[str, bytes]:
     for path in here:
         if not path.is_file():
             raise UsageError(
-                f"data.tokenizer: no file {path} here to take along; run from the folder it is in, or give "
-                "an absolute path on the cluster"
+                f"data.tokenizer: no file {path} here to ship with the job; run from the folder it is in, or "
+                "give an absolute path on the cluster"
             )
         if ".." in path.parts:
             raise UsageError(
-                "data.tokenizer: a path with .. cannot be taken along; run from the folder it is in"
+                "data.tokenizer: a path with .. cannot be shipped with a job; run from the folder it is in"
             )
     return {path.as_posix(): path.read_bytes() for path in here}
 
@@ -175,14 +179,14 @@ def requirements() -> list[str]:
 
 
 def put_code(folder: Path) -> None:
-    """Write the project's packages into ``folder``, as a wheel of it has them. Raises UsageError."""
+    """Write the project's packages into ``folder``, as in its wheel. Raises UsageError."""
     if (tree := checkout()) is not None:
         _build(tree, folder)
         return
     try:
         found = importlib.metadata.distribution(DISTRIBUTION).files or []
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError(f"{DISTRIBUTION} is neither installed nor a checkout: nothing to send") from None
+        raise UsageError(f"{DISTRIBUTION} is neither installed nor a checkout: no code to ship") from None
     for path in found:
         if path.parts[0] != ".." and path.suffix != ".pyc":
             Write(folder / path, path.read_binary()).do()

@@ -1,7 +1,7 @@
-"""Kind `ray-up`: machines that Ray's own cluster launcher gets (AWS, GCP, ...) or reaches by ssh.
+"""Kind `ray-up`: machines that Ray's cluster launcher provisions (AWS, GCP, ...) or reaches by ssh.
 
 What is under `ray:` is the launcher's YAML as Ray documents it. Added to it are the name, the token
-(copied to the nodes as a file) and start commands that require it; the whole is checked by Ray's schema.
+(copied to the nodes as a file) and start commands that require it; Ray's schema validates the result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RayUp(Cluster):
         return self.state_folder / "cluster.yaml"
 
     def config(self) -> dict[str, Any]:
-        """The launcher's YAML, complete. Raises UsageError for what Ray would refuse."""
+        """The launcher's YAML, complete. Raises UsageError for what Ray would reject."""
         if self.token_used.env:
             raise UsageError(f"{self.name}.yaml.token.env: nodes get the token as a file; give `file`")
         config: dict[str, Any] = copy.deepcopy(dict(self.ray))
@@ -64,7 +64,7 @@ class RayUp(Cluster):
         return config
 
     def grows_to(self) -> list[dict[str, float]] | None:
-        """Every type of worker at its most; Ray gets machines as cells wait for them."""
+        """Every worker type at max_workers; Ray adds machines while cells are queued."""
         ray: Any = self.ray
         workers = dict(ray.get("available_node_types") or {})
         workers.pop(ray.get("head_node_type"), None)
@@ -83,7 +83,7 @@ class RayUp(Cluster):
         return [self._ray("down", "--yes")]
 
     def _ray(self, command: str, *options: str) -> Run:
-        # it takes minutes and asks for input: its output is shown as it comes
+        # it takes minutes and may ask for input: stream its output
         argv = (*_RAY, command, *options, str(self.file))
         return Run(argv, {"RAY_AUTH_MODE": "token"}, quiet=False)
 
@@ -98,7 +98,7 @@ class RayUp(Cluster):
 
 
 def _check(config: dict[str, Any], where: str) -> None:
-    """As it is and with Ray's defaults filled in, against Ray's schema. Raises UsageError."""
+    """Validate against Ray's schema, before and after Ray fills in its defaults. Raises UsageError."""
     import jsonschema
     import ray.autoscaler
     from ray.autoscaler._private.util import prepare_config, validate_config
@@ -113,4 +113,4 @@ def _check(config: dict[str, Any], where: str) -> None:
         place = ".".join([where, *map(str, error.absolute_path)])
         raise UsageError(f"{place}: {error.message[:200]}") from None
     except Exception as error:
-        raise UsageError(f"{where}: Ray refuses it: {one_line(error, 200)}") from None
+        raise UsageError(f"{where}: Ray rejects it: {one_line(error, 200)}") from None

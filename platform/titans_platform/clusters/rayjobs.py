@@ -1,10 +1,9 @@
-"""Jobs through Ray's Jobs API: the project goes in the job's folder, the log and the exit code come back.
+"""Jobs through Ray's Jobs API: upload the project, follow the log, return the exit code.
 
-Kind `existing` is no more than that: a Ray cluster somebody else brought up, by the address of its dashboard
-and its token.
+Kind `existing` is a running Ray cluster, given by the address of its dashboard and its token.
 
-Ray's client does what needs its protocol: uploading packages and following a log. Plain HTTP does the rest,
-since the client cannot tell a wrong token from a dashboard that takes none.
+Uploading packages and following a log go through Ray's client. The rest is plain HTTP, since the client
+cannot tell a wrong token from a dashboard without authentication.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from titans_platform.clusters.steps import (
     Step,
     Token,
     Write,
-    answers,
     detached,
-    end_group,
     perform,
+    terminate_group,
+    wait_for_port,
 )
 from titans_platform.errors import ClusterError, one_line
 
@@ -48,13 +47,13 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 CONSTRAINTS = "constraints.txt"
-_CHATTY = (
+_NOISY_LOGGERS = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
 )
-_TRIES = 40
-"""Times in a row the log may break off, half a second apart, before we give up on it."""
+_MAX_RECONNECTS = 40
+"""Consecutive reconnects, half a second apart, before following a log fails."""
 
 
 def _http_status(address: str, token: str | None) -> int:
@@ -80,9 +79,9 @@ class RayJobs(Jobs):
     address: str
     token: Token
     forward: tuple[str, ...] = ()
-    """A command that forwards ``address`` for as long as it runs; none where it is open to us."""
+    """A command that forwards ``address`` while it runs; empty if it is reachable directly."""
     before: tuple[Step, ...] = ()
-    """What is done before the token is read."""
+    """Steps to run before the token is read."""
     poll: ClassVar[float] = 0.5
 
     def access_steps(self) -> list[Step]:
@@ -98,22 +97,22 @@ class RayJobs(Jobs):
             yield self
 
     def check(self) -> None:
-        """Raise ClusterError for no answer, a token that is refused, or a cluster open to everybody."""
+        """Raises ClusterError: no answer, a rejected token, or a cluster without authentication."""
         status = _http_status(self.address, self.token.read(self.cluster))
         if status in (401, 403):
-            raise self._error(f" refuses the token in {self.token}")
+            raise self._error(f" rejects the token in {self.token}")
         if status != 200:
-            what = f"answers {status}, not as a Ray dashboard" if status else "no answer"
+            what = f"HTTP status {status}, not a Ray dashboard" if status else "no answer"
             raise self._error(f": {what}; see titans cluster status, or up")
         if _http_status(self.address, None) == 200:
-            raise self._error(" takes jobs from anybody, without a token; start it with RAY_AUTH_MODE=token")
+            raise self._error(" accepts jobs without a token; restart it with RAY_AUTH_MODE=token")
 
     def _error(self, why: str) -> ClusterError:
         return ClusterError(f"cluster {self.cluster}: {self.address}{why}")
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
         """Upload the job's folder, its files and the code in it, and submit."""
-        # Ray's command line for it; the token comes from where `titans` reads it
+        # the equivalent command of Ray's CLI
         runtime_env = _runtime_env(job, "<job folder>")
         line = (
             f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}, this version's packages\n"
@@ -157,9 +156,9 @@ class RayJobs(Jobs):
                 log.add(chunk)
 
     def follow(self, job_id: str, log: Log) -> int:
-        """As for every kind; a connection that breaks is made again."""
+        """As for every kind, with reconnects when the connection breaks."""
         self.info(job_id)
-        tries = 0
+        reconnects = 0
         while True:
             before = log.written
             try:
@@ -167,11 +166,11 @@ class RayJobs(Jobs):
             except ReaderGone:
                 raise
             except Exception as error:
-                tries = tries + 1 if log.written == before else 0
-                if tries > _TRIES:
+                reconnects = reconnects + 1 if log.written == before else 0
+                if reconnects > _MAX_RECONNECTS:
                     raise ClusterError(
-                        f"cluster {self.cluster}: the log of {job_id} broke off: {one_line(error)}; "
-                        f"titans cluster logs {self.cluster} {job_id} follows it again"
+                        f"cluster {self.cluster}: following the log of {job_id} failed: {one_line(error)}; "
+                        f"titans cluster logs {self.cluster} {job_id} resumes it"
                     ) from None
                 time.sleep(self.poll)
 
@@ -204,7 +203,7 @@ class RayJobs(Jobs):
         """Ray's own client. Raises ClusterError."""
         from ray.job_submission import JobSubmissionClient
 
-        for name in _CHATTY:
+        for name in _NOISY_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             headers = {"Authorization": f"Bearer {self.token.read(self.cluster)}"}
@@ -214,7 +213,7 @@ class RayJobs(Jobs):
 
 
 class Existing(Cluster):
-    """A cluster that runs already; nothing is started or ended."""
+    """A cluster that is already running; nothing is started or stopped."""
 
     address: str
     """http:// or https:// address of the dashboard, where the Jobs API is: usually port 8265."""
@@ -233,7 +232,7 @@ class Existing(Cluster):
         return [Step(look, self.jobs().check)]
 
     def down_steps(self) -> list[Step]:
-        return [Note("nothing to end: `up` started nothing")]
+        return [Note("nothing to stop: `up` started nothing")]
 
     def where(self) -> str:
         return self.address
@@ -279,10 +278,10 @@ def _tunnel(argv: Sequence[str], port: int) -> Iterator[None]:
                 f"{argv[0]}: not installed here; the dashboard is reached through it"
             ) from None
         try:
-            if not answers(process, LOOPBACK, port):
+            if not wait_for_port(process, LOOPBACK, port):
                 output.seek(0)
                 lines = output.read().strip().splitlines() or ["no answer"]
                 raise ClusterError(f"{' '.join(argv[:2])}: {lines[-1]}")
             yield
         finally:
-            end_group(process)
+            terminate_group(process)

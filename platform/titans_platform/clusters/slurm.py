@@ -1,4 +1,4 @@
-"""Kind `slurm`: each job is a batch job that starts Ray on its nodes, runs the study, and ends Ray.
+"""Kind `slurm`: each job is a batch job that starts Ray on its nodes, runs the study, and stops Ray.
 
 `titans` runs on a login node; the storage is a folder that login and compute nodes share. A job has a folder
 of its own there, with its code, files, script, token, log and exit code.
@@ -33,13 +33,13 @@ class Slurm(Cluster):
     cpus_per_node: PositiveInt
     gpus_per_node: Count = 0
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "24:00:00"
-    """The most a job may take; a study that was cut off goes on when it is submitted again."""
+    """Time limit of a job; a study that hits it resumes when it is submitted again."""
     partition: str | None = None
     account: str | None = None
     exclusive: bool = True
-    """Whole nodes. Ray's symmetric-run ends every Ray of the user on its nodes when the job is over."""
+    """Whole nodes. Ray's symmetric-run stops every Ray of the user on its nodes when the job ends."""
     options: tuple[str, ...] = ()
-    """More of sbatch's options, e.g. --constraint=h100."""
+    """Additional sbatch options, e.g. --constraint=h100."""
     setup: tuple[str, ...] = ()
     """Shell lines before Ray starts: modules, `source .venv/bin/activate`."""
 
@@ -51,7 +51,7 @@ class Slurm(Cluster):
             raise ValueError("pip: install the requirements once, and activate them in `setup`")
         bad = [line for line in self.options if not line.startswith("-") or "\n" in line]
         if bad:
-            raise ValueError(f"options: {bad[0]!r} is no option of sbatch")
+            raise ValueError(f"options: {bad[0]!r} is not an sbatch option")
         return self
 
     @property
@@ -63,10 +63,10 @@ class Slurm(Cluster):
         return [Run(("sbatch", "--version")), note]
 
     def down_steps(self) -> list[Step]:
-        """Cancel what was submitted from here and is not over."""
+        """Cancel the queued and running jobs that were submitted from here."""
         jobs = self.jobs()
         steps = [step for job in jobs.list() if not job.ended for step in jobs.stop_steps(job.id)]
-        return steps or [Note("nothing to end: no job that was submitted here is queued or running")]
+        return steps or [Note("nothing to cancel: no job that was submitted here is queued or running")]
 
     def down(self) -> None:
         perform(self.down_steps())
@@ -129,7 +129,7 @@ class SlurmJobs(Jobs):
 
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
-    """A job by its folder, and by its state in the queue where it is in it."""
+    """A job from its folder and its state in the queue, None if it has left the queue."""
     ended = _read(folder / "exit")
     code = int(ended) if ended.isdigit() else None
     if queued:
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
 
 
 def _number(folder: Path) -> str:
-    """Slurm's number of a job; sbatch prints it as `number;cluster` where there are several clusters."""
+    """Slurm's job id; sbatch prints it as `number;cluster` where there are several clusters."""
     return _read(folder / "slurm_id").split(";")[0]
 
 
@@ -166,7 +166,7 @@ def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
         "output": at / "log.txt",
     }
     options = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
-    # a study would go on where it was, but whether it should is for the user to decide
+    # a requeued study would resume, but whether it should is the user's decision
     options += ["--no-requeue", *["--exclusive"] * spec.exclusive, *spec.options]
     exports = {
         **job.env,

@@ -1,7 +1,7 @@
-"""What brings a cluster up or down, as values: --dry-run shows the very steps that `up` performs.
+"""The steps that bring a cluster up or down, as values: --dry-run prints the steps that `up` performs.
 
-A token is read when it is needed and handed on as the path of a file. It is never an argument, which is in
-the process list, nor part of a manifest, which `kubectl get` shows to everybody.
+A token is passed as the path of a file, never as an argument, which the process list shows, nor in a
+manifest, which `kubectl get` shows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from titans_core.config import Frozen
 from titans_platform.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
-# what would lead a subprocess to another cluster, another token or another copy of the code
-_FOREIGN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONPATH")
+# they would point a subprocess to another cluster, token or copy of the code
+_UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONPATH")
 
 
 class Token(Frozen):
-    """Where the token is read: a file, or a variable of the environment. Never the token itself."""
+    """Where to read the token: a file or an environment variable. Never the token itself."""
 
     file: str | None = None
     env: str | None = None
@@ -51,7 +51,7 @@ class Token(Frozen):
         return Path(self.file or "").expanduser()
 
     def read(self, cluster: str) -> str:
-        """The token's value. Raises ClusterError, which names ``cluster``, where there is none."""
+        """The token's value. Raises ClusterError, which names ``cluster``, if there is none."""
         try:
             value = os.environ.get(self.env, "") if self.env else self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -61,7 +61,7 @@ class Token(Frozen):
             fix = f"set {self.env}" if self.env else f"put the cluster's token into {self.path}"
             raise ClusterError(f"cluster {cluster}: no token in {self}; {fix}")
         if not value.isascii() or any(c.isspace() for c in value):
-            raise ClusterError(f"cluster {cluster}: {self} holds no token: it has blanks or is not ASCII")
+            raise ClusterError(f"cluster {cluster}: {self} is not a token: it has whitespace or is not ASCII")
         return value
 
 
@@ -75,13 +75,13 @@ def write_token(path: Path, value: str | None = None) -> None:
 
 
 def token_variables(path: Path | str) -> dict[str, str]:
-    """The variables with which Ray requires a token, and reads its own from a file."""
+    """The variables that make Ray require a token and read it from a file."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our environment without what would mislead a subprocess; in ``more``, `$PATH` is expanded."""
-    ours = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+    """Our environment without the variables in _UNSET, with ``more``, in which `$PATH` is expanded."""
+    ours = {key: value for key, value in os.environ.items() if key not in _UNSET}
     return ours | {key: os.path.expandvars(value) for key, value in (more or {}).items()}
 
 
@@ -93,13 +93,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def detached(argv: Sequence[str], env: Mapping[str, str] | None = None, **to: Any) -> subprocess.Popen[str]:
-    """Start a process in a session of its own: Ctrl-C, which may only detach us from a job, ends us first."""
+    """Start a process in its own session, so that Ctrl-C, which only detaches us, does not reach it."""
     env = clean_environment(env)
     return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **to)
 
 
-def answers(process: subprocess.Popen[Any], host: str, port: int, timeout: float = 120.0) -> bool:
-    """Wait until ``process`` takes connections; False where it ended before, or not within ``timeout`` s."""
+def wait_for_port(process: subprocess.Popen[Any], host: str, port: int, timeout: float = 120.0) -> bool:
+    """Wait until ``process`` accepts connections; False if it exits first, or after ``timeout`` s."""
     deadline = time.monotonic() + timeout
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((host, port), timeout=1):
@@ -109,8 +109,8 @@ def answers(process: subprocess.Popen[Any], host: str, port: int, timeout: float
     return False
 
 
-def end_group(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads its group, and the others of that group."""
+def terminate_group(process: subprocess.Popen[Any]) -> None:
+    """Terminate the process group that ``process`` leads; kill it after 10 s."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(OSError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -119,22 +119,22 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 @dataclass
 class Step:
-    """One thing that is done, or shown instead."""
+    """One action that can be run, or printed instead."""
 
     shown: str
-    """The lines of a shell script that do the same, or a remark."""
+    """The equivalent lines of a shell script, or a comment."""
     do: Callable[[], object]
-    """Does it. Raises ClusterError."""
+    """Runs it. Raises ClusterError."""
 
 
 def perform(steps: Sequence[Step]) -> None:
-    """Do the steps in their order. Raises ClusterError."""
+    """Run the steps in order. Raises ClusterError."""
     for step in steps:
         step.do()
 
 
 class Note(Step):
-    """A remark where there is nothing to do."""
+    """A comment, with no action."""
 
     def __init__(self, text: str):
         super().__init__(f"# {text}", lambda: None)
@@ -157,7 +157,7 @@ class Write(Step):
 class Run(Step):
     """Run a command to its end.
 
-    What it prints goes to the file ``into``, and to the user only if it fails, or if it is not ``quiet``.
+    Its output goes to the file ``into``, and to the terminal only if it fails or is not ``quiet``.
     """
 
     def __init__(
@@ -169,13 +169,13 @@ class Run(Step):
         into: Path | None = None,
     ):
         to = f" > {shlex.quote(str(into))}" if into else ""
-        line = command_line(argv, env or {}) + to + _here_document(stdin)
+        line = command_text(argv, env or {}) + to + _here_document(stdin)
         self.output = partial(_output, argv, env, stdin, quiet)
         super().__init__(line, lambda: into.write_text(self.output()) if into else self.output())
 
 
 def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quiet: bool) -> str:
-    """What a command printed. Raises ClusterError."""
+    """The stdout of a command. Raises ClusterError."""
     pipe = subprocess.PIPE if quiet else None
     try:
         done = subprocess.run(
@@ -196,8 +196,8 @@ def new_token(path: Path) -> Step:
     return Step(line, partial(write_token, path))
 
 
-def command_line(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """A command with its variables as a line of shell."""
+def command_text(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """A command with its environment variables as a line of shell."""
     given = [
         f'{key}="{value}"' if "$" in value else f"{key}={shlex.quote(value)}" for key, value in env.items()
     ]

@@ -1,4 +1,4 @@
-"""The one part that talks to MLflow: a store, a parent run for a study, a child run for each cell.
+"""The only package that uses MLflow: a store, a parent run for a study, a child run for each cell.
 
 The driver opens the store (which creates and migrates it once) and creates the study's run; the run of a cell
 is resumed by its name, so that a run which was killed and restarted stays one run with each step logged once.
@@ -9,7 +9,7 @@ import os
 
 # read when MLflow is imported
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# minutes otherwise, in which a server that hangs would keep the end of a run waiting
+# the default is minutes, for which a hanging server would block the end of a run
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
 from titans_platform.tracking.run_log import RunLog
@@ -25,10 +25,10 @@ from titans_platform.tracking.store import (
     store_uri,
 )
 
-# alembic tells of every migration, mlflow of every table
+# alembic logs every migration, mlflow every table
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-# the traceback of what is raised as well
+# it logs the traceback of errors that are raised anyway
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 __all__ = [

@@ -18,7 +18,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from titans_platform.errors import UsageError
 
 _BATCH = {"metrics": 1000, "params": 100, "tags": 100}
-"""What MLflow takes in one call."""
+"""MLflow's limits per call."""
 
 
 def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None:
@@ -30,7 +30,7 @@ def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None
 
 
 def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step: int) -> None:
-    """Log values of a step, but for what are the run's latest values already."""
+    """Log values of a step, except those that equal the run's latest values."""
     have = client.get_run(run_id).data.metrics
     new = [metric for metric in metrics_of(values, step) if metric.value != have.get(metric.key)]
     log_entries(client, run_id, metrics=new)
@@ -46,9 +46,9 @@ class RunLog:
         self._monitor = _monitor(run_id, uri) if system_metrics else None
 
     def send(self, points: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Log values, as (step, milliseconds since 1970, values), but for what the store has of them.
+        """Log values, as (step, milliseconds since the epoch, values), except those already in the store.
 
-        Raises whatever MLflow does: some of the values may have been taken, and the next call finds out.
+        Raises MLflow's errors: part of the values may have been stored, which the next call checks.
         """
         try:
             new = [
@@ -156,17 +156,17 @@ def _monitor(run_id: str, uri: str) -> Any:
 
 
 def metrics_of(values: Mapping[str, float], step: int = 0) -> list[Metric]:
-    """The finite ones: a NaN would be shown as a run's latest value for ever; @ is not allowed in a name."""
+    """Metrics of the finite values: a NaN would stay a run's latest value; @ is not allowed in a name."""
     now = int(time.time() * 1000)
     finite = {key.replace("@", "/"): float(v) for key, v in values.items() if math.isfinite(v)}
     return [Metric(key, value, now, step) for key, value in finite.items()]
 
 
 def tags_of(tags: Mapping[str, str]) -> list[RunTag]:
-    """MLflow's own form of them."""
+    """Tags as MLflow entities."""
     return [RunTag(key, str(value)) for key, value in tags.items()]
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as a part of a line."""
+    """The first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

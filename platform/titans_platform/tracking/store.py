@@ -41,11 +41,11 @@ _PARAM_LENGTH = 6000
 
 
 class Unreachable(UsageError):
-    """A server that does not answer, or not now."""
+    """A server that does not answer, or is temporarily unavailable."""
 
 
 def store_uri(root: Path) -> str:
-    """The address of the store of ``root``: TITANS_MLFLOW where it is set, else an SQLite file under it."""
+    """The address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under it."""
     if (given := os.environ.get(STORE)) and urlsplit(given).password:
         raise UsageError(
             f"{STORE}: holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
@@ -54,7 +54,7 @@ def store_uri(root: Path) -> str:
 
 
 def check_store(root: Path) -> None:
-    """Refuse a store of ``root`` that cannot be opened; makes none. Raises UsageError."""
+    """Raises UsageError if the store of ``root`` cannot be opened; does not create one."""
     if os.environ.get(STORE):
         _check_server(store_uri(root))
     elif (path := root.resolve() / "mlflow.db").exists():
@@ -70,7 +70,7 @@ def open_store(where: Path | str) -> Store:
     if uri.startswith("sqlite:///"):
         path = Path(uri.removeprefix("sqlite:///"))
         _check_sqlite(path)
-        # several first writers on a fresh file break the migration: one at a time
+        # concurrent first writers on a new file break the migration
         with FileLock(f"{path}.lock"):
             return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
     if uri.startswith(("http://", "https://")):
@@ -85,10 +85,10 @@ def _connect(uri: str, artifacts: str | None) -> Store:
         found = client.get_experiment_by_name(EXPERIMENT)
         there = found.artifact_location if found else ""
         if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
-            # MLflow would write the copy's files over those of the original
+            # MLflow would overwrite the original's artifacts
             fix = "move mlflow.db away to begin a new store, or work in the original --root"
-            raise _refused(uri, f"was copied or moved here: MLflow keeps its files in {there}", fix)
-        # its pages are those of training, not of agents
+            raise _refused(uri, f"was copied or moved here: its artifacts are in {there}", fix)
+        # show the UI of training runs, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
         experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts, kind)
     except UsageError:
@@ -99,7 +99,7 @@ def _connect(uri: str, artifacts: str | None) -> Store:
 
 
 def _check_sqlite(path: Path) -> None:
-    """Refuse at once what MLflow would try ten times to open."""
+    """Fail fast on a file that MLflow would retry ten times to open."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=30)) as connection:
@@ -124,7 +124,7 @@ def _check_server(uri: str) -> None:
     except urllib.error.HTTPError as error:
         # a server that wants a password says so here and to nobody else
         if error.code >= 500:
-            raise Unreachable(str(_refused(uri, first_line(error), "is the server well?"))) from None
+            raise Unreachable(str(_refused(uri, first_line(error), "check the server's log"))) from None
         if error.code not in (401, 403):
             raise _refused(uri, first_line(error), "is it an MLflow server?") from None
     except (OSError, ValueError) as error:
@@ -180,12 +180,12 @@ class Store:
         return run_id
 
     def discard_cell(self, cell: str) -> None:
-        """Delete the run of a cell that is made again by other code, so that its log starts again too."""
+        """Delete the MLflow run of a cell, so that a rerun starts with an empty log."""
         if run_id := self.find(CELL_TAG, cell):
             self.client.delete_run(run_id)
 
     def run(self, run_id: str, system_metrics: bool = False) -> RunLog:
-        """The run's log, continued where it stopped; the run counts as running from now on."""
+        """Resume the run's log; sets the run's status to RUNNING."""
         return RunLog(self.client, run_id, self.uri, system_metrics)
 
     def end(self, run_id: str, status: str, ended: float | None = None) -> None:
@@ -193,7 +193,7 @@ class Store:
         self.client.set_terminated(run_id, status, None if ended is None else round(1000 * ended))
 
     def running(self, parent: str) -> dict[str, str]:
-        """Run ids by cell of a study's runs that have not been ended, by a process that may be dead."""
+        """Run ids by cell of a study's runs with status RUNNING, whose process may be dead."""
         where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
         found = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
@@ -206,28 +206,28 @@ class Store:
             raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
 
     def amend(self, run_id: str, values: Mapping[str, float], step: int) -> None:
-        """Set final numbers, of its last step, of a run that has ended; what it has is not written again."""
-        # else of a store that is no longer there
+        """Add final values, at its last step, to a run that has ended. Idempotent."""
+        # the run may be in a store that no longer exists
         with suppress(MlflowException):
             log_new(self.client, run_id, values, step)
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
-        """A metric by step, of each run that has it; a run that is not there has none."""
+        """A metric by step, of each run that has it; runs that do not exist are skipped."""
         found: dict[str, list[tuple[int, float]]] = {}
         for run_id in run_ids:
             with suppress(MlflowException):
                 history = self.client.get_metric_history(run_id, metric)
-                # a column of that name comes after the last step's value
+                # a column of that name is logged after the last step's value
                 history.sort(key=lambda point: point.timestamp, reverse=True)
                 found[run_id] = sorted({point.step: point.value for point in history}.items())
         return {run_id: curve for run_id, curve in found.items() if curve}
 
     def copy_curves(self, source: str, target: str, last: int) -> None:
-        """Log what a run of this store logged, up to step ``last``, on another that goes on from there."""
+        """Log what a run of this store logged, up to step ``last``, on another that resumes from there."""
         with suppress(MlflowException):
             for key in self.client.get_run(source).data.metrics:
                 history = self.client.get_metric_history(source, key)
-                # one step alone: a number of the end
+                # a single step: a final value
                 if len({point.step for point in history}) > 1 and not key.startswith("system/"):
                     points = [point for point in history if 0 < point.step <= last]
                     copied = [Metric(key, p.value, p.timestamp, p.step) for p in points]
