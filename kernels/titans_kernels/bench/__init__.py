@@ -1,5 +1,5 @@
-"""How fast the neural memory is, in units that do not depend on its size, beside others in the same process.
+"""Benchmarks of the neural memory against other implementations, in size-independent units.
 
-Needs torch, Triton, numpy and click only: machines with a GPU often have no more. What is timed is checked
-first, and an op whose check is red is not timed.
+Depends only on torch, Triton, numpy and click, since GPU machines often have nothing else. Every op is
+checked before it is timed, and an op that fails its check is not timed.
 """

@@ -8,7 +8,7 @@ from titans_kernels.bench.command import kernels
 
 
 def main() -> int:
-    """Exit code: 0 done, 1 a check was red or an op failed, 2 bad usage, 130 interrupted."""
+    """Exit code: 0 success, 1 a check or an op failed, 2 bad usage, 130 interrupted."""
     try:
         return kernels.main(prog_name="python -m titans_kernels.bench", standalone_mode=False) or 0
     except click.Abort:

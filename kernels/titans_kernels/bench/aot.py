@@ -1,8 +1,8 @@
-"""Compile every kernel ahead of time, without a GPU, and read what the compiler made of it.
+"""Compile every kernel ahead of time, without a GPU, and report its resource usage.
 
-`python -m titans_kernels.bench.aot` writes down what the shapes of the registry would launch, forward and
-backward, compiles that for each target, and prints registers a thread, bytes spilled, shared memory and
-tensor-core instructions. Not in a process whose kernels run in Triton's interpreter.
+`python -m titans_kernels.bench.aot` records the launches of the registered shapes, forward and backward,
+compiles them for each target, and prints registers per thread, bytes spilled, shared memory and tensor-core
+instructions. Does not work in a process that runs Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*f
 
 
 def largest(dtype: torch.dtype) -> tuple[Shape, ...]:
-    """For each way of writing a shape whose programs hold the most of all that the kernels serve.
+    """For each kind of write kernel, the supported shape with the largest programs.
 
-    No tile is wider than 64, but for keys of one layer, nor longer than a chunk.
+    Tiles are at most 64 wide, except for the keys of a linear memory, and at most a chunk long.
     """
     b = 64 if too_large(dtype, 128) else 128
     return (
@@ -51,7 +51,7 @@ def largest(dtype: torch.dtype) -> tuple[Shape, ...]:
 
 
 class Report(NamedTuple):
-    """What the compiler made of a kernel."""
+    """Resource usage of a compiled kernel."""
 
     kernel: str
     shape: str
@@ -59,21 +59,21 @@ class Report(NamedTuple):
     target: int
     warps: int
     registers: int
-    """a thread"""
+    """per thread"""
     spilled: int
-    """bytes a thread"""
+    """bytes per thread"""
     shared: int
-    """bytes a program"""
+    """bytes per program"""
     tensor_core: int
     """instructions"""
     carried: int
-    """asynchronous products still in flight where a loop starts over"""
+    """asynchronous products still in flight at the end of a loop iteration"""
     instructions: int
     """of PTX"""
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
-    """What forward and backward of a shape start, whether or not the forward keeps what it found."""
+    """Launches of the forward and backward of a shape, with and without saving for the backward."""
     B, T, H, widths = shape.batch, shape.length, shape.heads, shape.widths
     size = sum(2 * a * b for a, b in shape.pairs)
     q, k, v = (
@@ -90,7 +90,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
 
 
 def source(launch: Launch) -> ASTSource:
-    """A launch as the compiler takes it, with what the launcher would assume of its arguments."""
+    """Compiler input of a launch, with the argument specialisations that Triton's launcher would apply."""
     names = launch.kernel.arg_names
     signature = dict.fromkeys(names, "constexpr")
     constants, attributes = dict(launch.constants), {}
@@ -108,12 +108,12 @@ def source(launch: Launch) -> ASTSource:
 
 
 def compiled(launch: Launch, target: int) -> Any:
-    """Triton's result for one target."""
+    """The kernel compiled by Triton for one target."""
     return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=launch.options)
 
 
 def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
-    """Compile one launch for one target and read off what it takes."""
+    """Compile one launch for one target and report its resource usage."""
     made = compiled(launch, target)
     registers, spilled = _resources(made.asm["cubin"])
     tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
@@ -124,14 +124,14 @@ def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
 
 
 def name_of(launch: Launch) -> str:
-    """Module and kernel, with what a form of it does beside."""
+    """Module and kernel, with the variant's extra tasks."""
     module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
     flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
     return ".".join([module, kernel]) + ("+" + "+".join(flags) if flags else "")
 
 
 def _carried(ptx: str) -> int:
-    """The most groups of wgmma that are committed and not waited for at a jump back."""
+    """Maximum number of wgmma groups that are committed but not waited for at a backward jump."""
     labels, flight, most = set(), 0, 0
     for line in map(str.strip, ptx.splitlines()):
         if label := re.match(r"(\$\w+):", line):
@@ -146,7 +146,7 @@ def _carried(ptx: str) -> int:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of its stack, which holds what spills."""
+    """Registers and stack bytes (spills) per thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -154,16 +154,16 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
+        raise RuntimeError(f"cuobjdump: no register count in its output: {text}")
     return int(found[1]), int(found[2])
 
 
 def reports(
     shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[int], kernels: tuple[str, ...] = ("",)
 ) -> Iterator[Report]:
-    """Compile what the shapes launch, each different kernel once, two at a time.
+    """Compile the launches of the shapes, each distinct kernel once, two in parallel.
 
-    ``kernels`` are beginnings of the names of those that are wanted.
+    ``kernels``: prefixes of the names of the kernels to compile.
     """
     jobs: dict[tuple, tuple[Launch, str, str, int]] = {}
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""Checks an op against a reference before it is timed: a fast wrong one is worth nothing."""
+"""Checks an op against a reference before it is timed."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from titans_kernels.bench.shapes import Shape
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Allowed RMS(error) / RMS(reference) of each output and gradient, by the dtype of q, k and v."""
 INTERPRETED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The same in Triton's interpreter, whose products of operands are exact."""
+"""The same in Triton's interpreter, whose products are exact."""
 
 SEED = 20250101
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter: for checks only, its times mean nothing."""
+    """Whether Triton kernels run in its interpreter, which is for checks only, not for timing."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found: the relative error of every output and gradient by name."""
+    """Result of a check: the relative error of every output and gradient by name."""
 
     errors: dict[str, float]
     tolerance: float
     shape: Shape
-    """What it was checked on."""
+    """The sizes it was checked on."""
 
     @property
     def worst(self) -> str:
-        """Name of the one furthest off; one that is not a number is furthest."""
+        """Name of the output with the largest error; NaN counts as the largest."""
         return max(self.errors, key=lambda name: self.errors[name])
 
     @property
@@ -52,23 +52,23 @@ class Verdict:
 
 
 class Judge(NamedTuple):
-    """Inputs, and what is right for them."""
+    """Inputs and their expected results."""
 
     inputs: Inputs
     expected: dict[str, Tensor]
     tolerance: float
 
     def verdict(self, call: Callable[[Inputs], Sequence[Tensor]]) -> Verdict:
-        """How far ``call`` is off, with all its gradients."""
+        """Errors of ``call``, including all its gradients."""
         found = results(self.inputs, call, self.inputs.tokens[0].dtype)
         errors = {name: relative_error(found[name], right) for name, right in self.expected.items()}
         return Verdict(errors, self.tolerance, self.inputs.shape)
 
 
 def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int = SEED) -> list[Judge]:
-    """Of the recurrence token by token on a few chunks, and of the parallel form in float64 at real size.
+    """The token-by-token recurrence on a few chunks, and the float64 parallel form at full size.
 
-    The second is itself judged by the first. Kernels that are interpreted get the first alone, with one head.
+    The second is itself checked against the first. Interpreted kernels get only the first, with one head.
     """
     if interpreting():
         return [judge(shape.short(heads=1), "reference", dtype, device, seed)]
@@ -79,7 +79,7 @@ def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int 
 
 
 def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int = SEED) -> Judge:
-    """Inputs of a shape, and what ``backend`` makes of them in float64."""
+    """Inputs of a shape, and the results of ``backend`` in float64."""
     inputs = make(shape, dtype, device, seed=seed, whole=True)
     expected = results(inputs.double(), lambda exact: exact.call(backend), dtype)
     return Judge(inputs, expected, (INTERPRETED if interpreting() else TOLERANCE)[dtype])
@@ -88,9 +88,9 @@ def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, 
 def results(
     inputs: Inputs, call: Callable[[Inputs], Sequence[Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Outputs by name, and of a random functional of all of them the gradient of every leaf.
+    """Outputs by name, and the gradient of a random functional of them with respect to every leaf.
 
-    The functional's weights are numbers of ``dtype``, so that they are the same for outputs of every dtype.
+    The functional's weights are rounded to ``dtype``, so that they are the same for outputs of every dtype.
     """
     outputs = call(inputs)
     generator = torch.Generator(outputs[0].device).manual_seed(SEED)
@@ -104,7 +104,7 @@ def results(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """RMS(found - expected) / RMS(expected) in float64; inf where anything is not finite."""
+    """RMS(found - expected) / RMS(expected) in float64; inf if anything is not finite."""
     expected = expected.double()
     error = (found.double() - expected).norm().item()
     error = error / (expected.norm().item() or 1.0)

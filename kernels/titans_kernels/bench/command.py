@@ -1,4 +1,4 @@
-"""The command itself; nothing here or below it needs more than torch, Triton, numpy and click."""
+"""The command; it depends only on torch, Triton, numpy and click."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def kernels(
 
 
 class Report:
-    """Prints and keeps results as they come."""
+    """Prints results and writes them to the JSON file as they arrive."""
 
     def __init__(self, machine: dict[str, Any], path: Path | None, *, timed: bool, judged: bool):
         self.machine, self.path, self.timed, self.judged = machine, path, timed, judged
@@ -101,7 +101,7 @@ class Report:
         self.failures: list[str] = []
 
     def take(self, bench: Bench, shapes: list[Shape]) -> None:
-        """Go through the shapes; the file is whole after each."""
+        """Run the shapes; the file is complete after each."""
         results: list[dict[str, Any]] = []
         run = {"dtype": str(bench.dtype).removeprefix("torch."), "repeats": bench.repeats}
         self.runs.append(run | {"ceilings": bench.ceilings, "shapes": results})
@@ -118,7 +118,7 @@ class Report:
 
 
 def _progress(message: str) -> None:
-    """What is being done, on the one line of a terminal; on nothing else."""
+    """Progress on one line of a terminal; silent otherwise."""
     if sys.stderr.isatty():
         click.echo(f"\r\033[K{message[: WIDTH - 1]}", err=True, nl=False)
 
@@ -126,14 +126,14 @@ def _progress(message: str) -> None:
 def _known(option: str, names: tuple[str, ...], known: list[str]) -> list[str]:
     for name in names:
         if name not in known:
-            raise click.UsageError(f"{option}: {name!r} is not known; there are {', '.join(known)}")
+            raise click.UsageError(f"{option}: {name!r} is unknown; choose from {', '.join(known)}")
     return list(names)
 
 
 def _writable(path: Path | None) -> None:
-    """What takes minutes to measure is not lost for a folder that is not there."""
+    """Fail before the measurement, not after it, if the file cannot be written."""
     if path and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise click.UsageError(f"--json: {path.parent} is no folder that can be written to")
+        raise click.UsageError(f"--json: {path.parent} is not a writable folder")
 
 
 def _listing(subjects: dict[str, Subject]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Random tokens and weights for a shape: of the size a layer makes them, never zeros."""
+"""Random tokens and weights for a shape, with the scale that a layer produces, never zeros."""
 
 from __future__ import annotations
 

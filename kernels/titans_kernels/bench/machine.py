@@ -1,4 +1,4 @@
-"""What a number was measured on: the card, the versions, and the two rates it is judged by."""
+"""The machine of a measurement: GPU, versions, and the measured matmul and copy rates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _card(device: torch.device) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Of the source tree this module lies in, `-dirty` where it has changed; None outside one."""
+    """Commit of the source tree of this module, with `-dirty` if modified; None outside a git checkout."""
     here = str(Path(__file__).parent)
     return _answer("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
@@ -65,7 +65,7 @@ def ceilings(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str
     on_gpu = device.type == "cuda"
     n, elements = (8192, 2**29) if on_gpu else (1024, 2**25)
     operands = torch.bfloat16 if on_gpu else dtype
-    # random: on zeros a card runs faster
+    # random: a GPU runs faster on zeros
     a, b = (torch.randn(n, n, device=device, dtype=operands) for _ in range(2))
     product = torch.empty_like(a)
     matmul = 2 * n**3 / clock.median(lambda: torch.mm(a, b, out=product))

@@ -1,4 +1,4 @@
-"""An op timed in a process of its own, so that the peak of its memory is its own.
+"""Times an op in a separate process, so that its peak memory can be measured.
 
 The process answers each line ``turn`` with a line of JSON, so that several can be interleaved.
 """
@@ -50,7 +50,7 @@ class Answering:
         self._errors.close()
 
     def ask(self, line: str) -> Any:
-        """What the process answers to a line. Raises Failed where it has ended."""
+        """Send a line and return the answer. Raises Failed if the process has exited."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{line}\n")
@@ -60,7 +60,7 @@ class Answering:
         return self.answer()
 
     def answer(self) -> Any:
-        """The next answer. Raises Failed where the process has ended."""
+        """The next answer. Raises Failed if the process has exited."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return json.loads(line)
@@ -91,14 +91,14 @@ class Worker(Answering):
         self.samples, self.peak_bytes = Samples(), 0
 
     def turn(self) -> None:
-        """Time one more round. Raises Failed where the process has ended."""
+        """Time one more round. Raises Failed if the process has exited."""
         forward, backward, self.peak_bytes = self.ask("turn")
         self.samples.forward.append(forward)
         self.samples.backward.append(backward)
 
 
 def peak_bytes() -> int:
-    """The most physical memory this process has held."""
+    """Peak resident memory of this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))

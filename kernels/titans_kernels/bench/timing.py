@@ -16,7 +16,7 @@ from torch import Tensor
 
 WARM_UP = 3
 FLUSH_BYTES = 2**28
-"""Written between two passes: more than any cache holds, so that each reads its inputs from memory."""
+"""Bytes written between two passes: larger than any cache, so that each reads its inputs from memory."""
 FEWEST = 3
 BUDGET_SECONDS = 10.0
 """An op that has taken so long, and ``FEWEST`` rounds, is not timed again."""
@@ -25,10 +25,10 @@ Within = Callable[[], AbstractContextManager[object]]
 
 
 class Op(NamedTuple):
-    """One thing ready to be timed."""
+    """An operation to time."""
 
     forward: Callable[[], Tensor]
-    """Computes the output the gradient is taken of."""
+    """Computes the output to differentiate."""
     leaves: list[Tensor]
     """The tensors the gradient is taken with respect to."""
     within: Within = nullcontext
@@ -121,7 +121,7 @@ class Runner:
         self.samples.backward.append(backward)
 
     def in_graph(self, repeats: int) -> list[float]:
-        """Seconds of both passes replayed from one CUDA graph: what is left without the launches."""
+        """Seconds of both passes replayed from one CUDA graph, that is without launch overhead."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -161,7 +161,7 @@ T = TypeVar("T", bound=Timed)
 
 
 class Interleaved(Generic[T]):
-    """Several subjects timed round by round; one that fails drops out, and ``failed`` has the reason."""
+    """Several subjects timed in turns; one that fails is dropped, and ``failed`` has the reason."""
 
     def __init__(self, makers: dict[str, Callable[[], T]]):
         self.runners: dict[str, T] = {}

@@ -1,4 +1,4 @@
-"""The least a pass must do: floating-point operations and bytes, a token and head.
+"""The minimum work of a pass: floating-point operations and bytes per token and head.
 
 Counted are the matrix products of the parallel form. With P = D F for a layer of D to F and chunks of b
 tokens, each weight-sized product costs 2 P a token, each chunk-sized one 2 b D or 2 b F:
@@ -35,9 +35,9 @@ GATE_BYTES = 4
 
 
 def flops(pairs: Sequence[tuple[int, int]], chunk_size: int) -> dict[str, int]:
-    """Of each pass, a token and head, for layers of these widths in and out.
+    """FLOPs of each pass per token and head, for layers of these input and output widths.
 
-    `again` is the part of the backward that a forward which kept everything would spare it.
+    `again` is the part of the backward that is recomputation.
     """
     total = {"forward": 0, "backward": 0, "again": 0}
     b = chunk_size
@@ -50,7 +50,7 @@ def flops(pairs: Sequence[tuple[int, int]], chunk_size: int) -> dict[str, int]:
 
 
 def traffic(shape: Shape, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes of each pass, a token and head: every input read once, every output written once.
+    """Bytes of each pass per token and head: every input read once, every output written once.
 
     Chunk-start states that a form may write for its backward are its own choice, and not counted.
     """
