@@ -199,7 +199,7 @@ def run(
 ) -> int:
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
-    Idempotent: a cell is named by a hash of its config, data and code version; running the command again
+    Idempotent: a cell is named by a hash of its config, data and defaults version; running the command again
     skips finished cells and resumes interrupted ones from their last checkpoints. Exit code 4: some of the
     requested cells have no result; the table always shows the whole study.
 

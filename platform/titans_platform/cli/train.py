@@ -96,7 +96,7 @@ def train(
 ) -> None:
     """Train and evaluate the model of CONFIG (a YAML file), and log both to MLflow.
 
-    The run's folder is named by a hash of its config, data and code version. Running the command again shows
+    The run's folder is named by a hash of its config, data and defaults version. Running the command again shows
     a finished run's results, and resumes an interrupted run from its last checkpoint.
 
     \b
