@@ -96,8 +96,8 @@ def train(
 ) -> None:
     """Train and evaluate the model of CONFIG (a YAML file), and log both to MLflow.
 
-    The run's folder is named by a hash of its config, data and defaults version. Running the command again shows
-    a finished run's results, and resumes an interrupted run from its last checkpoint.
+    The run's folder is named by a hash of its config, data and defaults version. Running the command again
+    shows a finished run's results, and resumes an interrupted run from its last checkpoint.
 
     \b
     Example:
