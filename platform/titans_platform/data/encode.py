@@ -21,10 +21,10 @@ from titans_platform.data.sources import Document
 from titans_platform.data.tokenizer import Tokenizer
 from titans_platform.errors import UsageError, within
 
-# Documents buffered before the first is assigned: sources of fewer get an exact split
+# Documents buffered before the first is assigned; smaller sources get an exact split
 WINDOW_DOCUMENTS = 256
 WINDOW_CHARACTERS = 32 * 2**20
-# A longer text is tokenised in pieces: ids as Python objects take some forty bytes a character
+# Longer texts are tokenised in pieces: ids as Python objects take about 40 bytes per character
 PIECE_CHARACTERS = 2**20
 GROUP_CHARACTERS = 4 * 2**20
 CYCLE = 10_000
@@ -53,7 +53,7 @@ def encode_documents(
 ) -> Iterator[Encoded]:
     """Documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut).
 
-    ``several``: these are one part of the source, and the others are placed by the same threshold.
+    ``several``: the documents are one part of a source whose parts share one split threshold.
     """
     left = config.max_tokens
     documents = (document for document in documents if document.text.strip())
@@ -78,9 +78,9 @@ def split_documents(
 ) -> Iterator[tuple[Document, bool]]:
     """Each document with whether it is held out for validation, by the hash of its key.
 
-    A source of few documents is ranked by that hash, so that ``fraction`` of them, at least one and not
-    all, are kept; in a longer one each is kept with probability ``fraction``. The only document of a source
-    is split by position: the last ``fraction`` of its text is kept.
+    Documents of a small source are ranked by that hash, and a ``fraction`` of them (at least one, never all)
+    is held out; in a larger source each is held out with probability ``fraction``. A single document
+    is split by position: the last ``fraction`` of its text is held out.
     """
     window: list[Document] = []
     characters = 0
@@ -110,7 +110,7 @@ def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Do
     """Split a document near a line or word boundary; yields it whole if a part would be blank."""
     text = document.text
     start = round(len(text) * (1 - fraction))
-    # at most half of the held-out text further on
+    # at most half of the held-out text later
     end = (start + len(text)) // 2 + 1
     borders = (text.find(character, start, end) for character in "\n ")
     cut = next((border for border in borders if border >= 0), start)
@@ -130,7 +130,7 @@ def _unit(seed: int, key: str) -> float:
 def _tokenise(
     placed: Iterator[tuple[Document, bool]], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, bool, list[NDArray[np.uint32]]]]:
-    """Tokenise a few million characters at a time, which the tokenizer may spread over threads."""
+    """Tokenise a few million characters at a time, so that the tokenizer can use several threads."""
     for group in _groups(placed, lambda one: len(one[0].text)):
         pieces = [list(_pieces(document.text)) for document, _ in group]
         batches = _groups(chain.from_iterable(pieces), len)
@@ -154,7 +154,7 @@ def _groups(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of at most PIECE_CHARACTERS, cut before a line or a word where there is one."""
+    """The text in pieces of at most PIECE_CHARACTERS, cut at a line or word boundary if there is one."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = start + PIECE_CHARACTERS

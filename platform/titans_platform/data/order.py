@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 
 WINDOW = 8
-"""Shards that are shuffled together, in a source with too many to shuffle as a whole."""
+"""Shards shuffled together in a source that is too large to shuffle as a whole."""
 
 
 class Window(NamedTuple):
-    """Rows that are shuffled together in an epoch: those of ``shards``, from position ``first`` on."""
+    """Rows shuffled together in an epoch: those of ``shards``, starting at position ``first``."""
 
     shards: tuple[int, ...]
     first: int
@@ -27,8 +27,8 @@ class Window(NamedTuple):
 class SourceOrder:
     """The shuffled order of a source's rows in each epoch.
 
-    With few shards all rows are shuffled. With ``windowed`` the shards are shuffled, and then the rows of
-    WINDOW shards at a time, so that only so many are read at once.
+    With few shards all rows are shuffled. With ``windowed`` the shards are shuffled, then the rows within
+    windows of WINDOW shards, so that only WINDOW shards are read at once.
 
     ``counts`` are the rows of each shard, in order of their numbers; ``key`` names seed and source.
     """
@@ -42,7 +42,7 @@ class SourceOrder:
         self._rows_of = lru_cache(maxsize=2)(self._shuffled_rows)
 
     def at(self, drawn: Integers) -> Integers:
-        """Row numbers of the samples ``drawn``, which count from the start of the first epoch."""
+        """Row numbers of the samples ``drawn``, numbered from the start of the first epoch."""
         found = np.empty_like(drawn)
         epochs = drawn // self.rows
         for epoch in np.unique(epochs).tolist():
@@ -67,7 +67,7 @@ class SourceOrder:
         return epoch, int(self.window_of(epoch, np.array([position]))[0])
 
     def next_window(self, epoch: int, number: int) -> tuple[int, int]:
-        """The window that follows."""
+        """The next window."""
         return (epoch, number + 1) if number + 1 < len(self.windows(epoch)) else (epoch + 1, 0)
 
     def shards(self, epoch: int, number: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class SourceOrder:
 
 
 def spread(weights_cycle: Sequence[int], sources: int) -> tuple[Integers, Integers, Integers]:
-    """A cycle of sources as arrays: the source of each place, its turn there, turns of each in a cycle."""
+    """A cycle of sources as arrays: source and turn at each place, and turns per source in a cycle."""
     cycle = np.array(weights_cycle)
     taken = np.cumsum(cycle[:, None] == np.arange(sources), axis=0)
     return cycle, taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
@@ -112,7 +112,7 @@ def shuffled(n: int, key: str) -> Integers:
 
 
 def uniform(n: int, key: str) -> NDArray[np.float64]:
-    """n numbers in [0, 1) that are functions of ``key`` alone."""
+    """n numbers in [0, 1), a function of ``key`` only."""
     return (_hashes(n, key) >> np.uint64(11)) / float(2**53)
 
 

@@ -1,7 +1,7 @@
 """Tokenising one source: whole, or in parts, by local processes or as Ray tasks.
 
-What the parts are is decided by the source alone, so that the shards are the same whoever made them. Each
-part that is done is kept, with a manifest of its own; the source's manifest comes last.
+The split into parts depends only on the source, so the shards are the same for any number of processes.
+Each finished part is kept, with its own manifest; the source's manifest is written last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_bytes
 
 Progress = Callable[[str, int, int, "float | None"], None]
-"""Called with a source's label, documents and tokens so far, and the share done where it is known."""
+"""Progress callback: source label, documents and tokens so far, fraction done (None if unknown)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Job:
     number: int | None = None
     """Index of the part; None: the source is not split."""
     limit: int | None = None
-    """Stop after so many tokens."""
+    """Maximum number of tokens."""
 
     @property
     def folder(self) -> str:
@@ -125,7 +125,7 @@ def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
 
 
 def _plan(job: Job) -> Plan:
-    """The source's parts; those of an earlier attempt, if any, which may be of another revision."""
+    """The source's parts; those of an earlier attempt if it exists, possibly of another revision."""
     config, name = job.data.sources[job.source], f"{job.name}/plan.json"
     if config.kind == "task":
         return WHOLE
@@ -207,7 +207,7 @@ def _counts(made: dict[int, Manifest]) -> tuple[int, int]:
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A temporary folder that replaces ``folder`` on success; the caller holds the lock."""
-    # left by a process that died, or that still runs on a lost node and must not write into this one
+    # left by a dead process, or by one still running on a lost node, which must not write into this one
     for left in folder.parent.glob(f"{folder.name}.*partial"):
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
@@ -246,7 +246,7 @@ def _write(
 
 
 def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
-    """The tokenizer that the store has under this name."""
+    """Load a tokenizer from the store."""
     if kept in BUILT_IN:
         return load_tokenizer(kept)
     path = store.staging / "tokenizers" / kept
@@ -302,7 +302,7 @@ def _exit_with_parent() -> None:
 
 
 def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
-    """A runner on Ray Data, one CPU a part; Ray is initialised."""
+    """A runner on Ray Data, one CPU per part; Ray must be initialised."""
     import ray
     import ray.data
 

@@ -1,7 +1,7 @@
-"""Sources to shards on disk, each once, and prepared data opened for reading.
+"""Tokenise sources to shards, each once, and open prepared data.
 
-Under the storage root, in `data/`: a folder for each source, tokenizer and version; `index/` with which
-folders a DataConfig means (so that opening needs neither the sources nor the tokenizer's file);
+Layout of `data/` under the storage root: a folder for each source, tokenizer and version; `index/`, which
+maps a DataConfig to its folders (so that opening needs neither the sources nor the tokenizer's file);
 `tokenizers/` with copies.
 """
 
@@ -36,7 +36,7 @@ class NotPrepared(UsageError):
 
 
 class ItemHashes:
-    """Hashes of the task items in training, 16 hex digits each, as a set that takes eight bytes an item."""
+    """Set of the hashes of training task items (16 hex digits each), stored in 8 bytes per item."""
 
     def __init__(self, hashes: NDArray[np.uint64]):
         self._sorted = np.unique(hashes)
@@ -69,7 +69,7 @@ class PreparedData:
     def fingerprint(self) -> str:
         """Hash of what determines the rows: content, tokenizer, weights, row length, packing; no paths.
 
-        With a stdlib source it begins with the Python version.
+        With a stdlib source it starts with the Python version.
         """
         parts = [[s.manifest.content, s.manifest.python, s.weight] for s in self.sources]
         python = next((s.manifest.python for s in self.sources if s.manifest.python), None)
@@ -87,7 +87,7 @@ class PreparedData:
 
     @cached_property
     def item_hashes(self) -> ItemHashes:
-        """Hashes of the task items that training rows are made of."""
+        """Hashes of the task items in the training rows."""
         parts = [np.empty(0, np.uint64)]
         for source in self.sources:
             if (info := source.manifest.items) is not None:
@@ -96,11 +96,11 @@ class PreparedData:
         return ItemHashes(np.concatenate(parts))
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
-        """Training batches of ``batch_size`` rows over all workers. Raises UsageError."""
+        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
         return RowStream(self.sources, batch_size, seed, rank, world_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """All validation rows once in a fixed order. Raises UsageError where there are none."""
+        """All validation rows once, in a fixed order. Raises UsageError if there are none."""
         if not any(len(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             raise UsageError(
@@ -120,9 +120,9 @@ def prepare(
 ) -> PreparedData:
     """Tokenise the sources that are not prepared yet and open all of them. Idempotent.
 
-    ``repair`` makes damaged shards anew; without it they raise. ``run`` makes the parts of large sources, by
-    default in a process a core. Processes may prepare the same data at once: one works, the others wait.
-    Raises UsageError.
+    ``repair`` rewrites corrupt shards; without it they raise. ``run`` tokenises the parts of large sources,
+    by default in one process per core. Several processes may prepare the same data: one works, the others
+    wait. Raises UsageError.
     """
     store = open_store(data.store, root)
     tokenizer = load_tokenizer(data.tokenizer)
@@ -170,7 +170,7 @@ def _prepare_source(
 ) -> str:
     """Prepare source ``i`` unless it is complete. Returns the name of its folder.
 
-    The name is a hash of all that decides what the folder holds; running text is cut into rows only when
+    The name is a hash of everything that determines the content; text is cut into rows only when it is
     read.
     """
     config, field = data.sources[i], f"data.sources.{i}"
@@ -193,9 +193,9 @@ def _prepare_source(
 
 
 def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
-    """Whether a source is complete. Raises UsageError if it is damaged, unless it is to be repaired.
+    """Whether a source is complete. Raises UsageError if it is corrupt, unless ``repair`` is set.
 
-    To repair, the hashes of local shards are compared too: a flipped bit changes neither size nor time.
+    A repair also compares the hashes of local shards: a flipped bit changes neither size nor mtime.
     """
     try:
         _manifest(data, store, name, verify=repair and isinstance(store, LocalStore))
@@ -211,11 +211,11 @@ def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
 
 
 class Missing(UsageError):
-    """There is no manifest."""
+    """The source has no manifest."""
 
 
 def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -> Manifest:
-    """The manifest of a source, its files checked. Raises UsageError naming the first that is damaged."""
+    """Read a source's manifest and check its files. Raises UsageError that names the first corrupt one."""
     where = f"{name}/{MANIFEST}"
     try:
         manifest = parse_manifest(store.read(where), store / where)
@@ -230,7 +230,7 @@ def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -
 def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> PreparedData:
     """Open data that `prepare` wrote; needs neither the sources nor the tokenizer. Raises UsageError.
 
-    ``verify`` hashes every shard, also those whose time of writing is the manifest's.
+    ``verify`` hashes every shard, even if its mtime matches the manifest.
     """
     store, name = open_store(data.store, root), _index_file(data)
     try:
@@ -257,7 +257,7 @@ def _open_folders(
 
 
 def _index_file(data: DataConfig) -> str:
-    """The name of the file that says which folders ``data`` means."""
+    """Name of the index file that maps ``data`` to its folders."""
     sources = [source.identity() for source in data.sources]
     fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt", "packing", "rows"})
     identity: dict[str, Any] = fields | {"sources": sources, "schema": SCHEMA}

@@ -1,6 +1,6 @@
-"""Prepared tokens, read in place from mapped shards: any span, or many rows at once.
+"""Prepared tokens, read in place from memory-mapped shards: any span, or many rows at once.
 
-R rows, W tokens each.
+Shapes: R rows of W tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from titans_platform.data.store import ShardSource
 from titans_platform.errors import UsageError
 
 MANY_SHARDS = 16
-"""A split of more shards is cut shard by shard: a row lies in one, and only a few are read at once."""
+"""A split of more shards is cut into rows shard by shard, so that a row never spans two shards."""
 LONG_ROW = 1 / 64
-"""Rows that take more of a shard than this are read across the borders of shards, however many there are:
-what is cut off at the end of each would be too much."""
+"""Rows longer than this fraction of a shard may span shards, whatever their number: cutting shard by shard
+would drop too much at the end of each."""
 OPEN_SHARDS = 16
-"""Shards of a split that stay mapped unless it is read in more places at once. The least recently
-used are unmapped."""
+"""Minimum size of the LRU cache of mapped shards of a split; larger if more places are read at once."""
 
 
 class Span(NamedTuple):
-    """Neighbouring tokens; all arrays have the same shape."""
+    """Consecutive tokens; all arrays have the same shape."""
 
     tokens: NDArray[np.integer]
     starts: BoolArray
@@ -38,7 +37,7 @@ class Span(NamedTuple):
 
 
 def read_table(files: ShardSource, info: ShardInfo) -> pa.RecordBatch:
-    """The record batch of an Arrow file, mapped, not loaded. Raises UsageError unless it holds its rows."""
+    """Memory-map the record batch of an Arrow file. Raises UsageError if rows are missing."""
     try:
         batch = pa.ipc.open_file(pa.py_buffer(files.open(info))).get_record_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -54,26 +53,26 @@ class Shard:
 
     def __init__(self, batch: pa.RecordBatch):
         self.tokens = batch.column("token").to_numpy(zero_copy_only=True)
-        # flags lie eight to a byte in the file
+        # the file stores flags as a bitmap
         self.starts, self.loss = (
             np.frombuffer(batch.column(name).buffers()[1], np.uint8) for name in ("start", "loss")
         )
 
     def span(self, first: int, last: int) -> Span:
-        """Tokens ``first`` up to ``last``."""
+        """Tokens ``first`` to ``last``, exclusive."""
         flags = (_bits(column, np.array([first]), last - first)[0] for column in (self.starts, self.loss))
         return Span(self.tokens[first:last], *flags)
 
     def rows(self, firsts: Integers, width: int) -> Span:
-        """[R, W]: the spans of ``width`` tokens that begin at ``firsts``."""
+        """[R, W]: the spans of ``width`` tokens that start at ``firsts``."""
         tokens = sliding_window_view(self.tokens, width)[firsts]
         return Span(tokens, _bits(self.starts, firsts, width), _bits(self.loss, firsts, width))
 
 
 def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
-    """[R, W] bits of a column from each of ``firsts`` on."""
+    """[R, W] bits of a column, each row starting at one of ``firsts``."""
     held = min((width + 14) // 8, len(column))
-    # the last bytes of the file may be fewer than a row asks for
+    # the end of the file may be shorter than a row
     byte = np.minimum(firsts >> 3, len(column) - held)
     bits = np.unpackbits(sliding_window_view(column, held)[byte], axis=1, bitorder="little")
     skip = firsts - 8 * byte
@@ -90,18 +89,18 @@ def _copy(found: Span, out: Span, rows: Integers) -> None:
 
 
 class Split:
-    """The tokens of one split as one long sequence, read from its shards in place."""
+    """The tokens of one split as one sequence, read in place from its shards."""
 
     def __init__(self, files: ShardSource, info: SplitInfo):
         self.files, self.info = files, info
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
-        """Where each shard begins in the sequence."""
+        """Offset of each shard in the sequence."""
         self.max_open = OPEN_SHARDS
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def read(self, start: int, stop: int) -> Span:
-        """Tokens ``start`` up to ``stop`` of the split; a view where they lie in one shard."""
+        """Tokens ``start`` to ``stop`` (exclusive) of the split; a view if they lie in one shard."""
         first, last = self.shard_of(np.array([start, stop - 1])).tolist()
         parts = []
         for number in range(first, last + 1):
@@ -111,7 +110,7 @@ class Split:
         return parts[0] if len(parts) == 1 else Span(*map(np.concatenate, zip(*parts, strict=True)))
 
     def gather(self, firsts: Integers, into: Integers, out: Span) -> None:
-        """Copy the spans that begin at ``firsts`` into the rows ``into`` of ``out``, as wide as they are."""
+        """Copy the spans that start at ``firsts`` into the rows ``into`` of ``out``, full width."""
         width = out.tokens.shape[1]
         shards = self.shard_of(firsts)
         inside = firsts - self.begins[shards]
@@ -124,7 +123,7 @@ class Split:
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 
     def shard_of(self, tokens: Integers) -> Integers:
-        """The shard that each token of the sequence lies in."""
+        """The shard that contains each position of the sequence."""
         return np.searchsorted(self.begins, tokens, side="right") - 1
 
     def shard(self, number: int) -> Shard:
@@ -144,9 +143,8 @@ class Split:
 class SplitRows(Split):
     """The training or validation rows of a source.
 
-    Running text is cut into rows of T+1 tokens, T apart; a task item is a row of T tokens. A split of many
-    shards is cut shard by shard, and what is left at the end of each makes
-    no row.
+    Text is cut into rows of T+1 tokens with stride T; a task item is a row of T tokens. A split of many
+    shards is cut shard by shard, and the remainder of each is dropped.
     """
 
     def __init__(self, files: ShardSource, info: SplitInfo, length: int, items: bool):
@@ -157,7 +155,7 @@ class SplitRows(Split):
         if self.by_shard:
             self.counts = np.maximum(held - (self.width - length), 0) // length
         else:
-            # those that begin in each shard
+            # rows that start in each shard
             total = max(0, int(held.sum()) - (self.width - length)) // length
             self.counts = np.diff(np.minimum(-(-np.append(self.begins, held.sum()) // length), total))
         self._ends = np.cumsum(self.counts)
@@ -166,7 +164,7 @@ class SplitRows(Split):
         return int(self.counts.sum())
 
     def first_tokens(self, rows: Integers) -> Integers:
-        """Where each row begins in the split."""
+        """Offset of each row in the split."""
         if not self.by_shard:
             return rows * self.length
         shard = np.searchsorted(self._ends, rows, side="right")
@@ -196,7 +194,7 @@ class SourceRows:
     def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: Span) -> None:
         """Copy rows of a split, by number, into the rows ``into`` of ``out``, [R, T+1] each.
 
-        The pad that follows a task item has no loss.
+        The padding after a task item has no loss.
         """
         firsts = rows.first_tokens(numbers)
         if not self.items:

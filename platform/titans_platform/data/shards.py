@@ -1,6 +1,6 @@
-"""Token shards on disk: Arrow IPC files, one record batch each, mapped into memory and read in place.
+"""Token shards on disk: Arrow IPC files with one record batch each, memory-mapped and read in place.
 
-Three columns: token (uint16, or uint32 for large vocabularies), start (a document begins here) and loss
+Three columns: token (uint16, or uint32 for large vocabularies), start (a document starts here) and loss
 (predicting this token counts). Every shard of a split but the last holds the same number of tokens.
 """
 
@@ -36,7 +36,7 @@ class ShardInfo(Frozen):
     bytes: int
     sha256: str
     mtime_ns: int
-    """Time of writing: a file modified since is hashed again when it is opened."""
+    """Modification time; a file whose mtime differs is hashed again when it is opened."""
 
 
 class SplitInfo(Frozen):
@@ -58,13 +58,13 @@ class Manifest(Frozen):
     content: str
     """Hash of all tokens, starts and loss masks, of both splits."""
     item_tokens: int | None = None
-    """Tokens of a row where each row is one task item; None for running text."""
+    """Tokens per row if each row is one task item; None for text."""
     train: SplitInfo
     validation: SplitInfo
     items: ShardInfo | None = None
     """Sorted hashes of the task items."""
     source: dict[str, JsonValue] = Field(default_factory=dict)
-    """The source's fields in the config, for people; what it names may have changed since."""
+    """The source's fields in the config, for information only; the source may have changed since."""
     revision: str | None = None
     """The commit of a Hub dataset."""
     tokenizer: str | None = None
@@ -72,7 +72,7 @@ class Manifest(Frozen):
 
     @property
     def files(self) -> tuple[ShardInfo, ...]:
-        """All files of the source but the manifest."""
+        """All files of the source except the manifest."""
         items = () if self.items is None else (self.items,)
         return self.train.shards + self.validation.shards + items
 
@@ -107,7 +107,7 @@ class SplitWriter:
         self.tokens += len(tokens)
 
     def close(self) -> SplitInfo:
-        """Flush the last shard. Returns what the split holds."""
+        """Flush the last shard. Returns the split's entry for the manifest."""
         if self._filled:
             self._flush()
         held = {"documents": self.documents, "tokens": self.tokens, "shard_tokens": self.shard_tokens}
@@ -118,7 +118,7 @@ class SplitWriter:
         name = f"{self.split}-{len(self._shards):05d}.arrow"
         columns = {"token": tokens, "start": starts, "loss": loss}
         self._shards.append(write_table(self.folder / name, columns))
-        # as 32-bit little-endian, so that the machine and the width on disk do not enter
+        # as 32-bit little-endian, so that the hash is independent of byte order and of the width on disk
         for first in range(0, len(tokens), HASHED_TOKENS):
             self.content.update(tokens[first : first + HASHED_TOKENS].astype("<u4").tobytes())
         self.content.update(np.packbits(starts).tobytes() + np.packbits(loss).tobytes())
@@ -126,9 +126,9 @@ class SplitWriter:
 
 
 def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
-    """Write ``columns`` as one record batch; the file's entry for the manifest.
+    """Write ``columns`` as one record batch. Returns the file's entry for the manifest.
 
-    Raises TitansError that names the file: it cannot be written.
+    Raises TitansError that names the file if it cannot be written.
     """
     batch = pa.record_batch({name: pa.array(values) for name, values in columns.items()})
     try:
@@ -142,18 +142,18 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest with a digest of itself."""
+    """Write the manifest together with its digest."""
     write_bytes(folder / MANIFEST, signed(manifest))
 
 
 def signed(manifest: Manifest) -> bytes:
-    """The content of a manifest's file: JSON with a digest of itself."""
+    """Serialise a manifest to JSON with its own digest."""
     fields = manifest.model_dump(mode="json")
     return (json.dumps(fields | {"digest": digest(fields)}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """The manifest in a file's content. Raises UsageError naming the file."""
+    """Parse a manifest file. Raises UsageError that names the file."""
     try:
         fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
@@ -165,10 +165,10 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 
 def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
-    """What is wrong with a file, as a message that names it; None if nothing is.
+    """Find corruption of a file. Returns a message that names the file, or None if it is intact.
 
-    Its size is always compared; its hash only where its time of writing is not the manifest's, or with
-    ``verify``: hashing a corpus at every start would take minutes.
+    The size is always compared; the hash only if the mtime differs from the manifest, or with ``verify``:
+    hashing a whole corpus at every start would take minutes.
     """
     try:
         stat = path.stat()

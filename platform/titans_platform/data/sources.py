@@ -32,7 +32,7 @@ COMPRESSED = (".gz", ".xz")
 
 CORPUS = Path(__file__).parent / "corpus" / "corpus.jsonl.xz"
 CORPUS_SHA256 = "b9f54f9ef265a5799d324573853f64d232adbe24263e98a088573cb2e4142ea2"
-"""Of the unpacked file, which tools/build_corpus.py makes."""
+"""Hash of the uncompressed file, which tools/build_corpus.py builds."""
 
 PART_BYTES = 256 * 2**20
 """Compressed size of a part; a source of less than two parts is not split."""
@@ -43,7 +43,7 @@ PART_DOCUMENTS = 256
 HUB_BYTES = 2**30
 """A smaller Hub dataset is not split."""
 MANY_FILES = 8
-"""A Hub dataset of unknown size is split if it has at least so many files."""
+"""A Hub dataset of unknown size is split if it has at least this many files."""
 
 
 Part = Sequence[int]
@@ -84,10 +84,10 @@ class TextSource(ABC):
 
     @abstractmethod
     def identity(self) -> Any:
-        """JSON that changes when the source changes. Raises UsageError where it cannot be found."""
+        """JSON that changes when the source changes. Raises UsageError if the source is not found."""
 
     def plan(self) -> Plan:
-        """How to split the source among processes; a function of the source alone."""
+        """How to split the source among processes; depends only on the source."""
         return WHOLE
 
     @abstractmethod
@@ -107,7 +107,7 @@ class CorpusSource(TextSource):
         return CORPUS_SHA256
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
-        """Chapters and source files, mixed. Raises UsageError where the file is damaged."""
+        """Chapters and source files, mixed. Raises UsageError if the file is corrupt."""
         try:
             lines = lzma.decompress(CORPUS.read_bytes())
         except (OSError, lzma.LZMAError) as error:
@@ -198,10 +198,10 @@ class File(NamedTuple):
     """A file of a source, here or in a bucket."""
 
     name: str
-    """A local path, or a URL that fsspec takes."""
+    """A local path, or an fsspec URL."""
     bytes: int
     stamp: Any
-    """What changes when the file does."""
+    """Changes when the file changes."""
 
 
 class FilesSource(RecordSource):
@@ -226,7 +226,7 @@ class FilesSource(RecordSource):
         return files
 
     def text_bytes(self) -> int | None:
-        """Bytes of text, which no tokenizer makes more tokens of; None where files are compressed."""
+        """Bytes of text, an upper bound on the tokens; None if files are compressed."""
         files = self.files()
         if any(Path(file.name).suffix in (*COMPRESSED, ".parquet", ".arrow") for file in files):
             return None
@@ -374,8 +374,8 @@ def kind_of(path: Path) -> str | None:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """The library without bars, without logs of what it then raises, and without a request for each local
-    file to a server that counts downloads, which takes seconds where there is no network.
+    """Use `datasets` without progress bars, without logging errors that it also raises, and without a request
+    per local file to its download counter, which takes seconds when offline.
     """
     bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS

@@ -1,7 +1,7 @@
 """Where prepared sources are kept: a folder, or a bucket that pyarrow.fs reads (`data.store`).
 
-A store holds a folder for each prepared source, `index/`, which says what a DataConfig means, and
-`tokenizers/`. Shards of a bucket are fetched ahead of their use to a cache on the node (`cache.py`).
+A store holds a folder for each prepared source, `index/`, which maps a DataConfig to its folders, and
+`tokenizers/`. Shards in a bucket are prefetched to a cache on the node (`cache.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titans_platform.files import write_bytes
 
 MAX_ATTEMPTS = 6
 FIRST_BACKOFF = 0.25
-"""Seconds before the first retry; doubled at each further one."""
+"""Seconds before the first retry; doubled after each."""
 CHUNK = 8 * 2**20
 """Bytes of one request: the unit of a retry, and what a download holds in memory."""
 T = TypeVar("T")
@@ -34,15 +34,15 @@ class ShardSource(Protocol):
     """The files of one prepared source."""
 
     def open(self, info: ShardInfo) -> mmap.mmap:
-        """A file, mapped; fetched first if need be. Raises OSError, UsageError, TitansError."""
+        """Memory-map a file, downloading it if necessary. Raises OSError, UsageError, TitansError."""
         ...
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Fetch these files in the background, in this order: they are needed next."""
+        """Prefetch these files in the background, in this order."""
         ...
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """The damaged files, by name, each with what is wrong: those that differ from the manifest.
+        """The corrupt files by name, each with a message: those that differ from the manifest.
 
         Sizes are always compared; with ``verify`` the hashes of all files too.
         """
@@ -57,11 +57,11 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A small file. Raises FileNotFoundError, TitansError."""
+        """Read a small file. Raises FileNotFoundError, TitansError."""
 
     @abstractmethod
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, whole or not at all. Raises TitansError, UsageError."""
+        """Write a small file atomically. Raises TitansError, UsageError."""
 
     @abstractmethod
     def shards(self, name: str, cache_gb: float) -> ShardSource:
@@ -73,11 +73,11 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a folder, if it is there."""
+        """Remove a folder if it exists."""
 
     @abstractmethod
     def discard(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
 
     def __truediv__(self, name: str) -> str:
         """How messages name a file."""
@@ -94,10 +94,10 @@ class LocalShards:
         return mapped(self.path / info.file)
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Nothing: the operating system reads ahead by itself."""
+        """No-op: the operating system reads ahead."""
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """Also the hashes of files whose time of writing is not the manifest's."""
+        """Also compares the hashes of files whose mtime differs from the manifest."""
         found = ((info.file, find_damage(self.path / info.file, info, verify)) for info in infos)
         return {name: problem for name, problem in found if problem}
 
@@ -123,7 +123,7 @@ class LocalStore(Store):
         return LocalShards(self.staging / name)
 
     def publish(self, folder: Path) -> None:
-        """Nothing: the folder is where it belongs."""
+        """No-op: the folder is already in place."""
 
     def remove(self, name: str) -> None:
         shutil.rmtree(self.staging / name, ignore_errors=True)
@@ -161,7 +161,7 @@ class Bucket(Store):
         return b"".join(self.chunks(name))
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The content of a file, CHUNK bytes a request; a failed request is retried."""
+        """The content of a file, CHUNK bytes per request; failed requests are retried."""
         files, base = self._files
         file = self._retried(name, lambda: files.open_input_file(f"{base}/{name}"))
         size = self._retried(name, file.size)
@@ -188,7 +188,7 @@ class Bucket(Store):
         self._retried(name, put)
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Bytes of every file of a source, in one listing."""
+        """Size in bytes of every file of a source, from one listing."""
         from pyarrow import fs
 
         files, base = self._files
@@ -249,7 +249,7 @@ class RemoteShards:
 
     def open(self, info: ShardInfo) -> mmap.mmap:
         while True:
-            # another process may evict it from the cache just now
+            # another process may evict it from the cache at this moment
             with suppress(FileNotFoundError):
                 return mapped(self.local(info))
 
@@ -277,7 +277,7 @@ class RemoteShards:
 
 
 def open_store(store: str | None, root: Path) -> Store:
-    """The store that ``data.store`` names; `data/` under the root where it names none."""
+    """The store that ``data.store`` names; by default `data/` under the root."""
     if store is None:
         return LocalStore(Path(root) / "data")
     scheme, _, path = store.partition("://")
@@ -293,7 +293,7 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def _complete(content: bytes, wanted: int) -> bytes:
-    """``content``, if it is as long as ``wanted``. Raises OSError for a truncated response."""
+    """``content``, if its length is ``wanted``. Raises OSError for a truncated response."""
     if len(content) < wanted:
         raise OSError(f"{len(content)} of {wanted} bytes received")
     return content

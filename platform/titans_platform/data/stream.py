@@ -1,6 +1,6 @@
-"""Rows out of prepared sources, in an order that is a function of the seed and one counter.
+"""Rows of prepared sources, in an order that is a function of the seed and one counter.
 
-B rows of a batch, T tokens a row predicts (`sequence_length`).
+Shapes: B rows of a batch, T predicted tokens per row (`sequence_length`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from titans_platform.errors import UsageError
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, where documents start in them, and which predictions count."""
+    """Rows of tokens with their document starts and loss mask."""
 
     tokens: Tensor
     """int64 [B, T+1]"""
     starts: Tensor
-    """bool [B, T+1]: a document begins at this token; the first of a row always does."""
+    """bool [B, T+1]: a document starts at this token; True for the first of every row."""
     loss: Tensor
     """bool [B, T]: predicting tokens[b, t+1] counts."""
 
 
 def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
-    """The rows of a batch, each by its source and its number there."""
+    """The rows of a batch: source, and row number in that source."""
     shape = len(rows), sources[0].length + 1
     out = Span(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
@@ -41,10 +41,10 @@ def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, row
 
 
 class RowStream:
-    """Training batches: `batch(step)` is a function of the seed and the step, for any number of workers.
+    """Training batches: `batch(step)` is a function of the seed and the step, for any world size.
 
-    The sources take turns in a fixed cycle that gives each exactly its share; the rows of each come in a
-    new order every time round.
+    Sources are interleaved in a fixed cycle that gives each exactly its weight; the rows of each source are
+    reshuffled every epoch.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class RowStream:
 
     @property
     def rows(self) -> list[int]:
-        """Training rows of each source."""
+        """Number of training rows of each source."""
         drawn_from = zip(self.sources, self._orders, strict=True)
         return [order.rows if source.weight else 0 for source, order in drawn_from]
 
     def batch(self, step: int) -> Batch:
-        """This worker's rows of the global batch of ``step`` (from 0)."""
+        """This worker's rows of the global batch of ``step`` (0-based)."""
         which, rows = self._drawn(step)
         mine = slice(self.rank, None, self.world_size)
         return gather(self.sources, False, which[mine], rows[mine])
 
     def global_rows(self, step: int) -> list[tuple[int, int]]:
-        """(source, row) of every row of the global batch, all workers' together."""
+        """(source, row) of every row of the global batch, over all workers."""
         which, rows = self._drawn(step)
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
     def _drawn(self, step: int) -> tuple[Integers, Integers]:
         """The source and the row of each of a step's samples; prefetches the next window."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        # else a worker, or a micro-batch, could see one source only
+        # otherwise a worker, or a micro-batch, could see only one source
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]
         cycle, place = np.divmod(samples, len(self._cycle))
         which = self._cycle[place]
@@ -102,7 +102,7 @@ class RowStream:
         return which, rows
 
     def _prefetch(self, s: int, drawn: int) -> None:
-        """Prefetch the shards of a source's window and of the next one, when a window begins."""
+        """Prefetch the shards of a source's window and of the next one, when a window starts."""
         order = self._orders[s]
         at = order.window_at(drawn)
         if self._prefetched.get(s) != at:
@@ -111,9 +111,9 @@ class RowStream:
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
-    """All validation rows once, ``batch_size`` at a time, in one fixed order that mixes the sources.
+    """All validation rows once, ``batch_size`` at a time, in a fixed order that mixes the sources.
 
-    A prefix is a fair sample of the whole; the last batch may be smaller.
+    Any prefix is a representative sample; the last batch may be smaller.
     """
     counts = np.array([len(source.validation) for source in sources])
     order, ends = shuffled(int(counts.sum()), "validation"), counts.cumsum()

@@ -1,9 +1,9 @@
 """Continuous streams: each row of a batch continues the same row of the previous step.
 
 The state of a model can then be carried from step to step (truncated backpropagation through time). Which
-tokens a step holds, and which streams are reset, is a function of the seed and the step alone.
+tokens a step reads, and which streams are reset, is a function of the seed and the step only.
 
-B streams, W tokens that a row predicts (`sequence_length` times `optim.bptt_rows`), R rows of a source.
+Shapes: B streams, W predicted tokens per row (`sequence_length` times `optim.bptt_rows`), R rows of a source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titans_platform.errors import UsageError
 
 
 class StreamBatch(NamedTuple):
-    """The next rows of some streams, which predictions count, and which streams are reset."""
+    """The next rows of some streams, their loss mask, and which streams are reset."""
 
     tokens: Tensor
     """int64 [B, W+1]"""
@@ -36,16 +36,16 @@ class StreamBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of a source in reading order: a document begins on a new row, and its last row is padded."""
+    """The rows of a source in reading order: a document starts on a new row, and its last row is padded."""
 
     first: Integers
     """[R] the first token of each row in the split."""
     length: Integers
-    """[R] tokens that it predicts, at most W."""
+    """[R] number of predicted tokens, at most W."""
     begins: NDArray[np.bool_]
-    """[R] whether a document begins there."""
+    """[R] whether a document starts there."""
     unit: int
-    """Rows of a task item, which is not divided between two streams; 1 for running text."""
+    """Rows per task item, which is not divided between two streams; 1 for text."""
 
     @staticmethod
     def of(source: SourceRows, width: int) -> RowTable:
@@ -72,7 +72,7 @@ class RowTable:
 
 
 def document_starts(split: Split) -> Integers:
-    """Where each document begins in the split; reads one bit a token."""
+    """Offset of each document in the split; reads one bit per token."""
     found = [np.zeros(1, np.int64)]
     for number, (begin, held) in enumerate(zip(split.begins.tolist(), split.held.tolist(), strict=True)):
         bits = np.unpackbits(split.shard(number).starts, count=held, bitorder="little")
@@ -83,15 +83,15 @@ def document_starts(split: Split) -> Integers:
 class Streams:
     """Training batches of continuous streams: `batch(step)` for any number of workers.
 
-    The B streams are shared out among the sources by weight. Those of one source begin at equal distances in
-    it, from a place that the seed decides, and read on, round its end to its beginning: in R // n steps its n
-    streams read every row once, but for a rest of fewer than n rows (of n items of a task).
+    The B streams are assigned to the sources by weight. The n streams of a source start at equal distances,
+    at an offset drawn from the seed, and wrap around at its end: in R // n steps they read every row once,
+    except for a remainder of fewer than n rows (for a task, n items).
 
     Args:
         sources: prepared sources.
         batch_size: B, over all workers.
         width: W.
-        seed: decides where streams begin, and which are reset.
+        seed: determines where streams start, and which are reset.
         rank, world_size: this worker has the streams rank, rank + world_size, ...
         reset_probability: probability of a random reset of a stream at a step.
         carry_after: all streams are reset at every step before this one.
@@ -123,14 +123,14 @@ class Streams:
         """[B] the source of each stream."""
         self.tables: dict[int, RowTable] = {}
         self.begin = np.zeros(batch_size, np.int64)
-        """[B] the row of its source that each stream begins with."""
+        """[B] the row of its source at which each stream starts."""
         for i, source in enumerate(sources):
             if source.weight:
                 self._place(i, source)
         self._prefetched: dict[int, int] = {}
 
     def _place(self, i: int, source: SourceRows) -> None:
-        """Where the streams of source ``i`` begin."""
+        """The rows at which the streams of source ``i`` start."""
         streams = np.flatnonzero(self.source == i)
         if not len(streams):
             raise UsageError(
@@ -166,7 +166,7 @@ class Streams:
         return found
 
     def batch(self, step: int) -> StreamBatch:
-        """This worker's rows of ``step`` (from 0)."""
+        """This worker's rows of ``step`` (0-based)."""
         which, rows, resets = (x[self.mine] for x in (self.source, self.rows(step), self.resets(step)))
         tokens = np.full((len(rows), self.width + 1), self.sources[0].pad, np.int64)
         loss = np.zeros((len(rows), self.width), np.bool_)

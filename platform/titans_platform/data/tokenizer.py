@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface: bytes, letters of DNA, a SentencePiece model, a tokenizer.json."""
+"""Tokenizers behind one interface: bytes, DNA letters, a SentencePiece model, a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from titans_platform.errors import UsageError, one_line
 
 FORMS = "`byte`, `dna`, a SentencePiece .model, a tokenizer.json, or a Hub repository: openai-community/gpt2"
-# what the studies' paper scales name is shipped by nobody
+# the tokenizer that the paper scales name is not shipped
 _HINT = (
     "; for that of Llama 2 (32,000 ids) give --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
     "which downloads it"
@@ -37,11 +37,11 @@ class Tokenizer(ABC):
     """Text to ids and back; ``bos`` starts every document, ``pad`` fills rows, both within vocab_size."""
 
     vocab_size: int
-    """Rows an embedding needs: all ids, rounded up to a multiple of 4."""
+    """Rows of the embedding: number of ids, rounded up to a multiple of 4."""
     bos: int
     pad: int
     fingerprint: str
-    """Names the tokenizer by its content, never by its path."""
+    """Hash of the tokenizer's content, independent of its path."""
     path: Path | None = None
     """The file it was read from."""
 
@@ -51,10 +51,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; special tokens give nothing."""
+        """Text of ``ids``; special tokens are skipped."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Ids of each text, as arrays: what a whole corpus is tokenised with."""
+        """Ids of each text, as arrays; used to tokenise a corpus."""
         return [np.asarray(self.encode(text), np.uint32) for text in texts]
 
     def _plain(self, ids: Iterable[int]) -> list[int]:
@@ -126,7 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        # SentencePiece takes its own threads
+        # SentencePiece uses its own threads
         return [np.asarray(ids, np.uint32) for ids in self._model.encode(list(texts))]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -153,7 +153,7 @@ class JsonTokenizer(Tokenizer):
         return self._model.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        # the library takes its own threads
+        # the library uses its own threads
         encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, np.uint32) for one in encoded]
 
@@ -162,23 +162,23 @@ class JsonTokenizer(Tokenizer):
 
 
 class TextStream:
-    """Tokens to text as they come; ``before`` are those the first of them follows, for the space between."""
+    """Streaming decoder. ``before``: the tokens before the first one, which decide its leading space."""
 
     HELD = 8
-    """Tokens that one letter is waited for; what is no text after so many is shown as it is."""
+    """Maximum tokens held back while a character is incomplete; after that they are shown as they are."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer, self._tokens = tokenizer, list(before[-self.HELD :])
         self._shown = len(self._tokens)
 
     def add(self, token: int) -> str:
-        """What ``token`` adds to the text; nothing as long as a letter is not whole."""
+        """The text that ``token`` adds; empty while a character is incomplete."""
         self._tokens.append(token)
         cut = self._tokenizer.decode(self._tokens).endswith("\ufffd")
         return "" if cut and len(self._tokens) - self._shown < self.HELD else self.end()
 
     def end(self) -> str:
-        """What has been held back."""
+        """The text that was held back."""
         before = self._tokenizer.decode(self._tokens[: self._shown])
         text = self._tokenizer.decode(self._tokens)[len(before) :]
         self._tokens = self._tokens[self._shown :] or self._tokens
@@ -187,14 +187,14 @@ class TextStream:
 
 
 KINDS = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
-"""Tokenizers by the ending of their file."""
+"""Tokenizers by file suffix."""
 
 BUILT_IN: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "dna": DNATokenizer}
-"""Those without a file, by name; `config.VOCABULARIES` has their sizes."""
+"""Built-in tokenizers by name; their sizes are in `config.VOCABULARIES`."""
 
 
 def names_hub(spec: str) -> bool:
-    """Whether ``spec`` can only be a repository of the Hub: no file here, and no name of a file."""
+    """Whether ``spec`` can only be a Hub repository: no local file, and no file suffix."""
     path = Path(spec).expanduser()
     form = re.fullmatch(r"[\w.-]+/[\w.-]+", spec)
     return bool(form) and path.suffix not in KINDS and not path.is_file()
@@ -223,8 +223,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], size: int) -> str:
     """A byte-level BPE of ``size`` ids on ``texts``, as the text of a tokenizer.json.
 
-    Raises UsageError: ``size`` is less than the bytes and the two special tokens need, or texts are so few
-    that there are not so many pairs to join.
+    Raises UsageError if ``size`` is less than the bytes and the two special tokens need, or if the texts
+    yield too few merges.
     """
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -245,8 +245,8 @@ def train_tokenizer(texts: Iterable[str], size: int) -> str:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     """Export a tokenizer. Returns the file that `load_tokenizer` takes.
 
-    Bytes and a tokenizer.json are written for `transformers.AutoTokenizer`, with the document's start before
-    each text, as in training. A SentencePiece model is copied as it is. Raises UsageError for letters of DNA.
+    Bytes and a tokenizer.json are written for `transformers.AutoTokenizer`, with bos before each text, as in
+    training. A SentencePiece model is copied unchanged. Raises UsageError for the DNA tokenizer.
     """
     if not isinstance(tokenizer, ByteTokenizer | JsonTokenizer):
         if tokenizer.path is None:
@@ -267,7 +267,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
 
 
 def _byte_model() -> Any:
-    """The bytes as a byte-level BPE without merges, whose letters are those of GPT-2."""
+    """The byte tokenizer as a byte-level BPE without merges, on GPT-2's byte alphabet."""
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -280,7 +280,7 @@ def _byte_model() -> Any:
 
 
 def _special(model: Any, token: int, name: str) -> str:
-    """The name of a special token, which gets one where the model has none."""
+    """The name of a special token; a default if the model has none."""
     if (known := model.id_to_token(token)) is not None:
         return known
     model.add_special_tokens([name])

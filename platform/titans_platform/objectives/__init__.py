@@ -1,6 +1,6 @@
-"""Objectives: what a run trains on.
+"""Training objectives.
 
-A new one is one file with a class under `@register`, and its name in the imports below.
+To add one, write a module with a class decorated with `@register` and import that module below.
 """
 
 from titans_platform.objectives import classification, next_token, regression

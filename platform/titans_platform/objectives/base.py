@@ -1,4 +1,4 @@
-"""What a run trains on: its data, a model that takes them, a loss, measures; and the registry of these."""
+"""The interface of an objective (data, model, loss and metrics of a run) and the registry of objectives."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from titans_platform.loading import validate
 from titans_platform.training.loop import Stream
 
 Report = Callable[[str, int, int, "float | None"], None]
-"""Called while data are prepared: a label, documents and tokens so far, the share done where it is known."""
+"""Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""
 
 
 class Input(NamedTuple):
-    """One of the things that a run's data are made of, as a record of the run names it."""
+    """One source of a run's data, as logged with the run."""
 
     name: str
     digest: str
-    """Of its content."""
+    """Hash of the content."""
     where: str
-    """A path, a Hub dataset, or what generates it."""
+    """A path, a Hub dataset, or the name of the generator."""
     about: dict[str, int]
-    """How much there is of it."""
+    """Its sizes by name, e.g. the number of tokens."""
     trained_on: bool = True
-    """Else it is only measured on."""
+    """False: used for evaluation only."""
 
 
 class Data(Protocol):
-    """Data that are ready to train on."""
+    """Prepared data, ready to train on."""
 
     @property
     def fingerprint(self) -> str:
-        """Names what the rows hold and how long they are, none of it a path: a part of the run's name."""
+        """Hash of the content and length of the rows, independent of paths; part of the run's name."""
         ...
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> Stream:
-        """Batches, each a NamedTuple of tensors [B, ...], as a function of the seed and the step alone."""
+        """Batches, each a NamedTuple of tensors [B, ...]; a function of the seed and the step only."""
         ...
 
 
@@ -55,80 +55,80 @@ D = TypeVar("D", bound=Data)
 
 
 class Objective(ABC, Generic[D]):
-    """What one run trains on. Made from the run's config; holds no data and no model."""
+    """The objective of one run. Built from the run's config; holds neither data nor model."""
 
     Options: ClassVar[type[Frozen]] = NoOptions
-    """What a config may say under ``objective.options``. All of it is a part of the run's name but fields
-    with ``exclude=True``, such as paths: data enter the name by their fingerprint."""
+    """Schema of ``objective.options``. Every field is part of the run's name, except those with
+    ``exclude=True``, such as paths: data enter the name through their fingerprint."""
     data_kind: ClassVar[str] = "tokens"
-    """Which tasks can measure it: those of this `Task.data_kind`."""
+    """It can be evaluated by tasks with this `Task.data_kind`."""
     positions: ClassVar[str] = "tokens"
-    """What the positions of a row are called in displays."""
+    """Display name of the positions of a row."""
     loss_unit: ClassVar[str] = "nats"
     carries: ClassVar[bool] = False
-    """Whether it can train on streams (``data.rows: streams``): it has ``carried_losses``."""
+    """Whether it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
     validation_task: ClassVar[str | None] = None
-    """The task whose value is the loss on held-out rows; None: ``eval.every`` cannot be set."""
+    """The task that measures the held-out loss; None: ``eval.every`` is not supported."""
 
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
 
     @abstractmethod
     def prepare(self, root: Path, report: Report | None = None) -> D:
-        """Make the data under the storage root, where they are not there yet, and open them.
+        """Prepare the data under the storage root unless they exist, and open them.
 
-        Raises UsageError: a source is missing or cannot be read.
+        Raises UsageError if a source is missing or cannot be read.
         """
 
     @abstractmethod
     def open(self, root: Path) -> D:
-        """Data that `prepare` made; their sources are not needed any more. Raises UsageError, NotPrepared."""
+        """Open prepared data; does not need the sources. Raises UsageError, NotPrepared."""
 
     @abstractmethod
     def build_model(self) -> Model:
-        """The model at its initial weights, by the config alone. Raises UsageError."""
+        """The model at initialisation, from the config only. Raises UsageError."""
 
     def build_small(self, blocks: int = 1) -> Model:
-        """The model with so many blocks and without memory for its weights: quick, whatever its size."""
+        """The model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
         model = self.cfg.model.model_copy(update={"n_layers": blocks})
         with torch.device("meta"):
             return type(self)(self.cfg.model_copy(update={"model": model}), self.options).build_model()
 
     def least_activations(self, rows: int) -> int:
-        """Numbers that the backward pass of so many rows needs at least: the input of each block."""
+        """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
         return rows * self.cfg.row_tokens * self.cfg.model.d_model * self.cfg.model.n_layers
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """[B] loss of each row; 0 for a row that does not count."""
+        """[B] loss of each row; 0 for a row without targets."""
 
     def train_stream(self, data: D, rank: int = 0, world_size: int = 1) -> Stream:
-        """The batches of the run, this worker's rows of each. Raises UsageError."""
+        """This worker's rows of each training batch. Raises UsageError."""
         return data.train_stream(self.cfg.optim.global_batch_size, self.cfg.seed, rank, world_size)
 
     def tokenizer(self) -> Tokenizer | None:
-        """What turns text into the model's tokens; None where it takes no tokens. Raises UsageError."""
+        """The model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
         return None
 
     def counts(self, batch: Any) -> Tensor:
-        """[B] bool: the row has something to predict. All do unless a subclass says otherwise."""
+        """[B] bool: whether the row has targets. By default every row does."""
         return torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
 
     def inputs(self, data: D) -> list[Input]:
-        """What ``data`` are made of."""
+        """The sources of ``data``."""
         return [Input(self.data_kind, data.fingerprint[:36], self.cfg.objective.kind, {})]
 
     def sample_batch(self, rows: int) -> Any:
-        """``rows`` rows of random content, to time a step before there are data; None: it cannot be timed."""
+        """``rows`` rows of random content, to time a step before data are prepared; None: not supported."""
         return None
 
     def check_sources(self) -> None:
-        """Look whether the sources of data that are not prepared yet are there. Raises UsageError."""
+        """Check that the sources of unprepared data exist. Raises UsageError."""
 
     def check(self, data: D | None = None) -> None:
-        """Find before the training what would be found after it; with ``data``, also whether they fit.
+        """Validate the config before training; with ``data``, also that they match the config.
 
-        Raises UsageError, which names the field.
+        Raises UsageError that names the field.
         """
         self.build_small()
         if self.cfg.data.rows == "streams" and not self.carries:
@@ -143,7 +143,7 @@ class Objective(ABC, Generic[D]):
                     self.check_task(build_task(config), config.lengths, data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: D | None) -> None:
-        """Refuse a task that cannot be measured at ``lengths`` training lengths. Raises UsageError."""
+        """Reject a task that cannot run at ``lengths`` (in training lengths). Raises UsageError."""
         if task.data_kind != self.data_kind:
             raise UsageError(
                 f"task: {task.name} is measured on {task.data_kind}; objective {self.cfg.objective.kind} "
@@ -153,9 +153,9 @@ class Objective(ABC, Generic[D]):
     def evaluate(
         self, model: Model, data: D, columns: Sequence[str] = (), device: torch.device | str = "cpu"
     ) -> dict[str, Any]:
-        """What `evals.evaluate` returns, of all columns or of those given.
+        """Run `evals.evaluate` on all columns, or on those given.
 
-        In a process group every worker calls this, and all return the same.
+        Collective: every worker of a process group calls this and gets the same result.
         """
         config = self.cfg.eval
         if columns:
@@ -163,7 +163,7 @@ class Objective(ABC, Generic[D]):
         return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
 
     def validation_loss(self, model: Model, data: D, device: torch.device | str = "cpu") -> float:
-        """The loss on held-out rows. In a process group every worker calls this, and all return the same."""
+        """The loss on held-out rows. Collective: every worker calls this and gets the same value."""
         assert self.validation_task
         columns = {"validation": (TaskConfig(task=self.validation_task),)}
         config = self.cfg.eval.model_copy(update={"columns": columns})
@@ -171,10 +171,10 @@ class Objective(ABC, Generic[D]):
         return found["columns"]["validation"]
 
     def run_name(self, data_fingerprint: str, workers: int | str = 1) -> str:
-        """The run's name: a hash of all that its numbers are a function of.
+        """The run's name: a hash of everything that determines its numbers.
 
-        Options at their defaults do not enter it, so that a new one renames nothing; of an objective in a
-        file of one's own the file does, since it may change between two runs.
+        Options at their defaults are left out, so that adding an option renames no run. For an objective in
+        a user's own file, the file is hashed too, since it may change between runs.
         """
         options = self.options.model_dump(mode="json", exclude_defaults=True)
         objective = ObjectiveConfig(kind=self.cfg.objective.kind, options=options)
@@ -182,18 +182,18 @@ class Objective(ABC, Generic[D]):
         return named.fingerprint(data_fingerprint, self.eval_version(), workers)
 
     def eval_version(self) -> str:
-        """Digest of the versions of the tasks it is measured by."""
+        """Digest of the versions of the evaluation tasks."""
         return eval_version(self.cfg.eval)
 
 
 OBJECTIVES: dict[str, type[Objective[Any]]] = {}
-"""Every objective by name."""
+"""Registered objectives by name."""
 
 T = TypeVar("T", bound=type[Objective[Any]])
 
 
 def register(name: str) -> Callable[[T], T]:
-    """Class decorator that puts an objective into the registry.
+    """Class decorator that registers an objective.
 
     Raises:
         ValueError: another objective has the same name.
@@ -208,10 +208,10 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def build_objective(cfg: RunConfig) -> Objective[Any]:
-    """The objective a config names, by its registered name or as ``module:Class``, with its options.
+    """Build the objective that a config names, by registered name or as ``module:Class``.
 
     Raises:
-        UsageError: no such objective or option, or an option's value is not valid.
+        UsageError: the objective or an option does not exist, or an option's value is invalid.
     """
     found = find_named("objective.kind", cfg.objective.kind, OBJECTIVES, Objective)
     return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))

@@ -1,4 +1,4 @@
-"""Classification of sequences, after an optional pretraining on the training part's own next tokens."""
+"""Sequence classification, optionally after next-token pretraining on the training split."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ GENOMIC_BENCHMARKS = (
     "human_nontata_promoters",
     "human_ocr_ensembl",
 )
-"""The five sets of the paper's Table 4, in its order. By these names they are read from their copies on the
-Hub, `katarinagresova/Genomic_Benchmarks_NAME`: columns seq and label, splits train and test."""
+"""The five datasets of the paper's Table 4, in its order. They are loaded from the Hub as
+`katarinagresova/Genomic_Benchmarks_NAME`: columns seq and label, splits train and test."""
 PUBLISHER = "katarinagresova/Genomic_Benchmarks_"
 
 
@@ -95,7 +95,7 @@ class ClassificationOptions(Frozen):
 
     @property
     def fields(self) -> tuple[str, str]:
-        """The columns of sequences and labels."""
+        """Names of the sequence and the label column."""
         return self.sequence_field or ("seq" if self.dataset else "sequence"), self.label_field
 
     @property
@@ -106,24 +106,24 @@ class ClassificationOptions(Frozen):
 
 @register("classification")
 class Classification(Objective[LabelledData]):
-    """Cross-entropy of each sequence's class, in nats; of next tokens in steps of pretraining."""
+    """Cross-entropy of each sequence's class in nats; in pretraining steps, of its next tokens."""
 
     Options = ClassificationOptions
     data_kind = "labelled"
     validation_task = "class_loss"
 
     def prepare(self, root: Path, report: Report | None = None) -> LabelledData:
-        """Read the sequences again, and keep what they are now."""
+        """Read the sequences again and save a copy."""
         split = self._read(root)
         keep(split, self._index(root))
         return self._data(split)
 
     def open(self, root: Path) -> LabelledData:
-        """The sequences as they were when they were prepared."""
+        """Open the copy that `prepare` saved."""
         return self._data(kept(self._index(root)))
 
     def build_model(self) -> Model:
-        """A language model's blocks with a head over classes, or the convolutional network."""
+        """The backbone with a classification head, or the convolutional baseline."""
         options, model = self.options, self.cfg.model
         try:
             if options.network == "cnn":
@@ -135,11 +135,11 @@ class Classification(Objective[LabelledData]):
             raise UsageError(field) from None
 
     def tokenizer(self) -> Tokenizer:
-        """The one of ``data``."""
+        """The tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
 
     def losses(self, model: Callable[..., Any], batch: Labelled) -> Tensor:
-        """[B] cross-entropy of each row's class, or the mean of its next tokens'."""
+        """[B] cross-entropy of each row's class; in pretraining, the mean over its next tokens."""
         if batch.labels[0] == UNLABELLED:
             losses_BT = model(batch.tokens[:, :-1], targets_BT=batch.tokens[:, 1:]).losses
             own_BT = torch.arange(losses_BT.shape[1], device=losses_BT.device) < batch.lengths[:, None] - 1
@@ -149,24 +149,24 @@ class Classification(Objective[LabelledData]):
         )
 
     def inputs(self, data: LabelledData) -> list[Input]:
-        """The sequences, by their content."""
+        """The sequences, with the hash of their content."""
         counts = {f"{part} sequences": len(data.labels[part]) for part in PARTS}
         return [Input("labelled", data.fingerprint, self.options.path or self.options.hub_name, counts)]
 
     def sample_batch(self, rows: int) -> Labelled:
-        """Random tokens, of full length, that have labels."""
+        """Random tokens of full length, with labels."""
         length = self.cfg.data.sequence_length
         tokens = torch.randint(self.cfg.model.vocab_size, (rows, length))
         return Labelled(tokens, torch.full((rows,), length), torch.zeros(rows, dtype=torch.long))
 
     def check_sources(self) -> None:
-        """The tokenizer, and the files, read whole; a dataset of the Hub is not asked for."""
+        """Load the tokenizer and read the files completely; a Hub dataset is not requested."""
         self.tokenizer()
         if self.options.path:
             self._read(Path())
 
     def check(self, data: LabelledData | None = None) -> None:
-        """Also that the model has the tokenizer's ids, the data's classes and steps that have labels."""
+        """Also check vocabulary size, number of classes, and that some steps train on labels."""
         options, cfg = self.options, self.cfg
         if cfg.data.sources != DataConfig().sources:
             raise UsageError(f"data.sources: objective classification reads {OPTIONS}.path; leave it out")
@@ -186,7 +186,7 @@ class Classification(Objective[LabelledData]):
         super().check(data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: LabelledData | None) -> None:
-        """Also that no length is asked for: sequences have their own."""
+        """Also reject ``lengths``: sequences have fixed lengths."""
         super().check_task(task, lengths, data)
         if tuple(lengths) != (1.0,):
             raise UsageError("lengths: sequences have the lengths they have; leave it out")
@@ -234,21 +234,21 @@ class PartOptions(Frozen):
 
 
 class LabelledTask(Task):
-    """A mean over items that are not trained on."""
+    """Mean of a metric over held-out items."""
 
     Options = PartOptions
     data_kind = "labelled"
 
     @abstractmethod
     def values(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """[B] what is measured of each item."""
+        """[B] metric of each item."""
 
     @abstractmethod
     def guess(self, shares_K: Tensor) -> Tensor:
-        """[K] logits of one who knows the shares of the classes in training and nothing else."""
+        """[K] logits of a baseline that only knows the class frequencies of the training split."""
 
     def measure(self, context: Context) -> Measurement:
-        """The mean over `config.items` items of the part."""
+        """The mean over `config.items` items of the split."""
         data: LabelledData = context.prepared
         rows = context.scorer.rows(context.length)
         batches = data.batches(self.options.part, context.config.items, rows)
@@ -274,15 +274,15 @@ class Accuracy(LabelledTask):
 
     @property
     def chance(self) -> float:
-        """At most 1: it depends on the items; `measure` gives it."""
+        """An upper bound: it depends on the items, and `measure` returns it."""
         return 1.0
 
     def values(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """[B] 1 or 0."""
+        """[B] 1 if the prediction is right, else 0."""
         return (logits_BK.argmax(1) == labels_B).double()
 
     def guess(self, shares_K: Tensor) -> Tensor:
-        """The shares."""
+        """The class frequencies."""
         return shares_K
 
 
@@ -301,13 +301,13 @@ class ClassLoss(LabelledTask):
 
     @property
     def chance(self) -> float:
-        """Infinite: it depends on the items; `measure` gives it."""
+        """An upper bound: it depends on the items, and `measure` returns it."""
         return math.inf
 
     def values(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """[B] nats."""
+        """[B] cross-entropy in nats."""
         return F.cross_entropy(logits_BK, labels_B, reduction="none")
 
     def guess(self, shares_K: Tensor) -> Tensor:
-        """The shares' logarithms."""
+        """The log class frequencies."""
         return shares_K.log()

@@ -1,4 +1,4 @@
-"""The benchmarks of long-term forecasting by name: file, shape, split and checksum of each."""
+"""The long-term forecasting benchmarks by name: file, shape, split and checksum of each."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ OTHERS = "the datasets that the README of https://github.com/thuml/Time-Series-L
 
 
 class Dataset(NamedTuple):
-    """What is known of a benchmark's file."""
+    """Specification of a benchmark's file."""
 
     file: str
     steps: int
     channels: int
     split: tuple[float, float, float]
-    """Training, validation and test part, in steps or in shares."""
+    """Sizes of the training, validation and test split, in steps or as fractions."""
     source: str
-    """Where its authors keep it."""
+    """Where its authors publish it."""
     sha256: str | None = None
-    """Of the unpacked file; None: not known here, so that only its shape is checked."""
+    """Hash of the uncompressed file; None: unknown, only the shape is checked."""
 
 
-# 12, 4 and 4 months of 30 days; what is behind them nobody uses
+# 12, 4 and 4 months of 30 days; by convention the rest is unused
 HOURS = (12 * 30 * 24, 4 * 30 * 24, 4 * 30 * 24)
 QUARTERS = (4 * HOURS[0], 4 * HOURS[1], 4 * HOURS[2])
 SHARES = (0.7, 0.1, 0.2)
@@ -59,13 +59,13 @@ DATASETS = {
     "ECL": Dataset("electricity.csv", 26_304, 321, SHARES, OTHERS),
     "Traffic": Dataset("traffic.csv", 17_544, 862, SHARES, OTHERS),
 }
-"""By the names of the paper's Table 3."""
+"""Keyed by the names in the paper's Table 3."""
 
 
 def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> Table:
-    """The series of a benchmark, from its file in ``folder``, also packed as .gz or .xz.
+    """Read a benchmark's series from its file in ``folder``, optionally compressed as .gz or .xz.
 
-    Raises UsageError: there is no such file, or it is not the one that everybody uses.
+    Raises UsageError if the file is missing or is not the standard one.
     """
     known = DATASETS[name]
     if folder is None:

@@ -1,4 +1,4 @@
-"""What objectives that read a file of their own share: opening it, and the order of training."""
+"""Shared by objectives that read their own file: opening it, and the order of training items."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ R = TypeVar("R")
 
 @contextmanager
 def opened(name: str, readers: Mapping[str, R], field: str) -> Iterator[tuple[R, Any]]:
-    """The reader that goes with a file's ending, which may have .gz or .xz behind it; and the file, unpacked.
+    """Open a file, decompressing .gz and .xz; yields the reader for its suffix and the file.
 
-    Raises UsageError, which names ``field``: no such ending, or it cannot be read, here or in the block.
+    Raises UsageError that names ``field`` if the suffix is unknown, or if the file cannot be read, here or in
+    the ``with`` block.
     """
     path = Path(name).expanduser()
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
@@ -39,9 +40,9 @@ def opened(name: str, readers: Mapping[str, R], field: str) -> Iterator[tuple[R,
 
 
 class Places:
-    """Which of ``items`` each step trains on: a function of the seed and the step, for any number of workers.
+    """The indices of the items in each step: a function of the seed and the step, for any world size.
 
-    Every item comes once before any comes again, in a new order each time.
+    Every item is drawn once per epoch, in a new order each epoch.
     """
 
     def __init__(self, items: int, batch_size: int, seed: int, rank: int, world_size: int):
@@ -51,7 +52,7 @@ class Places:
         self._order = lru_cache(2)(lambda epoch: shuffled(items, f"{seed}/{epoch}"))
 
     def of(self, step: int) -> NDArray[np.int64]:
-        """This worker's items of the global batch of ``step`` (from 0)."""
+        """This worker's items of the global batch of ``step`` (0-based)."""
         samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
         drawn = [divmod(sample, self.items) for sample in samples]
         return np.array([self._order(epoch)[place] for epoch, place in drawn])

@@ -1,4 +1,4 @@
-"""Logistic regression on counts of k-mers: what a classifier of sequences gets without any order of them."""
+"""Baseline for sequence classification: logistic regression on k-mer counts."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from titans_platform.errors import UsageError
 from titans_platform.objectives.labelled import PARTS, LabelledData
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
-"""Weights of the squared norm that are tried."""
+"""Candidate L2 penalties."""
 LARGEST = 2**28
-"""Counts that are held at once, a GiB of float32."""
+"""Maximum number of counts in memory: 1 GiB in float32."""
 
 
 class KmerResult(NamedTuple):
-    """The regression that is best on the validation part."""
+    """The regression with the highest validation accuracy."""
 
     k: int
     penalty: float
     validation: float
-    """Its accuracy there."""
+    """Validation accuracy."""
     test: float
-    """And on the test part, on which nothing was chosen."""
+    """Test accuracy; nothing was selected on the test split."""
 
 
 def kmer_regression(data: LabelledData, largest: int) -> KmerResult:
-    """k from 1 to ``largest`` and the penalty by the accuracy on the validation part; the first of equals.
+    """Select k from 1 to ``largest`` and the penalty by validation accuracy; the first wins ties.
 
-    Raises UsageError: there are more counts than LARGEST.
+    Raises UsageError if there are more counts than LARGEST.
     """
     labels = {part: torch.from_numpy(data.labels[part]) for part in PARTS}
     best = KmerResult(0, 0.0, -1.0, 0.0)
@@ -49,7 +49,7 @@ def kmer_regression(data: LabelledData, largest: int) -> KmerResult:
 
 
 def fit(x_NF: Tensor, labels_N: Tensor, classes: int, penalty: float) -> Tensor:
-    """[F, K] weights of the least cross-entropy plus ``penalty`` times their squared norm, by L-BFGS."""
+    """[F, K] weights that minimise cross-entropy plus ``penalty`` times their squared norm, by L-BFGS."""
     weight = torch.zeros(x_NF.shape[1], classes, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=50, line_search_fn="strong_wolfe")
 
@@ -64,7 +64,7 @@ def fit(x_NF: Tensor, labels_N: Tensor, classes: int, penalty: float) -> Tensor:
 
 
 def _features(data: LabelledData, k: int) -> dict[str, Tensor]:
-    """[N, F] of each part: how often each k-mer of the training part occurs, in units of its size; and 1."""
+    """[N, F] features of each split: scaled counts of the training split's k-mers, and a constant 1."""
     codes = {part: [_codes(ids, k, data.tokenizer.vocab_size) for ids in data.tokens[part]] for part in PARTS}
     known = np.unique(np.concatenate(codes["train"]))
     if (size := len(known) * sum(map(len, codes.values()))) > LARGEST:
@@ -75,7 +75,7 @@ def _features(data: LabelledData, k: int) -> dict[str, Tensor]:
 
 
 def _codes(ids: NDArray[np.uint32], k: int, base: int) -> NDArray[np.int64]:
-    """The k-mers of a sequence as numbers."""
+    """The k-mers of a sequence, encoded as integers."""
     if len(ids) < k:
         return np.empty(0, np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.int64), k)

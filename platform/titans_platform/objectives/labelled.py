@@ -1,6 +1,6 @@
-"""Labelled sequences: read, split, kept under the storage root, cut into padded batches.
+"""Labelled sequences: read, split, saved under the storage root, and batched with padding.
 
-B rows of a batch, T tokens of the longest of them, N sequences.
+Shapes: B rows of a batch, T tokens of its longest row, N sequences, K classes.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ READERS: dict[str, Callable[[Any], pa.Table]] = {
     ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
 }
 UNLABELLED = -1
-"""In place of the label of a row that is read for its next tokens."""
+"""Label of a row that is used for next-token pretraining."""
 
 
 class Items(NamedTuple):
-    """Sequences with their labels, in the order they were read."""
+    """Sequences with their labels, in the order of the file."""
 
     sequences: list[str]
     labels: list[str]
 
     def take(self, which: NDArray[np.bool_]) -> Items:
-        """Those where ``which`` [N] is True."""
+        """The items where the mask ``which`` [N] is True."""
         index = np.flatnonzero(which)
         return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
 
 
 Split = dict[str, Items]
-"""The items of each of PARTS."""
+"""The items of each split; see PARTS."""
 
 
 class Labelled(NamedTuple):
-    """A batch: a document's start and a sequence in each row, padded on the right."""
+    """A batch: each row is bos and a sequence, padded on the right."""
 
     tokens: Tensor
     """int64 [B, T]"""
     lengths: Tensor
-    """int64 [B], tokens of each row before its padding."""
+    """int64 [B], number of tokens of each row without padding."""
     labels: Tensor
     """int64 [B]; UNLABELLED in a batch of pretraining."""
 
 
 class LabelledData:
-    """The items of each part as tokens, and their classes: the labels that occur, sorted.
+    """The items of each split as tokens and class indices; classes are the labels that occur, sorted.
 
-    ``pretrain_steps``: so many batches at first are read for their next tokens.
+    The first ``pretrain_steps`` batches are for next-token prediction.
 
     Raises:
-        UsageError: a part is empty, or a sequence is longer than a row of ``length`` tokens.
+        UsageError: a split is empty, or a sequence is longer than a row of ``length`` tokens.
     """
 
     def __init__(self, split: Split, tokenizer: Tokenizer, length: int, pretrain_steps: int = 0):
@@ -96,17 +96,17 @@ class LabelledData:
 
     @property
     def shares(self) -> Tensor:
-        """[K] share of each class among the training items, float64."""
+        """[K] frequency of each class among the training items, float64."""
         counts = np.bincount(self.labels["train"], minlength=len(self.classes))
         return torch.from_numpy(counts / counts.sum())
 
     def class_counts(self, part: str) -> dict[str, int]:
-        """Items of each class in a part."""
+        """Number of items of each class in a split."""
         found = Counter(self.split[part].labels)
         return {label: found[label] for label in self.classes}
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
-        """Training batches of ``batch_size`` items over all workers. Raises UsageError."""
+        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
         if batch_size < world_size:
             raise UsageError(
                 f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
@@ -114,13 +114,13 @@ class LabelledData:
         return ItemStream(self, batch_size, seed, rank, world_size)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
-        """Up to ``items`` items of a part, the same ones always, in batches of ``rows``."""
+        """Up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
         order = shuffled(len(self.labels[part]), part)[:items]
         for i in range(0, len(order), rows):
             yield self.batch(part, order[i : i + rows])
 
     def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
-        """These items of a part as rows."""
+        """The items ``which`` of a split as one padded batch."""
         rows = [self.tokens[part][i] for i in which]
         tokens = torch.full((len(rows), 1 + max(map(len, rows))), self.tokenizer.pad)
         tokens[:, 0] = self.tokenizer.bos
@@ -132,22 +132,22 @@ class LabelledData:
 
 
 class ItemStream:
-    """Training items of one worker."""
+    """The training batches of one worker."""
 
     def __init__(self, data: LabelledData, batch_size: int, seed: int, rank: int, world_size: int):
         self.data = data
         self.places = Places(len(data.labels["train"]), batch_size, seed, rank, world_size)
 
     def batch(self, step: int) -> Labelled:
-        """This worker's items of the global batch of ``step`` (from 0)."""
+        """This worker's items of the global batch of ``step`` (0-based)."""
         which = self.places.of(step)
         return self.data.batch("train", which, labelled=step >= self.data.pretrain_steps)
 
 
 def divide(items: Items, fraction: float, seed: int) -> tuple[Items, Items]:
-    """The items, and a share of them taken out, by a hash of each sequence and ``seed``.
+    """Split off a fraction of the items by a hash of each sequence and ``seed``.
 
-    Equal sequences stay together, so that none is on both sides.
+    Equal sequences go to the same side, so that the split does not leak.
     """
     texts = sorted(set(items.sequences), key=lambda text: hashlib.sha256(f"{seed}/{text}".encode()).digest())
     out = set(texts[: round(fraction * len(texts))])
@@ -156,8 +156,8 @@ def divide(items: Items, fraction: float, seed: int) -> tuple[Items, Items]:
 
 
 def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
-    """The items of a .csv, .jsonl or .parquet file, also with .gz or .xz behind; ``fields`` are the columns
-    of sequences and labels. Raises UsageError, which names ``option``.
+    """Read a .csv, .jsonl or .parquet file, optionally compressed as .gz or .xz. ``fields`` are the sequence
+    and the label column. Raises UsageError that names ``option``.
     """
     with opened(name, READERS, option) as (read, file):
         table = read(file)
@@ -170,7 +170,7 @@ def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
 
 
 def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Items:
-    """The items of a split of a Hub dataset, or of a folder that `datasets` reads. Raises UsageError."""
+    """Load a split of a Hub dataset, or of a folder that `datasets` can load. Raises UsageError."""
     option = "objective.options.dataset"
     source = HubSource(SourceConfig(kind="hub", dataset=name), option, cache)
     with source.opened(name, name, split=split) as records:
@@ -179,7 +179,7 @@ def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Ite
 
 
 def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
-    """Refuse what is missing, and sequences that are no text."""
+    """Reject missing values, and sequences that are not strings."""
     for i, (text, label) in enumerate(zip(sequences, labels, strict=True)):
         if not isinstance(text, str) or not text or label is None:
             raise UsageError(f"{where} has no {'label' if text else 'sequence'} in row {i}")
@@ -187,20 +187,20 @@ def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
 
 
 def keep(split: Split, index: Path) -> None:
-    """Write the items beside ``index``, named by their content, and note in ``index`` which they are."""
+    """Save the items beside ``index`` in a content-addressed file that ``index`` points to."""
     content = _content(split)
     index.parent.mkdir(parents=True, exist_ok=True)
     partial = index.with_name(f".{content}.{os.getpid()}")
     rows = [(text, label, part) for part in PARTS for text, label in zip(*split[part], strict=True)]
     columns = map(list, zip(*rows, strict=True))
     parquet.write_table(pa.table(dict(zip(("sequence", "label", "part"), columns, strict=True))), partial)
-    # also over one that is there: a damaged file is mended
+    # also if it exists: this repairs a corrupt file
     os.replace(partial, index.with_name(f"{content}.parquet"))
     write_json(index, {"content": content})
 
 
 def kept(index: Path) -> Split:
-    """The items that ``index`` names. Raises NotPrepared, and UsageError where their file is damaged."""
+    """Load the items that ``index`` points to. Raises NotPrepared; UsageError if their file is corrupt."""
     if (noted := read_json(index)) is None:
         raise NotPrepared("objective.options: the sequences are not prepared; run titans train on them first")
     path = index.with_name(f"{noted['content']}.parquet")
@@ -220,5 +220,5 @@ def _content(split: Split) -> str:
 
 
 def _natural(label: str) -> tuple[int, str]:
-    """Order of labels: numbers by their size, before words."""
+    """Sort key of labels: numbers in numeric order, before strings."""
     return (int(label), "") if label.isdecimal() else (2**63, label)

@@ -1,4 +1,4 @@
-"""Next-token prediction: text and generated items as rows of tokens (`data`), measured by `evals`."""
+"""Next-token prediction on text and generated task items (`data`), evaluated by `evals`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     carries = True
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
-        """Tokenise the sources of ``data`` that are not tokenised yet."""
+        """Tokenise the sources of ``data`` that have not been tokenised."""
         self.check_vocabulary(self.tokenizer())
         return prepare(self.cfg.data, root, progress=report)
 
@@ -46,7 +46,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             raise UsageError(f"model.{error}") from None
 
     def least_activations(self, rows: int) -> int:
-        """Also the logits that are held at once."""
+        """Also count the logits that are in memory at once."""
         logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
         return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
 
@@ -61,11 +61,11 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         )  # fmt: skip
 
     def tokenizer(self) -> Tokenizer:
-        """The one of ``data``."""
+        """The tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
 
     def inputs(self, data: PreparedData) -> list[Input]:
-        """Its sources, each by the hash of its tokens."""
+        """The sources, each with the hash of its tokens."""
         listed = zip(data.labels, data.sources, self.cfg.data.sources, strict=True)
         return [
             Input(
@@ -79,7 +79,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         ]
 
     def sample_batch(self, rows: int) -> Batch:
-        """Random tokens, each row one document."""
+        """Random tokens; each row is one document."""
         length = self.cfg.row_tokens
         starts = torch.zeros(rows, length + 1, dtype=torch.bool)
         starts[:, 0] = True
@@ -87,7 +87,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         return Batch(tokens, starts, torch.ones(rows, length, dtype=torch.bool))
 
     def check_sources(self) -> None:
-        """The tokenizer's file, files of text, and that a row is no longer than its source."""
+        """Check that tokenizer and text files exist and that no source is shorter than one row."""
         self.tokenizer()
         length = self.cfg.data.sequence_length
         for i, source in enumerate(self.cfg.data.sources):
@@ -102,11 +102,11 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 )
 
     def check(self, data: PreparedData | None = None) -> None:
-        """Also that the vocabulary holds the data's tokens, and that the tasks which make rows exist."""
+        """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
         if data is not None:
             self.check_vocabulary(data.tokenizer)
         elif self.cfg.data.tokenizer in VOCABULARIES:
-            # built in: known without data
+            # a built-in tokenizer is known without data
             self.check_vocabulary(self.tokenizer())
         super().check(data)
         if self.cfg.data.rows == "streams":
@@ -118,11 +118,11 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         measured = [build_task(task) for tasks in self.cfg.eval.columns.values() for task in tasks]
         held_out = self.cfg.eval.every or any(isinstance(task, Perplexity) for task in measured)
         if data is not None and held_out:
-            # an iterator nobody reads, or a UsageError where there are no validation rows
+            # raises UsageError if there are no validation rows; the iterator is unused
             data.validation(1)
 
     def _check_carried(self) -> None:
-        """Refuse a model whose state cannot be carried from row to row. Raises UsageError."""
+        """Reject a model whose state cannot be carried across rows. Raises UsageError."""
         model, length = self.build_small(), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
         state = model(tokens).state
@@ -139,7 +139,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             )
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        """Refuse a tokenizer with more ids than the model has. Raises UsageError."""
+        """Reject a tokenizer with more ids than the model's vocabulary. Raises UsageError."""
         size, needed = self.cfg.model.vocab_size, tokenizer.vocab_size
         if size < needed:
             raise UsageError(
@@ -148,7 +148,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             )
 
     def check_task(self, task: Task, lengths: Sequence[float], data: PreparedData | None) -> None:
-        """Also, with data, that an item of each length fits in it, and that there is a text of each."""
+        """With data, also check that items fit each length and that held-out text is long enough."""
         super().check_task(task, lengths, data)
         if data is None:
             return

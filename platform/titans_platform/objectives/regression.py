@@ -1,4 +1,4 @@
-"""Regression of a series: from T steps of C channels the h steps after them, by mean squared error."""
+"""Time-series forecasting: predict h steps from the T steps before them, by mean squared error."""
 
 from __future__ import annotations
 
@@ -93,18 +93,18 @@ class SeriesOptions(Frozen):
 
     @property
     def width(self) -> int:
-        """C, the number of channels."""
+        """Number of channels C."""
         return len(self.columns) or (DATASETS[self.dataset].channels if self.dataset else self.channels)
 
     @property
     def parts(self) -> tuple[float, float, float] | None:
-        """The split: the one given, or the dataset's."""
+        """The configured split, or else the dataset's."""
         return self.split or (DATASETS[self.dataset].split if self.dataset else None)
 
 
 @register("regression")
 class Regression(Objective[SeriesData]):
-    """Mean squared error of a row's h x C values in units of the training part's standard deviation."""
+    """Mean squared error over a window's h x C targets, in training-split standard deviations."""
 
     Options = SeriesOptions
     data_kind = "series"
@@ -113,13 +113,13 @@ class Regression(Objective[SeriesData]):
     validation_task = "mse"
 
     def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
-        """Read the series again, and keep what it holds now."""
+        """Read the series again and save a copy."""
         table = self._read()
         keep(table, self._index(root))
         return self._cut(table)
 
     def open(self, root: Path) -> SeriesData:
-        """The series as it was when it was prepared."""
+        """Open the copy that `prepare` saved."""
         return self._cut(kept(self._index(root)))
 
     def build_model(self) -> SeriesModel | Forecaster:
@@ -140,12 +140,12 @@ class Regression(Objective[SeriesData]):
             window = Window(self.cfg.data.sequence_length, options.horizon, options.width)
             return found(self.cfg.model, window, own)
         except ValueError as error:
-            # it begins with the field
+            # the message starts with the field
             known = str(error).partition(":")[0] in found.Options.model_fields
             raise UsageError(f"{at if known else 'model'}.{error}") from None
 
     def least_activations(self, rows: int) -> int:
-        """A token is a patch; of a forecaster, the window."""
+        """Also count one token per patch; for a forecaster, only its input window."""
         if self.options.forecaster:
             return rows * self.cfg.data.sequence_length * self.options.width
         return super().least_activations(rows) // self.options.patch
@@ -155,23 +155,23 @@ class Regression(Objective[SeriesData]):
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))
 
     def inputs(self, data: SeriesData) -> list[Input]:
-        """The series, by its content."""
+        """The series, with the hash of its content."""
         where = self.options.path or self.options.dataset or f"{self.options.sines} steps of sines"
         steps = {f"{name} steps": count for name, count in data.parts._asdict().items() if count}
         return [Input("series", data.fingerprint, where, steps)]
 
     def sample_batch(self, rows: int) -> Windows:
-        """Normal values."""
+        """Standard normal values."""
         options = self.options
         inputs = torch.randn(rows, self.cfg.data.sequence_length, options.width)
         return Windows(inputs, torch.randn(rows, options.horizon, options.width))
 
     def check_sources(self) -> None:
-        """The file, read whole."""
+        """Read the file completely."""
         self._read()
 
     def check(self, data: SeriesData | None = None) -> None:
-        """Also that the config names no text, which nothing would read, and how many channels there are."""
+        """Also reject text sources, which would be ignored, and check the number of channels."""
         options, given, default = self.options, self.cfg.data, DataConfig()
         for name in ("sources", "tokenizer"):
             if getattr(given, name) != getattr(default, name):
@@ -189,7 +189,7 @@ class Regression(Objective[SeriesData]):
         super().check(data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: SeriesData | None) -> None:
-        """Also that every length is whole patches and, with data, that there are as many steps."""
+        """Also check that lengths are multiples of the patch and, with data, that enough steps exist."""
         super().check_task(task, lengths, data)
         for multiple in lengths:
             length = row_length(multiple, self.cfg.data.sequence_length)
@@ -231,23 +231,23 @@ class ErrorOptions(Frozen):
 class SeriesError(Task):
     """Mean error of predictions on validation or test windows; lower is better.
 
-    Chance is the error of the training part's mean, which is 0 in standard units.
+    Chance is the error of predicting the training split's mean, which is 0 after standardisation.
     """
 
     Options = ErrorOptions
     data_kind = "series"
     error: ClassVar[Callable[[Tensor], Tensor]]
-    """Of each number, from how far the prediction is off."""
+    """Elementwise error, given prediction minus target."""
 
     @property
     def chance(self) -> float:
-        """Infinite: it depends on the series; `measure` gives it."""
+        """An upper bound: it depends on the series, and `measure` returns it."""
         return math.inf
 
     def measure(self, context: Context) -> Measurement:
         """Error on `config.items` windows of `context.length` steps.
 
-        The standard error counts only windows without a common target as independent.
+        The standard error counts only windows with disjoint targets as independent.
         """
         data: SeriesData = context.prepared
         part, rows = self.options.part, context.scorer.rows(context.length)
@@ -259,7 +259,7 @@ class SeriesError(Task):
         return Measurement(errors.mean().item(), stderr, guesses.mean().item(), len(errors))
 
     def _errors(self, context: Context, batch: Windows) -> tuple[Tensor, Tensor]:
-        """[B] errors of the model, and of the training part's mean."""
+        """[B] errors of the model, and of predicting the training split's mean."""
         scorer = context.scorer
         predicted = scorer.model(batch.inputs.to(scorer.device)).prediction.float().cpu()
         error = type(self).error

@@ -1,6 +1,6 @@
-"""Real-valued series: read, kept under the storage root, split by time, standardised, cut into windows.
+"""Real-valued series: read, saved under the storage root, split by time, standardised, cut into windows.
 
-B windows, T steps of a window, h steps after it, C channels, N steps of the whole series.
+Shapes: B windows, T input steps, h target steps, C channels, N steps of the whole series.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Windows(NamedTuple):
     inputs: Tensor
     """float32 [B, T, C]"""
     targets: Tensor
-    """float32 [B, h, C], the steps after the inputs'."""
+    """float32 [B, h, C], the steps that follow the inputs."""
 
 
 class Parts(NamedTuple):
-    """Steps that training, validation and test have, one after the other; there may be more steps behind."""
+    """Sizes in steps of the consecutive training, validation and test splits; steps after them are unused."""
 
     training: int
     validation: int
@@ -51,9 +51,9 @@ class Parts(NamedTuple):
 
     @staticmethod
     def of(steps: int, split: Sequence[float]) -> Parts:
-        """A split in steps, or in shares of the series; what rounding leaves over is validation's.
+        """From sizes in steps, or fractions of the series; validation gets the remainder of rounding.
 
-        Raises UsageError: there are not so many steps.
+        Raises UsageError if the series is too short.
         """
         if sum(split) > 1 + 1e-9:
             parts = Parts(*(int(part) for part in split))
@@ -71,12 +71,12 @@ Part = Literal["validation", "test"]
 
 
 class SeriesData:
-    """A series in standard units, later parts of its time kept for validation and test.
+    """A standardised series; validation and test follow the training split in time.
 
-    Mean and standard deviation are the training part's, channel by channel.
+    Mean and standard deviation of each channel are those of the training split.
 
     Raises:
-        UsageError: one of the parts has no window.
+        UsageError: a split is too short for one window.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class SeriesData:
                 f"horizon of {horizon}; raise it"
             )
         train = table.values_NC[: self.train_steps]
-        # a channel that does not change has nothing to divide by
+        # a constant channel has zero standard deviation
         scale = np.where(train.std(0) > 0, train.std(0), 1.0)
         self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
         self.fingerprint = digest([_content(table), length], 16)
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> WindowStream:
-        """Training batches of ``batch_size`` windows over all workers. Raises UsageError."""
+        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
         if batch_size < world_size:
             raise UsageError(
                 f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
@@ -122,10 +122,10 @@ class SeriesData:
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"
     ) -> Iterator[Windows]:
-        """Up to ``items`` windows of ``length`` steps, evenly spread, with targets in one of the parts.
+        """Up to ``items`` evenly spaced windows of ``length`` steps, with targets in one split.
 
-        Targets are the same for every ``length``; inputs may reach back into the part before.
-        Raises UsageError: ``length`` steps are more than there are before them, or there is no such part.
+        Targets are the same for every ``length``; inputs may reach back into the previous split.
+        Raises UsageError if fewer than ``length`` steps precede the targets, or if the split does not exist.
         """
         if not getattr(self.parts, part):
             raise UsageError("options.part: the series has no test part; give objective.options.split")
@@ -138,37 +138,37 @@ class SeriesData:
             yield self.cut(starts[i : i + batch_size] - length, length)
 
     def cut(self, starts: NDArray[np.int64], length: int) -> Windows:
-        """Windows of ``length`` steps that begin at ``starts``, with the steps that follow them."""
+        """Windows of ``length`` steps that start at ``starts``, with their targets."""
         index = torch.from_numpy(starts)[:, None] + torch.arange(length + self.horizon)
         whole = self.values_NC[index]
         return Windows(whole[:, :length], whole[:, length:])
 
 
 class WindowStream:
-    """Training windows of one worker."""
+    """The training batches of one worker."""
 
     def __init__(self, data: SeriesData, batch_size: int, seed: int, rank: int, world_size: int):
         self.data, self.places = data, Places(data.windows, batch_size, seed, rank, world_size)
 
     def batch(self, step: int) -> Windows:
-        """This worker's windows of the global batch of ``step`` (from 0)."""
+        """This worker's windows of the global batch of ``step`` (0-based)."""
         return self.data.cut(self.places.of(step), self.data.length)
 
 
 def keep(table: Table, index: Path) -> None:
-    """Write the series beside ``index``, named by its content, and note in ``index`` which it is."""
+    """Save the series beside ``index`` in a content-addressed file that ``index`` points to."""
     content = _content(table)
     index.parent.mkdir(parents=True, exist_ok=True)
     partial = index.with_name(f".{content}.{os.getpid()}")
     with partial.open("wb") as file:
         np.save(file, table.values_NC)
-    # also over one that is there: a damaged file is mended
+    # also if it exists: this repairs a corrupt file
     os.replace(partial, index.with_name(f"{content}.npy"))
     write_json(index, {"content": content, "channels": table.channels})
 
 
 def kept(index: Path) -> Table:
-    """The series that ``index`` names. Raises NotPrepared, and UsageError where its file is damaged."""
+    """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
     if (noted := read_json(index)) is None:
         raise NotPrepared("objective.options: the series is not prepared; run titans train on it first")
     path = index.with_name(f"{noted['content']}.npy")
@@ -187,16 +187,16 @@ def _content(table: Table) -> str:
 
 
 def read_series(name: str, columns: Sequence[str], field: str) -> Table:
-    """The series in a .csv, .parquet (numeric columns, or those named) or .npy ([N] or [N, C]) file.
+    """Read a .csv, .parquet (numeric columns, or those named) or .npy ([N] or [N, C]) file.
 
-    Also with .gz or .xz behind. Raises UsageError, which names ``field``.
+    Optionally compressed as .gz or .xz. Raises UsageError that names ``field``.
     """
     with opened(name, READERS, field) as (read, file):
         return _checked(read(file), columns, f"{field}: {name}")
 
 
 def _checked(table: pa.Table, columns: Sequence[str], where: str) -> Table:
-    """The columns that were named, or all that hold numbers; a missing number is refused."""
+    """The named columns, or all numeric ones. Raises UsageError if a value is missing."""
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if missing := next((column for column in columns if column not in numbers), ""):
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")
@@ -225,7 +225,7 @@ READERS: dict[str, Callable[..., pa.Table]] = {
 
 
 def sines(steps: int, channels: int, seed: int) -> Table:
-    """Noisy waves, each the sum of three sines: a series that can be predicted, without a file."""
+    """Generate noisy sums of three sines: a predictable series that needs no file."""
     generator, t = np.random.default_rng(seed), np.arange(steps)[:, None]
     values_NC = 0.1 * generator.standard_normal((steps, channels))
     for period in (8, 24, 36):

@@ -58,9 +58,9 @@ class StudyRun:
     overrides: tuple[str, ...] = ()
     """``--set``: they change every row, so the study has a folder and a table of its own."""
     cells: tuple[Cell, ...] = ()
-    """The cells asked for."""
+    """The requested cells."""
     whole: tuple[Cell, ...] = ()
-    """All cells of the table: the scale's own, those asked for, and those of other seeds that have begun."""
+    """All cells of the table: the scale's, the requested ones, and started ones of other seeds."""
 
     search: SearchState | None = None
     """The search and its trials when the study was opened; None for a study without one."""
@@ -68,14 +68,14 @@ class StudyRun:
     @property
     def label(self) -> str:
         """The name of its folder and of its parent run in MLflow."""
-        # how often a run is saved changes no number
+        # the checkpoint interval does not affect the numbers
         changes = sorted(change for change in self.overrides if not change.startswith("checkpoint."))
         changed = f"-set-{digest(changes, 6)}" if changes else ""
         return f"{self.study.name}-{self.scale_name}{changed}"
 
     @property
     def folder(self) -> StudyFolder:
-        """Where its record, logs and report go."""
+        """The folder of its record, logs and report."""
         return StudyFolder(self.root, self.label)
 
     @property
@@ -115,7 +115,7 @@ class StudyRun:
         return replace(self, study=found)
 
     def trial_row(self, params: Mapping[str, Any]) -> Row:
-        """The study's first row with a trial's parameters laid over it."""
+        """The study's first row, overridden by a trial's parameters."""
         return Row(name=FOUND, set=overlay(self.rows[0].set, params))
 
     def trial_config(self, params: Mapping[str, Any]) -> RunConfig:
@@ -124,7 +124,7 @@ class StudyRun:
         return self.config(self.trial_row(params)).model_copy(update={"seed": self.search.search.seed})
 
     def record(self) -> StudyRecord:
-        """The study as ``cells.json`` has it."""
+        """The study as stored in ``cells.json``."""
         cells = tuple(
             CellRecord(cell=c.name, row=c.row, seed=c.seed, config=c.config.model_dump(mode="json"))
             for c in self.whole

@@ -1,4 +1,4 @@
-"""`open_study` reads and checks a study, `make_plan` says what has to run, `estimate` how long that takes."""
+"""`open_study` reads and checks a study, `make_plan` decides what to run, `estimate` predicts the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from titans_platform.runs.spec import Machine, concurrency
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
 
 TIMING_SECONDS = 20.0
-"""Rows are timed for so long at most; the rest of them get the mean."""
+"""Maximum seconds spent timing rows; the remaining rows get the mean."""
 STARTUP, CELL_OVERHEAD = 20.0, 4.0
 """Seconds before the first step, and of each cell beside training and evaluation, measured on two cores."""
 GIB = 2**30
@@ -43,14 +43,14 @@ def open_study(
 ) -> StudyRun:
     """Read and check a study and expand it to cells. Cells whose data are prepared have names.
 
-    A search that is over is part of it: the best trial is a row. Raises UsageError.
+    If its search has finished, the best trial is a row. Raises UsageError.
     """
     file = load_study(name)
     study = StudyRun(file, file.scale_name(scale), root.resolve(), commit(), tuple(overrides)).with_search()
     if study.search:
         for config in check_space(study):
             sizes(config)
-        # before it is over, another trial may still be the best
+        # until it finishes, another trial may become the best
         study = study.with_found() if study.search.over else study
     whole = expand(study.study, scale, overrides=overrides)
     check(whole)
@@ -63,7 +63,7 @@ def open_study(
 
 
 def _of_other_seeds(study: StudyRun, configs: dict[str, RunConfig]) -> list[Cell]:
-    """Cells that earlier runs of the study were asked for and started, with whatever seed."""
+    """Cells that earlier runs of the study requested and started, of any seed."""
     record, found = study.folder.record(), []
     for entry in record.cells if record else ():
         # under this name or an older one
@@ -95,7 +95,7 @@ def check(cells: Iterable[Cell]) -> None:
 
 
 def check_without_data(study: StudyRun) -> None:
-    """Check sources, batch and resources, as far as that needs no data. Raises UsageError, ClusterError."""
+    """Check sources, batch and resources without the data. Raises UsageError, ClusterError."""
     for row, config in _by_row(study.cells).items():
         with _naming(row):
             check_resources(config, study.resources)
@@ -105,7 +105,7 @@ def check_without_data(study: StudyRun) -> None:
 
 
 def check_with_data(study: StudyRun) -> None:
-    """What a worker would find out, before any cell starts. Raises UsageError."""
+    """Run a worker's checks before any cell starts. Raises UsageError."""
     for row, config in _by_row(study.cells).items():
         with _naming(row):
             check_batch(config, study.resources)
@@ -120,7 +120,7 @@ def _by_row(cells: Iterable[Cell]) -> dict[str, RunConfig]:
 
 @contextmanager
 def _naming(row: str) -> Iterator[None]:
-    """Put the row's name before a UsageError."""
+    """Prefix a UsageError with the row's name."""
     try:
         yield
     except UsageError as error:
@@ -131,7 +131,7 @@ Prepare = Callable[[RunConfig], Data]
 
 
 def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
-    """Name the cells asked for, whose data ``prepare`` makes, and all others whose data are there."""
+    """Name the requested cells, preparing their data, and all others whose data exist."""
     from titans_platform.data import NotPrepared
 
     known: dict[str, Data] = {}
@@ -164,33 +164,33 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """A study and how it is about to run."""
+    """A study and how to run it."""
 
     study: StudyRun
     concurrency: int
-    """Cells at once; 0 where they cannot be placed."""
+    """Concurrent cells; 0 if they cannot be placed."""
     rerun_stale: bool = False
     warning: str = ""
     """One line for the user, or empty."""
 
     @property
     def cpus(self) -> int:
-        """CPUs of all cells that run at once."""
+        """CPUs of all concurrent cells."""
         return math.ceil(self.study.resources.cpus * self.concurrency)
 
     @property
     def gpus(self) -> float:
-        """GPUs of all cells that run at once."""
+        """GPUs of all concurrent cells."""
         return self.study.resources.gpus * self.concurrency
 
     @cached_property
     def results(self) -> list[tuple[Cell, Result | None]]:
-        """The cells asked for with their results."""
+        """The requested cells with their results."""
         return [(cell, cell.folder(self.study.root).result()) for cell in self.study.cells]
 
     @cached_property
     def stale(self) -> tuple[Cell, ...]:
-        """Finished cells that another commit made."""
+        """Finished cells of another commit."""
         return tuple(cell for cell, found in self.results if found and found.commit != self.study.commit)
 
     @cached_property
@@ -205,9 +205,9 @@ def make_plan(
 ) -> Plan:
     """Place the study on ``machine``: by default this one, or the cluster of the job.
 
-    ``requested`` cells run at once, by default as many as fit; fewer where finished cells show that these
-    exceed the memory. Raises UsageError, for a cluster ClusterError, where not one cell fits, or not as many
-    as requested.
+    ``requested`` cells run concurrently, by default as many as fit; fewer if the peak memory of finished
+    cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not even one cell
+    fits, or fewer than requested.
     """
     machine = machine or available(study.resources)
     plan = Plan(study, concurrency(study.resources, machine, requested), rerun_stale)
@@ -215,7 +215,7 @@ def make_plan(
 
 
 def _within_memory(plan: Plan, requested: int | None, memory: int) -> Plan:
-    """The plan with as many cells at once as fit into ``memory`` bytes, by the peak of the finished ones."""
+    """The plan with as many concurrent cells as fit into ``memory`` bytes, by the peak of finished cells."""
     peaks = [found.peak_rss_bytes or 0 for _, found in plan.results if found]
     cell = max(peaks, default=0) * plan.study.resources.max_workers
     if plan.concurrency * cell <= memory:
@@ -231,7 +231,7 @@ def _within_memory(plan: Plan, requested: int | None, memory: int) -> Plan:
 
 
 class Estimate(NamedTuple):
-    """Wall-clock seconds a plan may take, or None, and what that is based on."""
+    """Estimated wall-clock seconds of a plan, or None, and the basis of the estimate."""
 
     seconds: float | None
     basis: str
@@ -257,7 +257,7 @@ def estimate(plan: Plan) -> Estimate:
 
 
 def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
-    """Seconds of cells that train and evaluate for so long: start-up, then the mean load of a slot.
+    """Wall-clock seconds of cells that take this long: start-up, then the mean load of a slot.
 
     Never less than the longest cell.
     """
@@ -304,7 +304,7 @@ def _from_timed_steps(plan: Plan) -> Estimate:
 
 
 def _spread(rows: Sequence[str], parts: int = 5) -> list[str]:
-    """The rows in an order whose beginning is spread over all of them."""
+    """The rows in an order in which every prefix is spread over all of them."""
     stride = -(-len(rows) // parts)
     return [row for first in range(stride) for row in rows[first::stride]]
 
@@ -319,7 +319,7 @@ def _without_timing(plan: Plan, rows: dict[str, RunConfig]) -> str:
 
 
 def eval_tokens(config: RunConfig) -> float:
-    """Tokens a run is measured on, as near as its config tells."""
+    """Number of evaluation tokens of a run, estimated from its config."""
     tasks = [task for column in config.eval.columns.values() for task in column]
     lengths = sum(length for task in tasks for length in task.lengths)
     return config.eval.items * lengths * config.data.sequence_length

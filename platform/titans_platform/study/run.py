@@ -21,18 +21,18 @@ from titans_platform.study.tracker import tracked
 
 
 class Display(Protocol):
-    """What shows the progress of a study."""
+    """Displays the progress of a study."""
 
     def preparing(self) -> AbstractContextManager[Callable[[str], None]]:
-        """While data are prepared; the callable takes a line."""
+        """Display while data are prepared; the callable takes a line."""
         ...
 
     def searching(self, plan: Plan, state: SearchState) -> AbstractContextManager[None]:
-        """While a search runs."""
+        """Display while a search runs."""
         ...
 
     def running(self, plan: Plan, stopwatch: Stopwatch) -> AbstractContextManager[None]:
-        """While cells run."""
+        """Display while cells run."""
         ...
 
 
@@ -40,7 +40,7 @@ def run_plan(plan: Plan, display: Display, stopwatch: Stopwatch) -> Plan:
     """Prepare the data, run the search, then the cells that have no result.
 
     The study's lock must be held. A cell that fails is recorded and does not stop the others. Returns the
-    plan as it was run: its cells have names, and the row that the search found is one of them. Raises
+    plan that was run: its cells have names, and the best trial of the search is a row. Raises
     UsageError, ClusterError, StorageError.
     """
     stopwatch.start("preparation")
@@ -58,7 +58,7 @@ def run_plan(plan: Plan, display: Display, stopwatch: Stopwatch) -> Plan:
 
 
 def summary(plan: Plan, stopwatch: Stopwatch) -> list[str]:
-    """Lines on a plan that was run: what a search found, where the time went, what MLflow has not got."""
+    """Summary lines of a finished plan: search result, timings, and what is missing in MLflow."""
     lines, search = [], plan.study.search
     if search:
         lines.append(search.line)
@@ -72,7 +72,7 @@ def summary(plan: Plan, stopwatch: Stopwatch) -> list[str]:
 
 
 def _prepare(plan: Plan, display: Display) -> Plan:
-    """Prepare the data of all cells asked for, name the cells, and check them against the data."""
+    """Prepare the data of all requested cells, name the cells, and check them against the data."""
     root = plan.study.root
     with display.preparing() as show:
 
@@ -90,7 +90,7 @@ def _prepare(plan: Plan, display: Display) -> Plan:
 
 
 def _search(plan: Plan, search: SearchState, display: Display, stack: ExitStack) -> Plan:
-    """Run the search; the plan with its best trial as one more row, which has the seeds of the others."""
+    """Run the search. Returns the plan with its best trial as another row, with the seeds of the others."""
     _write_record(plan)
     # stays open for the cells that run after the search
     stack.enter_context(ray_session(plan.cpus, plan.gpus))
@@ -127,7 +127,7 @@ def _run_cells(plan: Plan, stopwatch: Stopwatch) -> None:
             if cell in plan.stale:
                 cell.folder(study.root).set_aside()
         stopwatch.start("start of Ray")
-        # the session that a search has opened is used
+        # reuses the session that the search opened
         with ray_session(plan.cpus, plan.gpus):
             stopwatch.start("cells")
             run_cells(plan, specs)

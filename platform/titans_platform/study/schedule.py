@@ -22,7 +22,7 @@ from titans_platform.study.search import SearchState, number_trial, tune_sampler
 from titans_platform.study.tracker import Tracker
 
 MAX_FAILURES = 3
-"""How often Tune restarts a trial whose process died, while no new checkpoint is written."""
+"""How often Tune restarts a trial whose process died without writing a new checkpoint."""
 
 
 def run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
@@ -66,7 +66,7 @@ def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrialContext:
-    """What all trials of a search share."""
+    """State shared by all trials of a search."""
 
     tracker: Tracker
     data_fingerprint: str
@@ -117,7 +117,7 @@ def _run_trial(space: dict[str, Any]) -> None:
                 return
             tune.report({"steps": step, "value": value})
     except SystemExit:
-        # Tune ends a trial by this, inside of report
+        # how Tune stops a trial, inside report
         if not spec.folder.result():
             spec.folder.stop("ASHA")
         raise
@@ -135,7 +135,7 @@ def _trial_spec(
 
 
 def _measure(spec: RunSpec, rung: Rung) -> float | None:
-    """The metric at a rung, from the folder or by training up to it; None where the trial has ended."""
+    """The metric at a rung, from the folder or by training up to it; None if the trial has ended."""
     folder, last = spec.folder, rung.step == spec.config.optim.steps
     if last and (result := folder.result()):
         return result.columns[rung.column]
@@ -180,7 +180,7 @@ def _run_trials(
         param_space=space,
         tune_config=tune.TuneConfig(
             max_concurrent_trials=plan.concurrency,
-            # the next cell finds torch imported
+            # so that the next cell reuses a process with torch imported
             reuse_actors=True,
             # by default the name holds every value of the grid, here a whole config
             trial_name_creator=lambda trial: trial.trial_id,

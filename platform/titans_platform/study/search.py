@@ -50,7 +50,7 @@ class SearchState:
     trials: tuple[Trial, ...] = ()
 
     def read(self) -> SearchState:
-        """The same search with its trials as their files are now."""
+        """The search with its trials reloaded from their files."""
         listed = [found for path in self.folder.trials.glob("*.json") if (found := read_json(path))]
         listed.sort(key=lambda entry: entry["began"])
         return replace(self, trials=tuple(self._trial(entry) for entry in listed))
@@ -94,7 +94,7 @@ class SearchState:
 
     @property
     def tokens_of_grid(self) -> int:
-        """Tokens of a grid search: as many trials, each trained to the end."""
+        """Tokens of a grid search: the same number of trials, each trained to the end."""
         return self.tokens_per_step * self.steps * max(len(self.trials), self.search.trials)
 
     @property

@@ -16,7 +16,7 @@ from titans_platform.study.grid import Cell, StudyRun, load_study
 from titans_platform.study.spec import Study
 
 TRAINING_SHARE = 0.9
-"""Part of a cell's time that is training; the rest is evaluation."""
+"""Assumed fraction of a cell's time spent in training; the rest is evaluation."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ def status_of(folder: StudyFolder) -> StudyStatus:
         Cell(entry.row, entry.seed, validate(RunConfig, entry.config), entry.cell) for entry in record.cells
     ]
     statuses = cell_statuses(cells, folder.root)
-    # locks may not be visible across machines; what cells write is
+    # locks may not be visible across machines; the files that cells write are
     elsewhere = record.host != platform.node()
     running = folder.is_locked() or (elsewhere and counts(statuses)["running"] > 0)
     return StudyStatus(folder, record.host, running, statuses, _search(folder, record), folder.timings())
 
 
 def _search(folder: StudyFolder, record: StudyRecord) -> dict[str, Any] | None:
-    """The record of the study's search, with its trials as they are now."""
+    """The record of the study's search, with the current state of its trials."""
     file = folder.study_file()
     if file is None:
         return None

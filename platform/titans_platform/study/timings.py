@@ -1,7 +1,7 @@
 """Where the time of a study goes: training and evaluation of its cells, and the overhead around them.
 
-In seconds of a slot. As many slots run side by side as cells do, so all slots together have wall time x
-concurrency. What is neither training nor evaluation is overhead.
+Times are slot-seconds: one slot per concurrent cell, so the total is wall time x concurrency. Everything
+except training and evaluation is overhead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stopwatch:
 
 
 def timings(stopwatch: Stopwatch, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
-    """The time of a run of ``cells``, of those that ended in it."""
+    """The timings of one run, from those of ``cells`` that ended in it."""
     spans = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
     spans = [span for span in spans if span["began"] >= stopwatch.began]
     # phases inside of cells, summed over cells
@@ -82,7 +82,7 @@ def timings(stopwatch: Stopwatch, cells: Sequence[Cell], root: Path, slots: int)
 def _idle(
     spans: Sequence[dict[str, Any]], slots: int, first: float, last: float, busy: float
 ) -> dict[str, float]:
-    """Seconds of slots without a cell between ``first`` and ``last``: before, between and after cells."""
+    """Idle slot-seconds between ``first`` and ``last``: before, between and after cells."""
     begins = sorted(span["began"] for span in spans)[:slots]
     ends = sorted(span["ended"] for span in spans)[-slots:]
     never = (slots - len(begins)) * (last - first)
@@ -92,12 +92,12 @@ def _idle(
 
 
 def timings_line(record: dict[str, Any]) -> str:
-    """The timings in one sentence, the largest parts first."""
+    """One-sentence summary, largest parts first."""
     if not record["cells"]:
         return "Overhead: no cell ended in this run."
     parts = sorted(record["parts_seconds_a_cell"].items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts if seconds >= 0.005)
-    # no cell trained where all failed
+    # None if every cell failed
     ratio = record["wall_over_own"]
     wall = "" if ratio is None else f"; wall time {ratio:.2f} times the cells' own"
     return (
