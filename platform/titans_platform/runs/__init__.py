@@ -1,1 +1,1 @@
-"""One run: what it is, its folder, and the one way it is executed."""
+"""A single run: its spec, its folder, its execution and its result."""

@@ -1,6 +1,6 @@
-"""What is checked before a run, beside `Objective.check`: whether it fits its workers and its machine.
+"""Checks before a run, in addition to `Objective.check`: does it fit its workers and its machine?
 
-What would be found after hours is found in a second.
+A run that cannot work fails within a second rather than after hours.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from titans_platform.training.checkpoint import check_weights
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
-    """The run of a config whose data are prepared under ``root``; ``fields`` are those of `RunSpec`.
+    """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` are passed to it.
 
-    Raises UsageError where the data are not prepared.
+    Raises UsageError if the data are not prepared.
     """
     objective = build_objective(cfg)
     name = objective.run_name(objective.open(root).fingerprint, resources.hashed_workers)
@@ -32,10 +32,10 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 
 
 def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:
-    """Whether the batch can be shared by the workers, and the run placed where it would run.
+    """Check that the batch divides among the workers and that the machine or cluster can hold the run.
 
-    ``shared``: on this machine workers may share CPUs, as those of `titans train` do. Raises UsageError, for
-    a cluster ClusterError.
+    ``shared``: workers on this machine may share CPUs, as those of `titans train` do. Raises UsageError, or
+    ClusterError on a cluster.
     """
     check_batch(cfg, resources)
     machine = available(resources)
@@ -47,7 +47,7 @@ def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) 
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Whether the checkpoint at ``start_from`` has the weights of the run's model. Raises UsageError."""
+    """Check that the checkpoint at ``start_from`` has the weights of the run's model. Raises UsageError."""
     if cfg.start_from is None:
         return
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def check_start(cfg: RunConfig) -> None:
 
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:
-    """Whether the rows of a step divide among workers and micro-batches. Raises UsageError."""
+    """Check that the rows of a step divide among workers and micro-batches. Raises UsageError."""
     for workers in range(resources.min_workers, resources.max_workers + 1):
         _check_share(cfg, workers)
 
@@ -70,7 +70,7 @@ def _check_share(cfg: RunConfig, workers: int) -> None:
     if rows < workers:
         raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
     if rows % workers and cfg.optim.parallel != "ddp":
-        # each forward pass gathers parameters from all workers, so all must make as many
+        # each forward pass gathers parameters from all workers, so all must run the same number of them
         raise UsageError(
             f"optim.global_batch_size: {rows} rows do not divide among {workers} workers, which "
             f"optim.parallel {cfg.optim.parallel} needs; give a multiple"
@@ -81,7 +81,7 @@ def _check_share(cfg: RunConfig, workers: int) -> None:
 
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
-    """Refuse what this machine cannot hold at the very least."""
+    """Raise UsageError if the lower bound on the memory of a worker exceeds what this machine has."""
     workers = resources.max_workers
     rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // workers
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()

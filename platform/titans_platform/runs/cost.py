@@ -1,4 +1,4 @@
-"""What a run costs: numbers of its model, floating-point operations, memory, time. No data are needed."""
+"""Cost of a run without its data: model size, floating-point operations, memory and time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from titans_platform.runs.spec import Resources
 from titans_platform.training.loop import Trainer, deterministic
 
 PROCESS_BYTES = 300 * 2**20
-"""A worker's own: the interpreter, torch, Ray."""
+"""Memory of a worker before it builds a model: the interpreter, torch and Ray."""
 BYTES_A_PARAMETER = 16
-"""A weight, its gradient and AdamW's two moments, in float32."""
+"""Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32."""
 TIMED_PARAMETERS = 50e6
-"""Above so many parameters no step is timed on the spot."""
+"""Models with more parameters are not timed."""
 TIMED_FLOPS = 5e11
-"""Of the steps that are timed on the spot, seconds on a few cores; a step of more is timed on fewer rows."""
+"""Limit on the floating-point operations of the timed steps, seconds on a few cores; larger steps are timed
+on fewer rows."""
 TIMED_ACTIVATIONS = 40
-"""Numbers that a block's backward pass keeps of each number of its input, about."""
+"""Approximate number of values saved for a block's backward pass, per value of its input."""
 TIMED_STEPS, TIMED_SECONDS = 10, 1.0
 
 
@@ -34,22 +35,23 @@ class Sizes:
 
     parameters: int
     state_bytes: int
-    """Bytes that one sequence carries after a training length."""
+    """Bytes of the state of one sequence after ``data.sequence_length`` tokens."""
 
 
 def sizes(cfg: RunConfig) -> Sizes:
-    """The sizes of the run's model, quick however large it is. Raises UsageError."""
+    """The sizes of the run's model, without building it at full depth. Raises UsageError."""
     return _sizes(_model_alone(cfg).model_dump_json())
 
 
 def _model_alone(cfg: RunConfig) -> RunConfig:
-    """Of the config only what a model can be a function of: a grid has few models and many cells."""
+    """The config with seed, optim and eval at their defaults, as a cache key: a grid has many cells but few
+    models."""
     return cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
 
 
 @cache
 def _sizes(text: str) -> Sizes:
-    """Blocks are equal: two small models tell the size of any number of blocks."""
+    """All blocks have the same size, so models of one and two blocks give the size at any depth."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
     one, two = (objective.build_small(blocks) for blocks in (1, 2))
@@ -63,7 +65,7 @@ def _sizes(text: str) -> Sizes:
 
 @cache
 def _forward_flops(text: str) -> int | None:
-    """Of one row, counted in the products of a pass on the meta device, which has shapes alone."""
+    """Floating-point operations of the forward pass of one row, counted on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
     cfg = RunConfig.model_validate_json(text)
@@ -82,32 +84,32 @@ def _forward_flops(text: str) -> int | None:
 
 
 def training_flops(cfg: RunConfig) -> int | None:
-    """Floating-point operations of a row's forward and backward pass; None where there are no sample rows.
+    """Floating-point operations of the forward and backward pass of one row; None without sample rows.
 
-    Those of matrix products, of attention and of the memory's inner gradients; nothing that is computed
-    again is counted twice. The backward pass has two products for each of the forward pass.
+    Counts matrix products, attention and the memory's inner gradients, but no recomputation. The backward
+    pass is taken as twice the forward pass.
     """
     forward = _forward_flops(_model_alone(cfg).model_dump_json())
     return None if forward is None else 3 * forward
 
 
 class Needed(NamedTuple):
-    """Bytes that a worker needs at the very least."""
+    """Lower bound on the memory of a worker, in bytes."""
 
     model: int
-    """Weights, gradients and moments: its share of them where they are shared out."""
+    """Weights, gradients and optimiser moments; only the worker's shard of them under fsdp and hsdp."""
     process: int
     activations: int
-    """What the backward pass of a micro-batch is computed from."""
+    """Activations saved for the backward pass of a micro-batch."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return sum(self)
 
 
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
-    """Bytes that each worker needs at the very least."""
+    """Lower bound on the memory of each worker, in bytes."""
     rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.max_workers)
     copies = {"ddp": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     return Needed(
@@ -118,13 +120,13 @@ def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
 
 
 def seconds_per_token(config: RunConfig) -> float | None:
-    """Time optimiser steps on rows of random content, after one to warm up: no data are needed.
+    """Seconds of training per token, timed on random rows after one warm-up step; no data are needed.
 
-    The fastest of 2 to TIMED_STEPS steps, in TIMED_SECONDS. With one thread its CPU time, so that what other
-    processes do at the moment does not count.
+    Takes the fastest of 2 to TIMED_STEPS steps within TIMED_SECONDS. A run with one thread is measured in CPU
+    time, which the load of other processes does not affect.
 
-    None: the objective has no sample rows, the model has more than TIMED_PARAMETERS, or one row takes more
-    than TIMED_FLOPS or than half of this machine's memory.
+    Returns None if the objective has no sample rows, the model has more than TIMED_PARAMETERS, or one row
+    exceeds TIMED_FLOPS or half of this machine's memory.
     """
     if sizes(config).parameters > TIMED_PARAMETERS:
         return None
@@ -150,22 +152,22 @@ def seconds_per_token(config: RunConfig) -> float | None:
 
 
 def timed_rows(config: RunConfig) -> int:
-    """Rows that three steps can be timed on in seconds and in half of the machine's memory."""
+    """Rows for which three timed steps stay within TIMED_FLOPS and half of this machine's memory."""
     row = 4 * TIMED_ACTIVATIONS * build_objective(config).least_activations(1)
     row += 2 * sizes(config).state_bytes
     by_memory = machine_memory() // 2 // row
-    # counting the operations of a row that does not fit takes long too
+    # counting the operations of a row that does not fit would also be slow
     flops = training_flops(config) if by_memory else None
     return min(by_memory, int(TIMED_FLOPS / (3 * flops)) if flops else by_memory)
 
 
 def machine_memory() -> int:
-    """Bytes of memory of this machine."""
+    """Physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class _Repeated(NamedTuple):
-    """A stream whose every batch is the same."""
+    """A stream that returns the same batch at every step."""
 
     only: Any
 

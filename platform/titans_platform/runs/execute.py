@@ -1,7 +1,7 @@
-"""`execute`: runs a run, and starts its workers under Ray Train.
+"""`execute`: execute a run, with its workers under Ray Train.
 
-`titans train`, a cell of a grid, a trial of a search and a job on a cluster all call it: one lock, one
-record of failures, one account of time.
+`titans train`, the cells of a grid, the trials of a search and the jobs of a cluster all call it, so locking,
+failure records and timing are the same for all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titans_platform.runs.worker import Outcome, run_worker
 from titans_platform.training import checkpoint
 
 MAX_FAILURES = 2
-"""Times that Ray Train restarts workers which died."""
+"""How many times Ray Train restarts workers that died."""
 
 
 class WorkersFailed(TitansError):
@@ -79,7 +79,7 @@ def last_checkpoint_step(spec: RunSpec) -> int:
 
 
 def _discard_log(spec: RunSpec) -> None:
-    """Delete the MLflow run of a run that other code had begun, since it starts over."""
+    """Delete the MLflow run of a run that starts over because another commit had begun it."""
     from titans_platform.tracking import open_store
 
     assert spec.tracking
@@ -87,8 +87,8 @@ def _discard_log(spec: RunSpec) -> None:
 
 
 def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
-    """Run the workers under Ray Train, one in this process; restart workers that die for as long as each
-    restart brings a new checkpoint.
+    """Run the workers under Ray Train, a single one in this process; restart workers that die as long as
+    each attempt writes a new checkpoint.
     """
     quiet()
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -104,7 +104,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
             train_loop_config={"spec": spec, "until": until},
             torch_config=torch_config() if several else None,
             scaling_config=ScalingConfig(
-                # 0: this process, which saves the start of another
+                # 0: train in this process, which saves starting another
                 num_workers=resources.workers if several else 0,
                 use_gpu=resources.gpus_per_worker > 0,
                 resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
@@ -125,7 +125,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
                 reason = lines[-1].strip() if lines else "unknown"
                 raise WorkersFailed(f"the workers failed: {reason}") from error
     if isinstance(outcome, TitansError):
-        # raised here, so that every way of running ends in the same error
+        # raised here, so that a run fails with the same error with one worker or several
         raise outcome
     # Ray's own state for restarts; of no use once the run is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)

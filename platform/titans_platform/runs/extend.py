@@ -1,6 +1,6 @@
-"""More steps for a run that is there: a longer run goes on from a checkpoint of it where that is exact.
+"""Extend a run: start a longer run from the checkpoint of a shorter one, where the result is identical.
 
-Two runs that differ in their schedules alone make the same steps for as long as their rates are the same.
+Two runs that differ only in their schedule take the same steps as long as their learning rates are equal.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from titans_platform.training.manifest import find_corruption
 from titans_platform.training.rates import equal_rates, warmup_steps
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
-"""Fields of `OptimConfig` that decide the rate of each step, and nothing else."""
+"""Fields of `OptimConfig` that affect only the learning rate of each step."""
 
 
 class Earlier(NamedTuple):
-    """A run like the one that is to begin, but for its schedule."""
+    """An earlier run whose config differs from the new run's only in its schedule."""
 
     folder: RunFolder
     optim: OptimConfig
     commit: str | None
     exact: int
-    """Steps from the first on that the two have in common."""
+    """Number of initial steps that are identical in both runs."""
     point: Path | None
-    """The last checkpoint within them; None where there is none."""
+    """The last checkpoint within those steps, or None."""
 
 
 def go_on_from_shorter(spec: RunSpec, data_fingerprint: str) -> str | None:
-    """Give a run that has not begun what an earlier one trained of it; a line that says so, or why not.
+    """Start a run from the checkpoint of a shorter run of the same config. Returns a message that names the
+    checkpoint or says why there is none.
 
-    The numbers are those of a run from the start: the checkpoint is from a step up to which every rate is
-    the same, of the same data, code and number of workers. None: there is no run to go on from.
+    The result is identical to training from the start: up to the checkpoint's step the learning rates, data,
+    code and number of workers are the same. Returns None if the run has begun, if it uses its best checkpoint
+    (``eval.at``, ``eval.patience``), or if there is no shorter run.
     """
     if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
         return None
     if spec.config.eval.at == "best" or spec.config.eval.patience:
-        # the best of the earlier run may be a checkpoint that this one would not have
+        # the earlier run's best checkpoint may be one that this run would not have written
         return None
     found = list(_earlier(spec, data_fingerprint))
     usable = [one for one in found if one.point and one.commit == spec.commit]
@@ -71,17 +73,17 @@ def _earlier(spec: RunSpec, data_fingerprint: str) -> Iterator[Earlier]:
         objective = _objective_of(path)
         if objective is None or _but_schedule(objective.cfg) != wanted or folder.is_held():
             continue
-        # the name says that data, evaluation and number of workers are ours too
+        # an equal name means equal data, evaluation and number of workers
         if objective.run_name(data_fingerprint, spec.resources.hashed_workers) == folder.name != spec.name:
             optim, target = objective.cfg.optim, spec.config.optim
             exact = equal_rates(optim, target)
-            # the loss that a result tells is of the last twentieth of the steps, none of which are done
+            # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
             point = _last(folder, min(exact, int(0.95 * target.steps)))
             yield Earlier(folder, optim, folder.commit(), exact, point)
 
 
 def _objective_of(path: Path) -> Objective | None:
-    """What a run trained on, from its config.json; None where this version does not read it."""
+    """The objective of a run, from its config.json; None if this version cannot read the file."""
     try:
         return build_objective(RunConfig.model_validate_json(path.read_bytes()))
     except (OSError, ValidationError, UsageError):
@@ -89,14 +91,14 @@ def _objective_of(path: Path) -> Objective | None:
 
 
 def _but_schedule(cfg: RunConfig) -> RunConfig:
-    """The config with what is of no account at its default."""
+    """The config with its schedule, and the fields that do not affect training, at their defaults."""
     defaults = {name: OptimConfig.model_fields[name].default for name in SCHEDULE}
     plain, rewinds = RunConfig(), cfg.optim.on_divergence == "rewind"
     return cfg.model_copy(
         update={
             "optim": cfg.optim.model_copy(update=defaults),
             "eval": cfg.eval.model_copy(update={"every": None}),
-            # a rewind goes back to a checkpoint
+            # a rewind restores a checkpoint, so the interval matters
             "checkpoint": CheckpointConfig(every=cfg.checkpoint_interval) if rewinds else plain.checkpoint,
             "log": plain.log,
         }
@@ -104,13 +106,13 @@ def _but_schedule(cfg: RunConfig) -> RunConfig:
 
 
 def _same_command(one: OptimConfig, longer: OptimConfig) -> bool:
-    """Whether one only has fewer steps."""
+    """Whether the configs differ only in the number of steps, and ``one`` has fewer."""
     kept = {"steps": longer.steps, "warmup_steps": longer.warmup_steps}
     return one.steps < longer.steps and one.model_copy(update=kept) == longer
 
 
 def _last(folder: RunFolder, most: int) -> Path | None:
-    """The last whole checkpoint after at most so many steps."""
+    """The last intact checkpoint at or before step ``most``."""
     points = (path for path in saved(folder.path / CHECKPOINTS) if step_of(path) <= most)
     return next((path for path in points if find_corruption(path) is None), None)
 
@@ -130,7 +132,7 @@ def _take(spec: RunSpec, earlier: Earlier) -> str:
 
 
 def _begun(progress: Progress) -> Progress:
-    """Where a run with more steps is at this point: none of its last twentieth are done."""
+    """The progress of the longer run at this step: none of its last twentieth is done."""
     return replace(progress, tail_loss=0.0, tail_steps=0)
 
 

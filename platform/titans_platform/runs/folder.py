@@ -1,7 +1,7 @@
-"""The folder of a run: its files, and what state it is in, read from them alone.
+"""The folder of a run: its files, and the run's state, which is read from the files alone.
 
-A run's folder is named by the hash of all that decides its numbers. Everything here can be read from
-another shell while a study runs, or after it died.
+The folder is named by a hash of everything the run's numbers depend on. Another process can read the state
+while a study runs, or after it has died.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PROGRESS = "progress.json"
 ORIGIN = "origin.json"
 RUNGS = "rungs.json"
 LOGGED = ("mlflow.jsonl", "mlflow.json")
-"""What the run logs for MLflow, and how much of it is there."""
+"""The journal of what the run logs, and how much of it MLflow has."""
 STOPPED = "stopped.json"
 INTERRUPT = "interrupt.json"
 TIME = "time.json"
 """When the last attempt began and ended, where, and its seconds by phase."""
 CHECKPOINTS = "checkpoints"
 DIVERGED = "diverged"
-"""The batches at which the loss was no number, or leapt."""
+"""Batches whose loss was not finite, or spiked."""
 LOCK = "lock"
 ALIVE = 120.0
-"""Seconds without a sign of life after which a run on another machine counts as dead."""
+"""Seconds without progress after which a run on another machine counts as dead."""
 
 
 class Busy(TitansError):
@@ -55,16 +55,16 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """The folder itself; it need not exist."""
+        """The folder's path; the folder need not exist."""
         return self.root / "cells" / self.name
 
     def result(self) -> Result | None:
-        """The finished run's numbers, or None; a file that names another run is not this one's."""
+        """The result of the finished run, or None; a file that names another run is ignored."""
         found = Result.read(self.path / RESULT)
         return found if found and found.cell == self.name else None
 
     def shown_result(self) -> Result | None:
-        """The result to show: the present one, or the one kept aside while it is made again."""
+        """The result to show: the current one, or else the stale one while the run is repeated."""
         return self.result() or Result.read(self.path / STALE_RESULT)
 
     def failure(self) -> dict[str, Any] | None:
@@ -83,9 +83,9 @@ class RunFolder:
         return {**found, "age": max(0.0, time.time() - changed)}
 
     def is_held(self) -> bool:
-        """Whether a living process works on the run.
+        """Whether a live process holds the run.
 
-        Locks are not seen across machines on every file system: for a run that another machine began, a
+        Some file systems do not share locks between machines, so for a run that another machine began a
         recent progress record counts too.
         """
         if is_locked(self.path / LOCK):
@@ -95,7 +95,7 @@ class RunFolder:
         return elsewhere and progress is not None and progress["age"] < ALIVE
 
     def state(self) -> str:
-        """One of done, running, failed, interrupted (begun, and nobody works on it), missing."""
+        """One of done, running, failed, interrupted (begun, but no process holds it), missing."""
         if self.result():
             return "done"
         if self.is_held():
@@ -105,11 +105,11 @@ class RunFolder:
         return "interrupted" if (self.path / PROGRESS).exists() else "missing"
 
     def rungs(self) -> dict[int, float]:
-        """What a search measured on the way, by optimiser step."""
+        """What a search measured at each rung, by optimiser step."""
         return {int(step): float(value) for step, value in (read_json(self.path / RUNGS) or {}).items()}
 
     def record_rung(self, step: int, value: float) -> None:
-        """Keep what was measured after ``step`` steps."""
+        """Record what was measured after ``step`` steps."""
         write_json(self.path / RUNGS, {str(k): v for k, v in (self.rungs() | {step: value}).items()})
 
     def stop(self, reason: str) -> None:
@@ -117,26 +117,26 @@ class RunFolder:
         write_json(self.path / STOPPED, {"reason": reason})
 
     def was_stopped(self) -> bool:
-        """Whether a search has ended the run before its last step."""
+        """Whether a search stopped the run early."""
         return (self.path / STOPPED).exists()
 
     def request_interrupt(self) -> bool:
-        """Ask whoever trains the run to end at a checkpoint; false where it is past training."""
+        """Ask the process that trains the run to stop at a checkpoint; False if training is over."""
         if (self.progress() or {}).get("phase", "train") != "train":
             return False
         write_json(self.path / INTERRUPT, {"time": time.time()})
         return True
 
     def interrupt_requested(self) -> bool:
-        """Whether somebody has asked, and it has not ended."""
+        """Whether an interrupt is pending."""
         return (self.path / INTERRUPT).exists()
 
     def clear_interrupt(self) -> None:
-        """Nobody has to ask any more."""
+        """Withdraw the request."""
         (self.path / INTERRUPT).unlink(missing_ok=True)
 
     def record_failure(self, error: BaseException, commit: str) -> None:
-        """Keep the reason for the table and for the next run."""
+        """Record why the attempt failed, for the table and for the next attempt."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         trace = "".join(traceback.format_exception(error))[-8000:]
         write_json(
@@ -144,17 +144,17 @@ class RunFolder:
         )
 
     def forget_failure(self) -> None:
-        """Drop the reason of the last attempt: there is about to be another."""
+        """Delete the record of the last failure, before a new attempt."""
         (self.path / FAILED).unlink(missing_ok=True)
 
     def commit(self) -> str | None:
-        """The commit that began the cell, None before any did."""
+        """The commit that began the run, or None before it has begun."""
         return (read_json(self.path / ORIGIN) or {}).get("commit")
 
     def begin(self, commit: str) -> bool:
-        """Make ready for an attempt; whether it starts over because other code had begun the run.
+        """Prepare for an attempt. Returns whether the run starts over because another commit had begun it.
 
-        The numbers of a run come from one commit: what another left half-trained is deleted.
+        All numbers of a run come from one commit, so the checkpoints and logs of another are deleted.
         """
         restarted = self.commit() not in (None, commit)
         if restarted:
@@ -167,33 +167,34 @@ class RunFolder:
         return restarted
 
     def record_time(self, began: float, seconds: dict[str, float]) -> None:
-        """Keep when an attempt that ends now began, and its seconds by phase."""
+        """Record when the attempt that ends now began, and its seconds by phase."""
         where = {"pid": os.getpid(), "host": platform.node()}
         write_json(self.path / TIME, {"began": began, "ended": time.time(), "seconds": seconds, **where})
 
     def ended(self) -> float | None:
-        """When the run gave its last sign of life, in seconds since 1970; None where it never did."""
+        """When the run last recorded anything, in seconds since the epoch; None if it never did."""
         times = [path.stat().st_mtime for name in (PROGRESS, TIME) if (path := self.path / name).exists()]
         return max(times, default=None)
 
     def set_aside(self) -> None:
-        """Put a finished result aside, to be made again from nothing; it is shown until replaced."""
+        """Mark a finished result as stale, to repeat the run from the start; it is shown until replaced."""
         if self.result():
             os.replace(self.path / RESULT, self.path / STALE_RESULT)
         shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
         (self.path / PROGRESS).unlink(missing_ok=True)
 
     def drop_stale(self) -> None:
-        """Forget the result that was set aside, once there is a new one."""
+        """Delete the stale result once there is a new one."""
         if self.result():
             (self.path / STALE_RESULT).unlink(missing_ok=True)
 
     @contextmanager
     def hold(self, wait: float = 90.0) -> Iterator[None]:
-        """Hold the run's lock, which dies with the process. Busy if another has it after ``wait`` seconds.
+        """Hold the run's lock, which is released when the process dies.
 
-        A driver killed a moment ago may leave a worker for some seconds, and the next one waits for it
-        rather than write into the same folder.
+        A driver that was just killed can leave a worker behind for some seconds; the next driver waits for it
+        rather than write into the same folder. Raises Busy if another process still holds the lock after
+        ``wait`` seconds.
         """
         with file_lock(self.path / LOCK, wait) as got:
             if not got:

@@ -1,7 +1,8 @@
-"""What a run logs, kept in its folder until MLflow has it: no step waits for a server, and none is lost.
+"""A durable journal of what a run logs, until MLflow has it: training never waits for the server, and no step
+is lost.
 
-The file is the record: one line a step, appended, on disk before a checkpoint counts. A thread sends it on,
-in order; what a request that was not answered left on the server is looked up before it is sent again.
+The file is an append-only record with one line per step, durable before a checkpoint is committed. A thread
+sends it in order. After a request without an answer, it looks up what the server has before it retries.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ log = logging.getLogger(__name__)
 
 JOURNAL, STATE = LOGGED
 SEND_EVERY = 5.0
-"""Seconds between requests; after one that failed twice as many, and so on, up to a minute."""
+"""Seconds between requests; doubled after each failure, up to a minute."""
 END_SECONDS = 10.0
-"""Time that the end of a run waits for what is not sent."""
+"""Seconds that the end of a run waits for unsent lines."""
 _LINES = 100
-"""Steps of one request."""
+"""Steps per request."""
 
 
 class Journal:
-    """The log of one run, written by one process at a time; ``connect`` opens its MLflow run, or raises."""
+    """The journal of one run, with a single writer; ``connect`` opens its MLflow run, or raises."""
 
     def __init__(self, folder: Path, connect: Callable[[], RunLog]):
         self._file, self._state_file, self._connect = folder / JOURNAL, folder / STATE, connect
@@ -54,17 +55,17 @@ class Journal:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run's id, waited for while it is asked for; None where the server cannot be reached."""
+        """The MLflow run's id. Waits for the first request; None if the server cannot be reached."""
         if self._thread.ident:
             self._tried.wait(END_SECONDS)
         return self._run.run_id if self._run else self._state.get("run_id")
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread that sends."""
         self._thread.start()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values at a step; what the step has from before an interruption stays."""
+        """Log values at a step. Idempotent: a value logged before an interruption is kept."""
         new = {k: v for k, v in values.items() if (step, k) not in self._seen and math.isfinite(v)}
         if not new:
             return
@@ -79,7 +80,7 @@ class Journal:
                     log.warning("%s: %s; kept in memory for now", self._file, error.strerror)
 
     def sync(self) -> None:
-        """Bring everything to the disk. Raises StorageError, TitansError."""
+        """Write and fsync everything logged so far. Raises StorageError, TitansError."""
         try:
             with self._lock:
                 self._write()
@@ -92,9 +93,9 @@ class Journal:
     def close(
         self, end: Callable[[RunLog], object], status: str | None, wait: float = END_SECONDS
     ) -> str | None:
-        """Send the rest, then call ``end`` with the MLflow run; a line on what is left where that fails.
+        """Send the rest, then call ``end`` with the MLflow run. Returns a message if anything is unsent.
 
-        It takes END_SECONDS and one request at most.
+        Takes at most END_SECONDS and one request.
         """
         self._over = True
         self._wake.set()
@@ -117,7 +118,7 @@ class Journal:
         return None
 
     def _write(self) -> None:
-        """Append what waits; a part of a line is taken back."""
+        """Append the waiting lines; a partial write is truncated."""
         data = b"".join(self._waiting)
         if not data:
             return
@@ -147,7 +148,7 @@ class Journal:
             self._tried.set()
 
     def _send(self) -> None:
-        """Send what is on disk."""
+        """Send the lines that are on disk."""
         if self._run is None:
             self._run = self._connect()
             self._keep(run_id=self._run.run_id, ended=None)
@@ -163,7 +164,7 @@ class Journal:
 
 
 def unsent(folder: Path) -> bool:
-    """Whether MLflow does not have all of a run that nobody works on."""
+    """Whether MLflow lacks part of a run's log. The run must not be held by a process."""
     state = read_json(folder / STATE)
     if state is None:
         return False
@@ -173,7 +174,7 @@ def unsent(folder: Path) -> bool:
 
 
 def _cut_to_lines(path: Path) -> int:
-    """Cut off what a killed process left of a line; the size."""
+    """Truncate the partial line that a killed process left. Returns the size."""
     if not path.exists():
         return 0
     size = path.read_bytes().rfind(b"\n") + 1
@@ -182,7 +183,7 @@ def _cut_to_lines(path: Path) -> int:
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The entries between two places of the file, and where each ends."""
+    """The entries between two byte offsets of the file, each with the offset of its end."""
     if start >= end:
         return
     with path.open("rb") as file:

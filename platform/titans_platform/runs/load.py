@@ -1,4 +1,4 @@
-"""A trained run by its name, folder, MLflow run id or checkpoint: where it lies, and its model to use."""
+"""Find a trained run by name, folder, MLflow run id or checkpoint, and load its model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 def load_run(
     path_or_name: Path | str, root: Path | str | None = None
 ) -> tuple[Model, Tokenizer | None, RunConfig]:
-    """The model of a run where its columns are measured, ready to use on the CPU, its tokenizer, its config.
+    """Load a run's model in eval mode on the CPU, with its tokenizer and config.
 
-    ``path_or_name`` is the run's name (or how it begins), its folder, its MLflow run id, or the folder of
-    one checkpoint; names are looked up under ``root``, by default TITANS_HOME, else `titans-runs`. The
-    tokenizer is None for an objective without one.
-    Raises UsageError where there is no such run, it has no checkpoint, or its newest one is damaged.
+    Of a run the best checkpoint is loaded if ``eval.at`` is best, else the newest. ``path_or_name`` is the
+    run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint; names are
+    looked up under ``root``, by default TITANS_HOME, else `titans-runs`. The tokenizer is None for an
+    objective without one.
+    Raises UsageError if there is no such run, it has no checkpoint, or its newest one is damaged.
     """
     point = find_checkpoint(str(path_or_name), Path(root or os.environ.get("TITANS_HOME") or "titans-runs"))
     model, _, objective = load_checkpoint(point, read_config(point))
@@ -36,8 +37,8 @@ def load_run(
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
-    """The folder of the checkpoint that ``run`` names; of a run the newest, or the best where its columns are
-    measured there (``eval.at``). Raises UsageError: there is none, or it is damaged.
+    """The folder of the checkpoint that ``run`` names. For a run it is the newest one, or the best one if
+    ``eval.at`` is best. Raises UsageError if there is none, or it is damaged.
     """
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
@@ -48,7 +49,7 @@ def find_checkpoint(run: str, root: Path) -> Path:
     points = saved(folder / CHECKPOINTS)
     if not points:
         raise UsageError(f"{run}: {folder} has no checkpoint; train it first")
-    # an older one is other weights: which to use instead is for the user to say
+    # an older checkpoint has other weights, so the user must choose it explicitly
     if damage := find_corruption(points[0]):
         older = next((point for point in points[1:] if find_corruption(point) is None), None)
         fix = f"to use an older checkpoint, give {older}" if older else "no older checkpoint is intact"
@@ -64,7 +65,7 @@ def _measured(newest: Path) -> Path:
 
 
 def located(cfg: RunConfig, root: Path) -> RunConfig:
-    """The config with ``start_from`` as a checkpoint's folder, which names it. Raises UsageError."""
+    """The config with ``start_from`` resolved to the folder of a checkpoint. Raises UsageError."""
     if cfg.start_from is None:
         return cfg
     try:
@@ -75,15 +76,15 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The config of the run that the checkpoint at ``point`` is of. Raises UsageError."""
+    """The config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
     # JSON is YAML
     return load_config(point.parents[1] / CONFIG, overrides)
 
 
 def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[Any]]:
-    """The model of ``cfg`` with the weights of a checkpoint, its step, the objective.
+    """Build the model of ``cfg`` and load a checkpoint into it. Returns model, step and objective.
 
-    Raises UsageError where the checkpoint has other weights.
+    Raises UsageError if the checkpoint's weights do not match the model.
     """
     objective = build_objective(cfg)
     model = objective.build_model()

@@ -1,8 +1,9 @@
-"""How a run that has to end writes a checkpoint first: who says so, and how its workers find out.
+"""Interruption and preemption: a run that must stop writes a checkpoint first.
 
-A driver that gets Ctrl-C or SIGTERM puts a file into the folder of each run; a worker process that gets
-SIGTERM, as from Slurm or Kubernetes, remembers it; Ray tells of nodes that are about to be taken away. The
-workers of a run look together at the end of each step, so that all of them stop at the same one.
+There are three signals. A driver that receives Ctrl-C or SIGTERM writes a file to the folder of each run; a
+worker process that receives SIGTERM, e.g. from Slurm or Kubernetes, sets a flag; Ray announces that a node is
+about to be preempted. All workers of a run poll together at the end of each step, so they stop at the same
+step.
 """
 
 from __future__ import annotations
@@ -21,28 +22,29 @@ from titans_platform.training.checkpoint import Saver
 from titans_platform.training.parallel import rank
 
 GRACE = 60.0
-"""Seconds a run has to come to the end of its step and write a checkpoint."""
+"""Seconds that a run has to finish its step and write a checkpoint."""
 ASK_EVERY = 5.0
-"""Seconds between two questions to Ray, whether a node is about to be taken away."""
+"""Seconds between polls of Ray for a node that is about to be preempted."""
 _ASK_RAY, _PREEMPTED, _INTERRUPTED = 1, 2, 3
 _terminated = threading.Event()
 
 
 class Preempted(Exception):
-    """A worker's process was told to end. Not a fault of the run: Ray starts its workers again."""
+    """A worker was preempted. The run has not failed: Ray restarts its workers."""
 
 
 class PreemptionGuard:
-    """One worker's part in ending at a checkpoint; ``several``: it is one of Ray's."""
+    """Stops one worker at a checkpoint; ``several``: the worker is one of several under Ray Train."""
 
     def __init__(self, folder: RunFolder, several: bool):
         self._folder, self._several, self._saved = folder, several, False
         self._asked = time.monotonic()
 
     def poll(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
-        """At the end of a step: where any worker has been told to end, write a checkpoint, and raise.
+        """Call at the end of a step. If any worker was told to stop, write a checkpoint and raise.
 
-        All workers call it at the same steps. Raises Interrupted: the run was asked to end; Preempted.
+        A collective: all workers must call it at the same steps. Raises Interrupted if a user or driver asked
+        the run to stop, Preempted if a worker or node is being taken away.
         """
         told = saver.max_over_ranks(self._told())
         if not told or (told == _ASK_RAY and not self._preempted()):
@@ -64,17 +66,17 @@ class PreemptionGuard:
         return _ASK_RAY if due and rank() == 0 and self._several and not self._saved else 0
 
     def _preempted(self) -> bool:
-        """Whether Ray knows that a node of this run is about to be taken away; the workers ask together."""
+        """Whether a node of this run is about to be preempted, according to Ray. All workers must call it."""
         from ray.train import get_preemption_info
 
         self._saved = get_preemption_info() is not None
-        # the answer comes by way of an actor, which takes milliseconds
+        # the answer comes from an actor, which takes milliseconds
         self._asked = time.monotonic()
         return self._saved
 
 
 def install_handlers() -> None:
-    """In a worker process: the first SIGTERM is remembered, a second one ends it."""
+    """Handle SIGTERM in a worker process: the first one sets a flag, a second one ends the process."""
 
     def told(signum: int, frame: Any) -> None:
         _terminated.set()
@@ -84,7 +86,7 @@ def install_handlers() -> None:
 
 
 def torch_config() -> Any:
-    """Train's settings for torch, with `install_handlers` called in the main thread of each worker."""
+    """Ray Train's `TorchConfig`, with `install_handlers` called in the main thread of each worker."""
     from ray.train.torch import TorchConfig
 
     class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
@@ -102,9 +104,10 @@ def torch_config() -> Any:
 
 @contextmanager
 def interruptible(folder: RunFolder) -> Iterator[None]:
-    """In the main thread: the first Ctrl-C or SIGTERM asks the run to end at a checkpoint.
+    """While the block runs, the first Ctrl-C or SIGTERM asks the run to stop at a checkpoint.
 
-    A second one, or GRACE seconds, end it at once with KeyboardInterrupt. In another thread nothing happens.
+    A second signal, or GRACE seconds after the first, raises KeyboardInterrupt. Has no effect outside the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,7 +124,7 @@ def interruptible(folder: RunFolder) -> Iterator[None]:
         if not folder.request_interrupt():
             raise KeyboardInterrupt
         timer.start()
-        # what is printed by others may be held by a lock at this moment
+        # not print: the interrupted code may hold the lock of the stream
         os.write(2, b"\nending at a checkpoint; once more ends at once\n")
 
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -134,7 +137,7 @@ def interruptible(folder: RunFolder) -> Iterator[None]:
 
 
 def end_at_checkpoints(folders: Sequence[RunFolder]) -> None:
-    """Ask the runs that are being worked on to end, and wait until they have, for up to GRACE seconds."""
+    """Ask all running runs to stop at a checkpoint, and wait up to GRACE seconds until they have."""
     asked = [folder for folder in folders if folder.is_held() and folder.request_interrupt()]
     deadline = time.monotonic() + GRACE
     while any(f.interrupt_requested() and f.is_held() for f in asked) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""The one place where Ray is started or joined, and ended.
+"""Ray sessions: start a local Ray, or connect to the cluster of the job, and shut it down again.
 
-Outside a cluster a study starts a Ray of its own and ends it. A job on a cluster joins the Ray it is a job
-of, and checks first what can only be seen there: whether every node sees the storage and reaches MLflow.
+Outside a cluster a study starts its own local Ray. A job on a cluster connects to that cluster's Ray, then
+checks what can only be checked there: that every node sees the shared storage and reaches MLflow.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from titans_platform.errors import ClusterError, UsageError
 from titans_platform.runs.spec import Machine, Resources, this_machine
 
 ADDRESS = "TITANS_RAY_ADDRESS"
-"""Set in a job: the Ray to join, `auto`. Without it a study starts a Ray of its own."""
+"""Set in a job: the address of the Ray to connect to, `auto`. If unset, a study starts its own Ray."""
 NODES = "TITANS_CLUSTER_NODES"
-"""Set in a job on a cluster that grows: the nodes it may grow to, as JSON."""
+"""Set in a job on an autoscaling cluster: the nodes at its largest size, as JSON."""
 OBJECT_STORE = 128 * 2**20
-"""Bytes of Ray's object store; 75 MiB is the least Ray takes."""
+"""Size of Ray's object store in bytes; Ray's minimum is 75 MiB."""
 START_SECONDS = 180.0
-"""Time Ray has to start or to be joined; on two busy cores it takes about 10."""
+"""Timeout in seconds to start Ray or connect to it; on two busy cores that takes about 10 s."""
 
 QUIET = {
-    # no result files beside ours, no change of directory, Ctrl-C to us
+    # no result files of Tune, no change of directory, and Ctrl-C is left to our own handler
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
@@ -44,9 +44,9 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # as nice as whoever started the study, not 15 below everything else on the machine
+    # the niceness of the process that started the study, instead of 15
     "RAY_worker_niceness": "0",
-    # how often Train looks after its workers; small runs would do little but wait for its default of 2 s
+    # how often Train polls its workers; with the default of 2 s small runs would mostly wait
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
 """Settings that Ray reads from the environment when it is imported."""
@@ -56,13 +56,14 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": str(2**28),
     "MALLOC_ARENA_MAX": "2",
 }
-"""Settings that glibc reads when a process starts: it keeps what a step freed for the next one.
+"""Settings that glibc's malloc reads when a process starts, so that memory freed by one step is reused by the
+next.
 
-By itself it asks the system for every block of over 32 MiB anew, over half of a step of Mamba on rows of 501
-tokens. It still does from 64 MiB on: a thread, in which a study's cells are trained, has no room for those by
-itself, and where it was given room (`MALLOC_ARENA_MAX` of 1) a process held 1.6 times the memory. Without a
-limit the threads of each cell open arenas of their own, up to 8 a core, and each keeps what it freed: a
-worker grew from 0.8 to 2.0 GB over ten cells of 137K parameters.
+By default glibc maps every block above 32 MiB anew, which took over half of a step of Mamba on rows of 501
+tokens. Blocks of 64 MiB and more are still mapped: a study trains its cells in threads, whose arenas have no
+room for them, and with a single arena (`MALLOC_ARENA_MAX` of 1), which has, a process held 1.6 times the
+memory. Without a limit, the threads of each cell create arenas of their own, up to 8 per core, which keep
+what they freed: a worker grew from 0.8 to 2.0 GB over ten cells of 137K parameters.
 """
 MALLOPT = {
     "MALLOC_MMAP_THRESHOLD_": -3,
@@ -70,13 +71,13 @@ MALLOPT = {
     "MALLOC_TOP_PAD_": -2,
     "MALLOC_ARENA_MAX": -8,
 }
-"""The same settings' numbers in glibc's malloc.h, for a process that has started."""
+"""`mallopt` parameter numbers of these settings (glibc's malloc.h), for a process already running."""
 
 
 def quiet() -> None:
-    """Set what Ray and its workers read as they start, and turn its log lines off in this process.
+    """Set the environment variables that Ray and its workers read, and silence Ray's loggers in this process.
 
-    What the user's environment says stays. The allocator's settings hold in this process too.
+    Variables that the user has set are kept. The allocator settings are applied to this process too.
     """
     given = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
     os.environ.update(given)
@@ -91,17 +92,17 @@ def quiet() -> None:
 
 @contextmanager
 def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
-    """A Ray of this process's own with ``cpus`` and ``gpus``, ended with the block.
+    """Start a local Ray with ``cpus`` and ``gpus``, and shut it down at the end of the block.
 
-    A Ray that this process is connected to already is used and left as it is. Raises ClusterError.
+    If this process is already connected to a Ray, that one is used and left running. Raises ClusterError.
     """
     import ray
 
     if ray.is_initialized():
         yield
         return
-    # a run takes its config and leaves files: the share of memory that Ray would reserve stays free
-    # RAY_ADDRESS would turn the embedded default into a client of somebody's cluster
+    # runs exchange files, not objects: a small object store leaves the memory to training
+    # without an explicit address RAY_ADDRESS would connect this process to another cluster
     where = {"address": "local", "object_store_memory": OBJECT_STORE, "num_cpus": max(1, round(cpus))}
     with _connected(where | ({"num_gpus": max(1, round(gpus))} if gpus else {}), "on this machine"):
         yield
@@ -109,7 +110,7 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
 
 @contextmanager
 def joined(root: Path) -> Iterator[None]:
-    """Join the cluster this process is a job of, the storage and MLflow checked on every node.
+    """Connect to the Ray cluster of this job, and check storage and MLflow on every node.
 
     Does nothing outside a job. Raises ClusterError, UsageError.
     """
@@ -122,12 +123,12 @@ def joined(root: Path) -> Iterator[None]:
 
 
 def in_job() -> bool:
-    """Whether this process is a job of a cluster."""
+    """Whether this process is a job on a cluster."""
     return bool(os.environ.get(ADDRESS))
 
 
 def available(resources: Resources) -> Machine:
-    """What runs can be placed on: inside a job the cluster at its largest, outside this machine."""
+    """Resources to place runs on: in a job the cluster at its largest size, otherwise this machine."""
     if not os.environ.get(ADDRESS):
         return this_machine(resources)
     if grown := os.environ.get(NODES):
@@ -157,9 +158,10 @@ def _connected(where: dict[str, Any], named: str) -> Iterator[None]:
 
 
 def _start(call: Callable[[], object], over: threading.Event) -> None:
-    """Run ``call`` in a thread, TimeoutError if it takes too long: Ray's start has no limit of its own.
+    """Run ``call`` in a thread. Raises TimeoutError if it takes too long, as `ray.init` has no timeout.
 
-    The thread lives until ``over``: the kernel ends Ray's processes with the thread that started them.
+    The thread lives until ``over`` is set: the kernel kills Ray's processes when the thread that started them
+    ends.
     """
     raised: list[BaseException] = []
     started = threading.Event()
@@ -171,7 +173,7 @@ def _start(call: Callable[[], object], over: threading.Event) -> None:
                 call()
                 break
             except BaseException as error:
-                # Ray gives its node 30 s, which a busy machine can take
+                # Ray's own timeout for its node is 30 s, which a busy machine can exceed: retry
                 if "timed out during startup" not in str(error) or time.monotonic() > deadline:
                     raised.append(error)
                     break
@@ -189,7 +191,7 @@ def _start(call: Callable[[], object], over: threading.Event) -> None:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Ray's start may put a handler on SIGTERM that aborts: put ours back, which ends a run like Ctrl-C."""
+    """Restore our SIGTERM handler after `ray.init`, which may install one that aborts the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -201,10 +203,10 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """End this worker process when the raylet that started it ends, as when its driver was killed.
+    """Kill this worker process when the raylet that started it dies, e.g. because its driver was killed.
 
-    Ray's own check takes seconds, in which a worker would go on writing into a run that the next driver
-    already continues. Linux only; elsewhere Ray's check remains.
+    Ray's own check takes seconds, in which an orphaned worker could still write into a run that the next
+    driver has already resumed. Linux only; elsewhere there is only Ray's check.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -217,10 +219,10 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def check_reach(root: Path) -> None:
-    """Let every node read what the driver wrote under ``root``, write beside it, and find MLflow.
+    """Check on every node that it can read and write the storage at ``root`` and reach MLflow.
 
-    Raises UsageError for an SQLite store with workers on several machines, ClusterError for a node that
-    does not reach something.
+    Raises UsageError for an SQLite store with workers on several machines, ClusterError if a node fails a
+    check.
     """
     from titans_platform.tracking import store_uri
 
@@ -243,7 +245,7 @@ def check_reach(root: Path) -> None:
         raise ClusterError(f"storage {root}: cannot be written on the head node: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    # equal faults together
+    # group nodes by fault
     reasons: dict[str, list[str]] = {}
     for node, fault in faults.items():
         if fault:
@@ -255,7 +257,7 @@ def check_reach(root: Path) -> None:
 
 
 def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, str]:
-    """What is wrong at each node, by its id; empty where nothing is."""
+    """Run `_look` on every node. Returns the fault by node id, "" for a healthy node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -276,7 +278,7 @@ def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, s
 
 
 def _look(folder: str, node: str, uri: str) -> str:
-    """What is wrong at the node this runs on."""
+    """Check the node this runs on. Returns what is wrong, or an empty string."""
     try:
         if (Path(folder) / "driver").read_text() != "here":
             return f"another folder at the storage's path {folder}"
@@ -299,7 +301,7 @@ def _ask_mlflow(uri: str) -> str:
         body = error.read(200).decode(errors="replace")
         if "Host header" in body:
             return f"MLflow at {uri} takes no requests under this name; start it with --allowed-hosts"
-        # it wants a password, which the client will give
+        # 401: the server wants a password, which the MLflow client will send
         return "" if error.code == 401 else f"MLflow at {uri}: {error}"
     except (OSError, ValueError) as error:
         return f"MLflow at {uri}: no answer: {error}"

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on: progress.json once a second, and its log, which goes to MLflow."""
+"""What a run reports while it trains: progress.json, once a second, and its journal for MLflow."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOGGED = 200
-"""Steps of a run that go to MLflow."""
+"""Approximate number of steps per run that are logged to MLflow."""
 _MEMORY = 0.9
-"""What the running averages of speed keep at each step: a half-life of seven steps."""
+"""Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
 
 class Reporter:
-    """Writes the files of a run and its MLflow run; on rank 0 only."""
+    """Writes the files of a run and its MLflow run. On rank 0 only."""
 
     def __init__(self, spec: RunSpec, inputs: Sequence[Input] = ()):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
@@ -49,17 +49,17 @@ class Reporter:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None for a run that is not tracked."""
+        """The id of the MLflow run; None for a run that is not tracked."""
         return self._log.run_id if self._log else None
 
     def start(self, step: int) -> None:
-        """Training goes on after ``step`` steps."""
+        """Report that training starts or resumes after ``step`` steps."""
         self._last = time.monotonic()
         self._state["step"] = step
         self._write()
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the metrics of a step; not all of them are written."""
+        """Report the metrics of a step; only a sample of the steps is logged."""
         now = time.monotonic()
         taken, self._last = now - self._last, now
         self._rate = _average(self._rate, metrics["tokens_per_second"])
@@ -70,7 +70,7 @@ class Reporter:
             "tokens_per_second": self._rate,
             "eta_seconds": self._seconds_a_step * (self.steps - step),
         }
-        # the last one is shown until there is another
+        # shown until the next validation
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:
             self._write()
@@ -80,35 +80,35 @@ class Reporter:
             self._log.metrics(step, metrics)
 
     def flush(self) -> None:
-        """Bring what is logged to the disk. A checkpoint counts only after this, so no step is lost."""
+        """Make the log durable. Called before a checkpoint is committed, so that no logged step is lost."""
         if self._log:
             self._log.sync()
 
     def phase(self, name: str) -> None:
-        """What the run does now: train, evaluate, done."""
+        """Report the run's phase: train, evaluate or done."""
         self._state["phase"] = name
         self._write()
 
     def reached(self, rung: Rung, columns: dict[str, float]) -> dict[str, float]:
-        """Keep what a rung measured, in the folder and in MLflow; the same columns."""
+        """Record what was measured at a rung, in the folder and in MLflow. Returns ``columns``."""
         self.folder.record_rung(rung.step, columns[rung.column])
         if self._log:
             self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
-            # the next rung begins a log of its own
+            # the next rung opens its own journal
             self._end(lambda run: None, None)
         return columns
 
     def finish(self, result: Result) -> None:
-        """End the MLflow run, then write the result: whoever sees it finds everything else complete.
+        """End the MLflow run, then write result.json, so that everything else is complete once it exists.
 
-        The numbers are in result.json whatever became of the store.
+        The result is written even if MLflow cannot be reached.
         """
         self._end(lambda run: log_result(run, result), "FINISHED")
         self.phase("done")
         result.write(self.folder.path / RESULT)
 
     def fail(self, error: BaseException) -> None:
-        """End the MLflow run: KILLED where it was interrupted, else FAILED."""
+        """End the MLflow run, as KILLED if the run was interrupted, else as FAILED."""
         if self._log:
             killed = isinstance(error, KeyboardInterrupt | SystemExit | Interrupted)
             status = "KILLED" if killed else "FAILED"
@@ -118,7 +118,7 @@ class Reporter:
 
     def _end(self, end: Callable[[RunLog], object], status: str | None) -> None:
         if self._log and (left := self._log.close(end, status)):
-            # the command that runs it tries once more, and says what is left
+            # the command that started the run retries once and reports what is unsent
             log.info(left)
 
     def _write(self) -> None:
@@ -127,17 +127,16 @@ class Reporter:
             write_json(self.folder.path / PROGRESS, self._state)
             self._full = False
         except StorageError as error:
-            # a full disk is borne by the checkpoints, or stops the run there; they say so each time
+            # warn once: whether a full disk stops the run is decided, and logged, at each checkpoint
             if not self._full:
                 log.warning("%s", error)
             self._full = True
 
 
 def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
-    """End an MLflow run with a result: columns and, below each, its tasks with their standard errors; size,
-    time; where all is from.
+    """Log a result to an MLflow run and end it: columns, tasks with standard errors, sizes, times, code.
 
-    ``ended`` is when it did, in seconds since 1970; None: now.
+    ``ended`` is the end time in seconds since the epoch; None: now.
     """
     tasks = {name: task.value for name, task in result.tasks.items()}
     errors = {f"{name}/stderr": task.stderr for name, task in result.tasks.items()}
@@ -172,8 +171,8 @@ def end_orphaned_runs(store: Store, parent: str, root: Path) -> None:
 
 
 def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
-    """The store that a run is logged to, and the run's id there; created the first time."""
-    # a second of imports that a run which is not tracked need not wait for
+    """The store that a run is logged to and its MLflow run id; the MLflow run is created the first time."""
+    # these imports take a second, which an untracked run need not wait for
     from titans_platform.tracking import open_store
 
     store = open_store(tracking.uri)
@@ -189,13 +188,13 @@ def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
 
 
 def keep_tracking(folder: RunFolder, tracking: Tracking) -> None:
-    """Write down where a run is logged, for a later command that sends what is left."""
+    """Record where a run is logged, for a later command that sends what is unsent."""
     state = read_json(folder.path / STATE) or {}
     write_json(folder.path / STATE, state | {"tracking": asdict(tracking), "ended": None})
 
 
 def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
-    """The MLflow run of a run's folder, created where there is none. Raises what MLflow does, UsageError."""
+    """Open the MLflow run of a run's folder, or create it. Raises UsageError and MLflow's exceptions."""
     state = read_json(folder.path / STATE) or {}
     config = read_json(folder.path / CONFIG) or {}
     store, run_id = mlflow_run(folder, Tracking(**state["tracking"]))
@@ -207,7 +206,7 @@ def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
 
 
 def send_left(root: Path) -> list[str]:
-    """Send to MLflow what runs under ``root`` that nobody works on could not; a line on each that stays."""
+    """Send the unsent logs of all runs under ``root`` that no process holds. Returns the failures."""
     lines = []
     for path in sorted((root / "cells").glob(f"*/{STATE}")):
         folder = RunFolder(root, path.parent.name)

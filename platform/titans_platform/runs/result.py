@@ -1,4 +1,4 @@
-"""`Result`: what is kept of a finished run, in its folder's ``result.json``."""
+"""`Result`: the numbers and provenance of a finished run, stored as ``result.json`` in its folder."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Measures(_Record):
 
 
 class Result(Measures):
-    """The numbers of a finished run, and what they were made from.
+    """The numbers of a finished run, and their provenance.
 
-    Fields have defaults because files of earlier versions lack some of them.
+    Fields have defaults because files written by earlier versions lack some of them.
     """
 
     cell: str
@@ -111,12 +111,12 @@ class Result(Measures):
         return self.model_dump(mode="json")
 
     def write(self, path: Path) -> None:
-        """Write ``result.json``, whole or not at all. Raises TitansError."""
+        """Write ``result.json`` atomically. Raises TitansError."""
         write_json(path, self.record())
 
     @staticmethod
     def read(path: Path) -> Result | None:
-        """The result in a file; None where there is no such file or it holds something else."""
+        """Read a result; None if the file is missing or does not hold a result."""
         found = read_json(path)
         try:
             return None if found is None else Result.model_validate(found)

@@ -1,4 +1,4 @@
-"""A run, whole: what is trained, on what, where it is logged; and how many runs fit on a machine at once."""
+"""`RunSpec`, everything that defines a run, and how many runs fit on a machine at once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from titans_platform.objectives import Objective
 
 DRIVER_CPU = 0.01
-"""CPUs of a trial that only drives other workers; Tune refuses to give it none."""
+"""CPUs of a trial that only drives workers; Tune does not accept 0."""
 
 
 class Resources(Frozen):
-    """What one run asks of the machine: one worker trains in the process it is started in, several under
-    Ray Train."""
+    """Resources of one run. A single worker trains in the process that starts it, several under Ray Train."""
 
     workers: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
-    """A number, or the least and the most: such a run goes on with as many as there are."""
+    """Number of workers, or [min, max] for an elastic run, which trains with as many as are available."""
     cpus_per_worker: PositiveInt = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0
 
@@ -57,12 +56,12 @@ class Resources(Frozen):
 
     @property
     def hashed_workers(self) -> int | str:
-        """The part of the run's hash: the number of workers, or "elastic" for a range."""
+        """What enters the run's hash: the number of workers, or "elastic" for a range."""
         return self.workers if isinstance(self.workers, int) else "elastic"
 
     @property
     def cpus(self) -> float:
-        """CPUs of all workers, with the process that drives them where there are several."""
+        """CPUs of all workers and, if there are several, of the process that drives them."""
         return self.max_workers * self.cpus_per_worker + DRIVER_CPU * self.several
 
     @property
@@ -72,28 +71,28 @@ class Resources(Frozen):
 
     @property
     def at_least(self) -> Resources:
-        """The same with no more workers than there must be."""
+        """The same resources with the minimum number of workers."""
         return self.model_copy(update={"workers": self.min_workers})
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where in MLflow a run is logged, and as what."""
+    """Where a run is logged in MLflow, and under which title, parent, parameters and tags."""
 
     uri: str
     """The store's address."""
     title: str
     """Name of the run in MLflow."""
     parent: str | None = None
-    """Run id of the study it is part of."""
+    """MLflow run id of the study that the run belongs to."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """The few fields of the config that are columns in MLflow."""
+    """The fields of the config that are logged as MLflow parameters."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Where a run is looked at on its way: after ``step`` optimiser steps, by one column."""
+    """A rung of a search: the run is evaluated after ``step`` optimiser steps, on one column."""
 
     step: int
     column: str
@@ -101,81 +100,82 @@ class Rung:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """All that `execute` needs to know. `titans train`, a cell of a grid and a trial of a search make one.
+    """Everything `execute` needs; built by `titans train`, the cells of a grid and the trials of a search.
 
-    Of these only ``config`` and ``resources.hashed_workers`` decide the run's numbers, and so its name.
+    Of these fields only ``config`` and ``resources.hashed_workers`` affect the run's numbers and enter its
+    name.
     """
 
     config: RunConfig
     root: Path
-    """Storage root; one folder to all workers."""
+    """Storage root; must be shared by all workers."""
     name: str
-    """The run's folder under ``root/cells``; `run_name` gives it."""
+    """The run's folder under ``root/cells``; computed by `run_name`."""
     commit: str
     """The commit of the code that runs it."""
     resources: Resources = Resources()
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What goes into the result as it is: the study and the row."""
+    """Copied into the result: ``study`` and ``row``."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run lives."""
+        """The run's folder."""
         return RunFolder(self.root, self.name)
 
     @property
     def objective(self) -> Objective[Any]:
-        """What the run trains on, built from its config. Raises UsageError."""
+        """The run's objective, built from its config. Raises UsageError."""
         from titans_platform.objectives import build_objective
 
         return build_objective(self.config)
 
     @property
     def trace(self) -> Path:
-        """Where the trace of a profiled run goes; other workers' lie beside it."""
+        """Path of the trace of a profiled run on rank 0; the other ranks write theirs to the same folder."""
         return self.folder.path / "profile" / "worker-0.json.gz"
 
 
 @dataclass(frozen=True)
 class Node:
-    """CPUs and GPUs that are together: a worker needs all of its own on one node."""
+    """CPUs and GPUs of one node. A worker cannot span nodes."""
 
     cpus: float
     gpus: float = 0
 
     def workers(self, resources: Resources) -> int:
-        """How many workers fit."""
+        """How many workers fit on the node."""
         fit = int(self.cpus // resources.cpus_per_worker)
         if resources.gpus_per_worker:
-            # in ten thousandths, as Ray counts them: 1 // 0.1 is 9
+            # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
             fit = min(fit, round(self.gpus * 10_000) // round(resources.gpus_per_worker * 10_000))
         return fit
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs can be placed on: this machine, or the nodes of a cluster."""
+    """The resources that runs are placed on: this machine, or the nodes of a cluster."""
 
     cpus: float
     gpus: float = 0
     nodes: tuple[Node, ...] = ()
-    """Empty: one node, this machine."""
+    """Empty for this machine, which is a single node."""
 
     @staticmethod
     def of(nodes: list[dict[str, float]]) -> Machine:
-        """A cluster from the resources of its nodes, as Ray names them."""
+        """A cluster, from the resources of its nodes by Ray's names (CPU, GPU)."""
         parts = tuple(Node(float(node.get("CPU", 0)), float(node.get("GPU", 0))) for node in nodes)
         return Machine(sum(node.cpus for node in parts), sum(node.gpus for node in parts), parts)
 
     def workers(self, resources: Resources) -> int:
-        """How many workers of a run fit at once."""
+        """How many workers with these resources fit at once."""
         return sum(node.workers(resources) for node in self.nodes or (Node(self.cpus, self.gpus),))
 
 
 def this_machine(resources: Resources = Resources()) -> Machine:
-    """The CPUs this process may use and, where a run asks for them, the GPUs torch sees."""
+    """The CPUs this process may use and, if ``resources`` include GPUs, those visible to torch."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not resources.gpus_per_worker:
         return Machine(cpus)
@@ -187,7 +187,7 @@ def this_machine(resources: Resources = Resources()) -> Machine:
 def concurrency(resources: Resources, machine: Machine, requested: int | None = None) -> int:
     """How many runs fit at once, at most ``requested``.
 
-    Raises UsageError, for a cluster ClusterError, where not one fits; UsageError where fewer fit than
+    Raises UsageError (ClusterError on a cluster) if not even one fits, and UsageError if fewer fit than
     requested.
     """
     fit = _fit(resources, machine) or min(1, _fit(resources.at_least, machine))
@@ -208,7 +208,7 @@ def _fit(resources: Resources, machine: Machine) -> int:
 
 
 def _shortage(resources: Resources, machine: Machine) -> str:
-    """What a run takes, what there is, and what is missing."""
+    """The message for a lack of resources: what a run takes, what there is, and what is missing."""
     cpus, gpus = resources.max_workers * resources.cpus_per_worker, resources.gpus
     spread = f" on {resources.max_workers} workers" if resources.several else ""
     need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)

@@ -1,4 +1,4 @@
-"""What each worker of a run does: build, restore, train, evaluate, report."""
+"""One worker of a run: build, restore, train, evaluate and report."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from titans_platform.training.rates import before_decay
 from titans_platform.training.speed import profiled
 
 TELEMETRY_RECORDS = 50
-"""Optimiser steps of a run at which the inner memory's telemetry is recorded."""
+"""Number of steps per run at which the inner memory's telemetry is recorded."""
 
 
 class Outcome(NamedTuple):
-    """The result of a run, or at a rung {column: value}; and its seconds by phase."""
+    """The result of a run, or {column: value} at a rung, and the seconds of the attempt by phase."""
 
     result: Result | dict[str, float]
     seconds: dict[str, float]
@@ -57,7 +57,7 @@ def run_worker(task: dict[str, Any]) -> Outcome | TitansError:
 
 
 class Worker:
-    """One rank of a run. In a process group every rank makes one and calls `run`; rank 0 writes."""
+    """One rank of a run. In a process group every rank creates one and calls `run`; rank 0 writes."""
 
     def __init__(self, spec: RunSpec, device: torch.device | str = "cpu"):
         self.spec, self.cfg, self.device = spec, spec.config, device
@@ -70,7 +70,7 @@ class Worker:
             self.reporter = Reporter(spec, made_of) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Outcome:
-        """Train and evaluate, from the last checkpoint on. Raises UsageError, Diverged."""
+        """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
         forms_used(forget=True)
         peak_rss(reset=True)
         try:
@@ -104,7 +104,7 @@ class Worker:
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
-        # a run that may rewind keeps the checkpoints that any other attempt would have
+        # a run that may rewind keeps its periodic checkpoints, which do not depend on interruptions
         every = self.cfg.checkpoint_interval if self.cfg.optim.on_divergence == "rewind" else 1
         saver = checkpoint.Saver(
             checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
@@ -126,7 +126,7 @@ class Worker:
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
-                # cumulative: the steps that waited are seldom those that are logged
+                # cumulative, because only a sample of the steps is logged
                 waited = self.phases.seconds["checkpoint wait"]
                 reporter.on_step(step, metrics | {"checkpoint_wait_seconds": waited})
             stepped()
@@ -195,10 +195,10 @@ class Worker:
             config=cfg.model_dump(mode="json"),
             data_fingerprint=self.data.fingerprint,
             eval_version=self.objective.eval_version(),
-            # of the driver that started it: the working tree may have changed since
+            # the commit of the driver that started the run: the working tree may have changed since
             commit=self.spec.folder.commit() or commit(),
             environment=environment(),
-            # of the operators, in the process that finished the run
+            # only those used in the process that finished the run
             forms=forms_used(),
             **measured,
             parameters=model.num_parameters(),
@@ -221,7 +221,7 @@ class Worker:
 
 
 def peak_rss(reset: bool = False) -> int:
-    """The most memory (resident set size) this process held since the last ``reset``, in bytes.
+    """Peak resident memory of this process since the last ``reset``, in bytes.
 
     Resetting needs Linux; elsewhere it is the peak over the life of the process.
     """
@@ -229,7 +229,7 @@ def peak_rss(reset: bool = False) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else 1024 * peak
     if reset:
-        # some containers do not allow it; then the peak is that of the process
+        # not permitted in some containers; the peak is then over the life of the process
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
@@ -237,7 +237,7 @@ def peak_rss(reset: bool = False) -> int:
 
 
 def _record_world_size(trainer: Trainer) -> None:
-    """Record the step from which this number of workers trains."""
+    """Record the step and the number of workers, if that has changed."""
     worlds, size = trainer.progress.worlds, world_size()
     if not worlds or worlds[-1][1] != size:
         worlds.append([trainer.progress.step, size])

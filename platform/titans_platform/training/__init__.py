@@ -1,1 +1,1 @@
-"""Training one model: a plain PyTorch loop, its checkpoints, and the cell that runs them."""
+"""Training of one model: a plain PyTorch loop, parallelism, and checkpoints."""

@@ -1,8 +1,8 @@
-"""Checkpoints: model, optimiser, position and RNG, sharded by torch.distributed.checkpoint.
+"""Checkpoints: model, optimiser, progress and RNG state, sharded by torch.distributed.checkpoint.
 
-A checkpoint is a folder named by its step. It is written under another name, in the background, and
-renamed when it is whole. Its manifest holds a hash of every file, so that one which is damaged later is
-passed over for the one before.
+A checkpoint is a folder named by its step. It is written asynchronously under a temporary name and renamed
+when it is complete. Its manifest holds a hash of every file, so that later corruption is detected and the
+checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from titans_platform.training.rng import rng_state, set_rng_state
 log = logging.getLogger(__name__)
 
 TRIES = 3
-"""Writes in a row that must have failed before a run stops."""
+"""Minimum number of consecutive failed writes before a run stops."""
 
 
 class Saver:
-    """Writes a trainer's checkpoints to ``folder`` while it goes on training, and keeps the last ``keep``.
+    """Writes a trainer's checkpoints to ``folder`` asynchronously, and keeps the last ``keep``.
 
-    Those count whose step is a multiple of ``every``; the one of step ``pinned``, the one with the lowest
-    validation loss (where the trainer saves it) and a newest one at another step are kept beside them.
+    Only steps that are a multiple of ``every`` count towards ``keep``. In addition it keeps the checkpoint of
+    step ``pinned``, the one with the lowest validation loss (if the trainer saves it) and the newest one.
 
-    Every worker makes one and calls `save` and `finish` at the same steps; a ``with`` block finishes at its
-    end. ``phases`` is told how long training stood still: "checkpoint" for the copy of the state to CPU
-    memory, "checkpoint wait" for a write that was not done when the next was due, or at the end.
+    Every worker creates one and calls `save` and `finish` at the same steps; a ``with`` block calls `finish`
+    at its end. ``phases`` records how long training was blocked: "checkpoint" for the copy of the state to
+    CPU memory, "checkpoint wait" for a write that is unfinished when the next one is due, or at the end.
 
-    A write that fails in a way that may pass (a full disk, storage that is gone) costs a warning: the next
-    checkpoint tries again. After ``patience`` seconds of that the run is stopped.
+    A transient failure of a write (a full disk, unreachable storage) is logged as a warning, and the next
+    checkpoint tries again. After ``patience`` seconds of failures the run stops.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class Saver:
         self.folder, self.trainer, self.keep, self.every = folder, trainer, keep, every
         self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
-        # the write runs beside the training, in a thread: its messages must not mix with those of the steps,
-        # nor with what the main threads ask each other meanwhile
+        # the write runs in a thread during training: its collectives must not mix with those of the steps,
+        # nor with those of the main threads here
         self._group, self._writers = self._new_group(), self._new_group()
         self._writing: tuple[Path, Future[Any]] | None = None
         self._before_commit: Callable[[], object] | None = None
         self._failures, self._failing_since = 0, 0.0
 
     def save(self, before_commit: Callable[[], object] | None = None) -> Path:
-        """Copy the state and begin to write it to ``folder/step-XXXXXXXX``; the path it will have.
+        """Copy the state and start to write it to ``folder/step-XXXXXXXX``. Returns that path.
 
-        ``before_commit`` is called on the first worker, by the thread that writes: what it stores is there
-        before the checkpoint counts. Raises TitansError: writes have failed for too long.
+        ``before_commit`` is called on rank 0, in the writing thread, before the checkpoint is committed.
+        Raises TitansError if writes have failed for too long.
         """
         if error := self._wait():
             self._tolerate_failed_write(error)
@@ -91,9 +91,9 @@ class Saver:
         return self._begin()
 
     def finish(self) -> None:
-        """Wait for the write that is going on; if it fails, write what there is now, for up to ``patience``.
+        """Wait for the pending write. If it fails, retry with the current state for ``patience`` seconds.
 
-        Raises TitansError with its path and reason.
+        Raises TitansError with the path and the reason.
         """
         error = self._wait()
         for seconds in backoff(self.patience):
@@ -107,7 +107,7 @@ class Saver:
             raise _with_hint(error)
 
     def max_over_ranks(self, value: int) -> int:
-        """The largest of what the workers say; all of them must ask."""
+        """The maximum of ``value`` over ranks. A collective: all ranks must call it."""
         if self._group is None:
             return value
         said = torch.tensor(value)
@@ -119,7 +119,7 @@ class Saver:
         return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def _wait(self) -> TitansError | None:
-        """Why the write that was going on failed, the same on all workers; None where it did not."""
+        """Wait for the pending write. Returns why it failed, the same on all ranks, or None."""
         if self._writing is None:
             return None
         (final, future), self._writing = self._writing, None
@@ -136,7 +136,7 @@ class Saver:
         return None
 
     def _tolerate_failed_write(self, error: TitansError) -> None:
-        """Let training go on after a write that failed, unless there have been too many."""
+        """Log a failed write and continue to train, unless writes have failed for too long."""
         now = time.monotonic()
         self._failures += 1
         if self._failures == 1:
@@ -159,7 +159,7 @@ class Saver:
         return final
 
     def _start(self, final: Path) -> Future[Any]:
-        # said from the thread that writes, where a filter of this block would not hold
+        # warned from the writing thread, where a filter of this block has no effect
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         with _quiet():
             writer = _Writer(final, deepcopy(self.trainer.progress), self)
@@ -186,7 +186,7 @@ class Saver:
 
 
 class _Writer(FileSystemWriter):
-    """Commits a checkpoint when all its files are there, in the thread that writes them."""
+    """Commits a checkpoint, in the writing thread, once all its files are written."""
 
     def __init__(self, final: Path, progress: Any, saver: Saver):
         self.partial = _partial(final)
@@ -196,15 +196,15 @@ class _Writer(FileSystemWriter):
         self.pinned = at_step(final.parent, saver.pinned) if saver.pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Called on the first worker, after all workers have written."""
+        """Called on rank 0 after all ranks have written."""
         super().finish(metadata, results)
         write_manifest(self.partial, self.progress)
         if self.before_commit:
             self.before_commit()
-        # a run that passed over a damaged checkpoint comes to its step again
+        # a run that skipped a corrupt checkpoint reaches its step again
         shutil.rmtree(self.final, ignore_errors=True)
         os.replace(self.partial, self.final)
-        # later ones are damaged and will be written again; they must not push this one out
+        # later ones are corrupt and will be rewritten; they must not count towards keep
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
         due = [path for path in written if step_of(path) % self.every == 0]
         best = at_step(self.final.parent, self.progress.best_step or 0)
@@ -215,7 +215,7 @@ class _Writer(FileSystemWriter):
 
 
 def _with_hint(error: TitansError) -> TitansError:
-    """The error of a write that is not tried again; where storage caused it, with what to do."""
+    """The error of a write that is not retried, with the remedy if storage caused it."""
     hint = "; the same command goes on once it can be" if isinstance(error, StorageError) else ""
     return type(error)(f"{error}{hint}")
 
@@ -225,9 +225,9 @@ def _partial(final: Path) -> Path:
 
 
 def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Path | None:
-    """The latest checkpoint that is whole; one that is not is named in the log and passed over.
+    """The newest intact checkpoint, or None; a corrupt one is logged and skipped.
 
-    ``among`` says of which steps. Raises StorageError.
+    ``among`` selects the steps to consider. Raises StorageError.
     """
     for path in filter(lambda path: among(step_of(path)), saved(folder)):
         wrong = find_corruption(path)
@@ -238,10 +238,10 @@ def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Pa
 
 
 def restore(folder: Path, trainer: Trainer) -> Path | None:
-    """Bring the trainer to its newest whole checkpoint; its path, or None where none was ever written.
+    """Restore the trainer from the newest intact checkpoint. Returns its path, or None if there is none.
 
-    Every worker calls it; the first chooses. Raises UsageError: none is whole, or it is another model's;
-    StorageError.
+    Every rank calls it; rank 0 chooses. Raises UsageError if there are checkpoints but all are corrupt, or if
+    the checkpoint is of another model; StorageError.
     """
     path = _chosen(lambda: newest(folder))
     if path is None:
@@ -256,10 +256,10 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
 
 
 def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
-    """Bring the trainer back to the last whole checkpoint among those of every ``every`` steps.
+    """Restore the trainer from the last intact periodic checkpoint, i.e. at a multiple of ``every`` steps.
 
-    One that was written for another reason is none: whether a run was interrupted must not decide where it
-    goes back to. Its path; None where there is none, and nothing is changed.
+    Other checkpoints are ignored, so that the result does not depend on whether the run was interrupted.
+    Returns the path, or None, without a change to the trainer, if there is none.
     """
     step = trainer.progress.step
     path = _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0))
@@ -292,9 +292,9 @@ def _chosen(choose: Callable[[], Path | None]) -> Path | None:
 
 
 def copy_checkpoint(point: Path, folder: Path, trained: Callable[[Progress], Progress]) -> Path:
-    """Copy a checkpoint into another run's folder, with what ``trained`` makes of its progress; its path.
+    """Copy a checkpoint to another run's folder, with its progress mapped by ``trained``. Returns the path.
 
-    The copy is there whole or not at all. Raises TitansError: it cannot be written.
+    The copy is atomic. Raises TitansError if it cannot be written.
     """
     partial, final = folder / f".partial-{point.name}", folder / point.name
     try:
@@ -308,13 +308,16 @@ def copy_checkpoint(point: Path, folder: Path, trained: Callable[[Progress], Pro
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
-    """Compare names and shapes of weights with those of a checkpoint; reads none. Raises UsageError."""
+    """Compare the names and shapes of weights with a checkpoint's metadata. Raises UsageError."""
     there = _saved(FileSystemReader(path), path)
     _check_shapes(path, there, _weights(model, there))
 
 
 def load_model(path: Path, model: nn.Module) -> int:
-    """Only the weights of the checkpoint at ``path``, into ``model``; the step. Raises UsageError."""
+    """Load only the weights of the checkpoint at ``path`` into ``model``. Returns the step.
+
+    Raises UsageError.
+    """
     if (wrong := find_corruption(path)) is not None:
         raise UsageError(f"{path}: not a whole checkpoint: {wrong}; use another step of this run")
     weights = _weights(model, _saved(FileSystemReader(path), path))
@@ -324,7 +327,7 @@ def load_model(path: Path, model: nn.Module) -> int:
 
 
 def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
-    """The model's weights, but those it adds to what a checkpoint has."""
+    """The model's weights, without the added ones that the checkpoint does not have."""
     added: tuple[str, ...] = getattr(model, "added", ())
     return {
         name: weight
@@ -339,19 +342,19 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     if trainer.state is None:
         return state
     structure, tensors = flatten_state(trainer.state)
-    # each worker writes its own streams
+    # each rank writes the state of its own streams
     return state | {"streams": {f"rank{rank()}": {"structure": json.dumps(structure), "tensors": tensors}}}
 
 
 def _load_streams(path: Path, trainer: Trainer) -> ModelState | None:
-    """The state of this worker's streams, whichever worker wrote each; None where rows are shuffled."""
+    """The state of this rank's streams, resharded if the world size changed; None if rows are shuffled."""
     reader = FileSystemReader(path)
     there = _saved(reader, path)
     names = {key for key in there if key.startswith("streams.")}
     if not names:
         return None
     writers = len({key.split(".")[1] for key in names})
-    # as many workers as wrote it: each reads its own part
+    # same world size: each rank reads its own part
     wanted = [rank()] if writers == trainer.world_size else range(writers)
     saved: dict[str, Any] = {}
     for writer in wanted:
@@ -379,9 +382,9 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     reader = FileSystemReader(path)
     there = _saved(reader, path)
     _check_shapes(path, there, state["model"])
-    # a run that resumes with more workers has ranks whose RNG nobody saved: they keep their seed
+    # a run that resumes with more workers has ranks without a saved RNG state: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
-    # read apart: other workers may have written it
+    # streams are read separately: other ranks may have written them
     _read({key: value for key, value in state.items() if key != "streams"}, path, reader)
 
 
@@ -392,7 +395,7 @@ def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:
         try:
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:
-            # the same on all workers, so that all try again
+            # the same error on all ranks, so that all of them retry
             raise cause if is_transient(cause := _cause(error)) else error from None
 
     try:
@@ -403,7 +406,7 @@ def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:
 
 
 def _saved(reader: FileSystemReader, path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, by name: shapes and types."""
+    """Metadata (shapes and dtypes) of what a checkpoint holds, by name."""
     try:
         return reader.read_metadata().state_dict_metadata
     except Exception as error:  # a pickle of another version can raise anything
@@ -427,23 +430,23 @@ def _cause(error: CheckpointException) -> BaseException:
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first, whole or not. Raises StorageError."""
+    """The checkpoints in a folder, newest first, intact or not. Raises StorageError."""
     return retry_transient(lambda: sorted(folder.glob("step-*"), reverse=True))
 
 
 def step_of(path: Path) -> int:
-    """The optimiser steps that a checkpoint is after."""
+    """The optimiser step of a checkpoint, from its folder's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def at_step(folder: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps lies."""
+    """The path of the checkpoint after ``step`` optimiser steps."""
     return folder / f"step-{step:08d}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch.distributed's warnings about its own deprecated parts."""
+    """Suppress torch.distributed's warnings about its own deprecated parts."""
     with warnings.catch_warnings():
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module="torch.distributed.*")

@@ -1,4 +1,4 @@
-"""When the loss or its gradient is no number, or the loss leaps: how it is seen, and which batch."""
+"""Divergence: detect a loss or gradient that is not finite, or a loss spike, and save the batch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from titans_platform.errors import TitansError
 
 WINDOW = 64
-"""Steps whose losses a spike is measured by."""
+"""Number of recent losses whose median a spike is measured against."""
 JUDGED_FROM = 16
-"""Steps that there must have been before a loss can be a spike: the first ones fall steeply."""
+"""Minimum number of recent losses to detect a spike: the loss falls steeply in the first steps."""
 SKIPS = 10
-"""Batches in a row that may be left out; after that it is not the batch that is at fault."""
+"""Maximum number of consecutive batches to skip; beyond it the batch is not the cause."""
 REWINDS = 3
-"""Times that a run goes back to a checkpoint before it stops."""
+"""Maximum number of rewinds to a checkpoint before a run stops."""
 
 
 class Diverged(TitansError):
-    """The loss or its gradient stopped being a number, or the loss leapt. Another try would do the same."""
+    """The loss or its gradient is not finite, or the loss spiked. Deterministic: a retry would fail too."""
 
     loss = norm = math.nan
 
 
 def judge(loss: float, norm: float, recent: list[float], spike: float | None) -> str | None:
-    """What is wrong with a step's loss and gradient norm, after steps with ``recent`` losses; None: nothing.
+    """Why a step has diverged, given its loss, gradient norm and the ``recent`` losses; None if it has not.
 
-    All workers find the same: both numbers are sums over workers.
+    All ranks agree, because both numbers are reduced over ranks.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss:.4g}, gradient norm {norm:.4g}"
@@ -41,7 +41,7 @@ def judge(loss: float, norm: float, recent: list[float], spike: float | None) ->
 
 
 def save_batch(folder: Path, batch: Any, step: int, rank: int, error: Diverged) -> str:
-    """Write a worker's part of the batch as safetensors, with step, loss and norm; a line that says where."""
+    """Save this rank's part of the batch as safetensors, with step, loss and norm. Returns a message."""
     from safetensors.torch import save_file
 
     path = folder / f"step-{step:08d}-rank{rank}.safetensors"

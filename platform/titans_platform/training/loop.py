@@ -1,6 +1,6 @@
-"""The training loop, in plain PyTorch: it knows of no scheduler, no tracker and no file.
+"""The training loop, in plain PyTorch; it does not depend on a scheduler, a tracker or files.
 
-B rows of a worker, T tokens of a row, V the vocabulary.
+Shape suffixes: B rows of a worker, T tokens of a row, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from titans_platform.training.speed import device_metrics
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""Batches that wait, or are being made, while a step runs."""
+"""Number of batches to prefetch."""
 
 
 def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's own parameter groups: it knows which of its weights decay may pull on."""
+    """AdamW over the model's own parameter groups: the model decides which weights have weight decay."""
     groups = cast(Model, model).parameter_groups(cfg.weight_decay)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
 
 
 class Phases:
-    """Wall-clock seconds by phase; a phase inside another is taken out of it, so that they add up."""
+    """Wall-clock seconds by phase. A nested phase is not counted in the outer one, so the phases add up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -52,7 +52,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block as ``name``, less what phases inside it took."""
+        """Time the block as phase ``name``, without the phases nested in it."""
         self._inner.append(0.0)
         started = time.perf_counter()
         try:
@@ -64,28 +64,28 @@ class Phases:
 
 
 class Stream(Protocol):
-    """Batches, each a NamedTuple of tensors [B, ...], as a function of the step alone."""
+    """Batches, each a NamedTuple of tensors [B, ...], that depend only on the step."""
 
     def batch(self, step: int) -> Any: ...
 
 
 class Loss(Protocol):
-    """What a batch asks of a model: a loss for each row, and which rows have one. An `Objective` is one."""
+    """The loss of each row of a batch, and which rows count. `Objective` implements it."""
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """[B] loss of each row in nats; 0 for a row that does not count."""
+        """[B] loss of each row in nats; 0 for a row without a target."""
         ...
 
     def counts(self, batch: Any) -> Tensor:
-        """[B] bool: the row has something to predict."""
+        """[B] bool: whether the row has a target."""
         ...
 
 
 class CrossEntropy:
-    """The mean cross-entropy of each row's next tokens, over the positions that count."""
+    """Next-token cross-entropy of each row, averaged over the positions that are not masked."""
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """[B] in nats, 0 for a row in which no position counts."""
+        """[B] loss of each row in nats; 0 for a row in which every position is masked."""
         tokens, starts = batch.tokens, batch.starts[:, :-1]
         losses_BT = model(tokens[:, :-1], document_starts=starts, targets_BT=tokens[:, 1:]).losses
         return _row_means(losses_BT, batch.loss)
@@ -93,13 +93,13 @@ class CrossEntropy:
     def carried_losses(
         self, model: Callable[..., Any], batch: Any, state: ModelState | None
     ) -> tuple[Tensor, ModelState]:
-        """[B] in nats of a batch of streams, and the state after it; None: all streams begin."""
+        """[B] loss of each stream in nats, and the state after it. ``state`` None: all streams start."""
         tokens, reset_B = batch.tokens, None if state is None else batch.reset
         out = model(tokens[:, :-1], state, targets_BT=tokens[:, 1:], reset_B=reset_B)
         return _row_means(out.losses, batch.loss), out.state
 
     def counts(self, batch: Any) -> Tensor:
-        """[B] bool: a position of the row counts."""
+        """[B] bool: whether any position of the row is not masked."""
         return batch.loss.any(1)
 
 
@@ -109,14 +109,15 @@ def _row_means(losses_BT: Tensor, counts_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the outside sees: ``on_step(step, metrics)`` after each, ``on_checkpoint()`` when one is due.
+    """Callbacks: ``on_step(step, metrics)`` after every step, ``on_checkpoint()`` when a checkpoint is due.
 
-    ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` count steps; 0 is never. There is a
-    checkpoint after step ``checkpoint_at`` too and, where ``checkpoint_best``, after each validation whose
-    loss is the lowest so far; after ``patience`` validations without such a one training ends.
-    ``validate()`` gives the validation loss, which goes to ``on_step``. ``phases`` is told how long the steps
-    waited for their batches, as "data wait", and how long validation took. ``on_divergence(batch, error)``
-    keeps a batch and says where; ``rewind()`` goes back to a checkpoint, false where there is none.
+    ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` are intervals in steps; 0 means never. A
+    checkpoint is also due after step ``checkpoint_at`` and, with ``checkpoint_best``, after each validation
+    with the lowest loss so far. Training stops early after ``patience`` validations without improvement.
+    ``validate()`` returns the validation loss, which is passed to ``on_step``. ``phases`` records the time
+    spent waiting for batches ("data wait") and in validation ("validate"). ``on_divergence(batch, error)``
+    saves the batch and returns a message with its path; ``rewind()`` restores a checkpoint and returns False
+    if there is none.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
@@ -135,45 +136,45 @@ class Hooks:
 
 @dataclass
 class Progress:
-    """Where a run is, and what its result says of the way there. All of it is in the checkpoint."""
+    """The progress of a run, and the statistics that its result reports. Part of the checkpoint."""
 
     step: int = 0
     """Optimiser steps done."""
     offset: int = 0
-    """Batches that were left out, by on_divergence; ``step + offset`` is the data position."""
+    """Number of batches skipped by on_divergence; ``step + offset`` is the position in the data."""
     skipped_in_a_row: int = 0
     rewinds: int = 0
     worlds: list[list[int]] = field(default_factory=list)
-    """The step from which on so many workers trained, for each number of them: [step, workers]."""
+    """[step, workers] for each change of the world size."""
     recent: list[float] = field(default_factory=list)
-    """Losses of the last steps, where spikes are looked for."""
+    """Losses of the last steps, to detect spikes."""
     seconds: float = 0.0
     best_loss: float | None = None
-    """The lowest validation loss so far, in nats; None where its checkpoint is not kept."""
+    """The lowest validation loss so far, in nats; None if the best checkpoint is not kept."""
     best_step: int | None = None
-    """The step it was measured after."""
+    """The step of ``best_loss``."""
     tail_loss: float = 0.0
     tail_steps: int = 0
     telemetry: dict[str, float] = field(default_factory=dict)
 
     @property
     def position(self) -> int:
-        """The batch of the next step, counted from the first of the run."""
+        """Index of the next batch in the data."""
         return self.step + self.offset
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last twentieth of the steps; of the last alone where ``patience`` ended them."""
+        """Mean loss of the last twentieth of the steps; the last loss if training stopped before that."""
         return self.tail_loss / max(1, self.tail_steps)
 
 
 class Trainer:
-    """A model, its optimiser and the step they are at.
+    """A model, its optimiser and the training progress.
 
-    The loss is the mean of the objective's losses over the rows that count, so a row with one answer
-    weighs as much as a row of text, and neither the micro-batch nor the number of workers changes it.
-    Without an objective it is the cross-entropy of next tokens. With a process group, each rank gives its
-    own rows of the batch.
+    The loss is the mean of the objective's losses over the rows that have a target. A row with a single
+    answer thus has the same weight as a row of text, and the loss depends neither on the micro-batch size nor
+    on the world size. The default objective is next-token cross-entropy. With a process group, ``stream``
+    gives each rank its own rows of the batch.
     """
 
     def __init__(
@@ -190,18 +191,18 @@ class Trainer:
         self.world_size = world_size()
         self._limits = healthy_limits(model)
         self._forward = parallelize(model, cfg, self.device)
-        # what checkpoints and evaluation read; DDP wraps it, FSDP2 changes it in place
+        # the model for checkpoints and evaluation: not wrapped by DDP, sharded in place by FSDP2
         self.model = model
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
         self.optimizer, self.progress = adamw(model, cfg), Progress()
         self.state: ModelState | None = None
-        """Of this rank's streams after the last step, detached; None where rows are shuffled."""
+        """State of this rank's streams after the last step, detached; None if rows are shuffled."""
         self.tokens_per_step = cfg.global_batch_size * sequence_length * cfg.bptt_rows
         self.flops_per_token: float | None = None
-        """Of a forward and backward pass, where it was counted."""
+        """FLOPs per token of a forward and backward pass; None if not counted."""
 
     def run(self, hooks: Hooks, until: int | None = None) -> Progress:
-        """Train from the current step to the last, or to step ``until``. Raises Diverged."""
+        """Train from the current step to the last one, or to step ``until``. Raises Diverged."""
         steps = self.cfg.steps
         last = min(steps, until or steps)
         self.model.train()
@@ -231,14 +232,14 @@ class Trainer:
         return self.progress
 
     def _patience_exhausted(self, hooks: Hooks) -> bool:
-        """Whether the last ``patience`` validations found nothing better."""
+        """Whether the last ``patience`` validations brought no improvement."""
         best = self.progress.best_step
         return bool(
             hooks.patience and best and self.progress.step - best >= hooks.patience * hooks.validate_every
         )
 
     def _validated(self, hooks: Hooks) -> float:
-        """The validation loss, the same on all workers, so that all of them save the best."""
+        """The validation loss, averaged over ranks so that all of them agree on the best checkpoint."""
         with hooks.phases.phase("validate"):
             own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
             loss = self._over_workers(own).item()
@@ -248,8 +249,7 @@ class Trainer:
         return loss
 
     def _batches(self, last: int) -> Generator[Any, None, None]:
-        """The batches up to step ``last``, made ahead; made again from the new position after one was left
-        out."""
+        """Prefetched batches up to step ``last``; prefetching restarts when a batch is skipped."""
         while self.progress.step < last:
             offset = self.progress.offset
             places = range(self.progress.position, last + offset)
@@ -260,7 +260,7 @@ class Trainer:
                         break
 
     def _leave_out(self, batch: Any, error: Diverged, hooks: Hooks) -> None:
-        """Go on with the next batch, from here or from a checkpoint, as the config says; else raise."""
+        """Apply ``on_divergence``: skip the batch, rewind to a checkpoint and skip past it, or raise."""
         before, policy = self.progress, self.cfg.on_divergence
         message = "; ".join(filter(None, (str(error), hooks.on_divergence(batch, error))))
         if policy == "skip" and before.skipped_in_a_row < SKIPS:
@@ -270,7 +270,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             if not hooks.rewind():
                 raise Diverged(f"{message}; there is no checkpoint to go back to yet") from error
-            # all since the checkpoint, up to the batch at fault
+            # skip all batches since the checkpoint, including the one at fault
             self.progress.offset = before.position + 1 - self.progress.step
             self.progress.rewinds, self.progress.seconds = before.rewinds + 1, before.seconds
         else:
@@ -279,9 +279,9 @@ class Trainer:
         log.warning("%s; going on with batch %d", message, self.progress.position)
 
     def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
-        """One optimiser step; its loss (nats), gradient norm, rate and, where asked, telemetry.
+        """Take one optimiser step. Returns loss (nats), learning rate, gradient norm and optional telemetry.
 
-        ``batch`` is this worker's part of the step's batch; None: read it from the stream.
+        ``batch`` is this rank's part of the batch; None: read it from the stream. Raises Diverged.
         """
         progress = self.progress
         rate = learning_rate(progress.step, self.cfg)
@@ -296,7 +296,7 @@ class Trainer:
         progress.telemetry = seen or progress.telemetry
         if (message := out_of_range(seen, self._limits)) and rank() == 0:
             log.warning("step %d: %s", progress.step + 1, message)
-            self._limits = {}  # once is enough
+            self._limits = {}  # warn once
         self.optimizer.step()
         self.state = state
         progress.step += 1
@@ -309,9 +309,9 @@ class Trainer:
         return {"loss": loss, "lr": rate, "grad_norm": norm} | seen
 
     def _backward(self, batch: Any, telemetry: bool) -> tuple[float, ModelState | None, dict[str, float]]:
-        """Leave the whole batch's gradient in ``.grad``.
+        """Accumulate the gradient of the whole batch in ``.grad``.
 
-        Returns its loss, the state of this rank's streams after it, and telemetry if asked for.
+        Returns the loss, the state of this rank's streams after the batch, and telemetry if asked for.
         """
         batch = _to(batch, self.device)
         rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
@@ -333,7 +333,7 @@ class Trainer:
                     else:
                         losses_B = self.objective.losses(self._forward, part)
                 loss = losses_B.sum() / rows
-                # gradients are averaged over workers where the sum is wanted
+                # DDP and FSDP average gradients over ranks, but the sum is needed
                 (loss * self.world_size).backward()
             total += loss.detach()
             if recorded is not None:
@@ -370,14 +370,14 @@ class _Steps(Dataset[Any]):
 
 
 def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generator[Any, None, None]:
-    """The batches of ``steps`` in order, made in a thread; in pinned memory for a GPU.
+    """Prefetch the batches of ``steps`` in order, in a thread; in pinned memory for a GPU.
 
-    A thread and not DataLoader's processes: a batch is a few reads of mapped files, and forking a process
-    that runs Ray's threads is unsafe. What the stream raises is raised here, at its step. Close the
-    iterator to end the thread.
+    Uses a thread rather than DataLoader's processes: a batch is a few reads of memory-mapped files, and
+    forking a process that runs Ray's threads is unsafe. An exception of the stream is raised at its step.
+    Close the iterator to end the thread.
     """
     pinned = device.type == "cuda"
-    # a generator of its own: DataLoader would draw its seed from the run's
+    # a separate generator: DataLoader would otherwise draw its seed from the global one
     own = torch.Generator()
     loader = DataLoader(_Steps(stream), batch_size=None, sampler=steps, pin_memory=pinned, generator=own)
     made = iter(loader)
@@ -394,18 +394,18 @@ def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generat
 
 
 def _on_device(device: torch.device) -> None:
-    """Pinning is done for the current device, which a new thread takes to be the first."""
+    """Set the thread's current device, which pinning uses; in a new thread it is device 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    # from memory that is not pinned a copy waits all the same
+    # non_blocking has no effect for memory that is not pinned
     return type(batch)(*(part.to(device, non_blocking=part.is_pinned()) for part in batch))
 
 
 def _split(batch: Any, rows: int) -> Iterator[Any]:
-    """The batch in parts of ``rows`` rows; the last may be smaller."""
+    """Split the batch into micro-batches of ``rows`` rows; the last may be smaller."""
     return (type(batch)(*parts) for parts in zip(*(part.split(rows) for part in batch), strict=True))
 
 
@@ -415,14 +415,14 @@ def _due(step: int, every: int, steps: int) -> bool:
 
 @contextmanager
 def deterministic(seed: int, threads: int) -> Iterator[None]:
-    """Seeded, on ``threads`` CPU threads, deterministic kernels only; what was set before comes back."""
+    """Seed torch, and use ``threads`` CPU threads and deterministic kernels, both restored at the end."""
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads)
-    # read by cuBLAS at its first use; without it its matmuls are not repeatable
+    # read by cuBLAS at its first use; without it its matmuls are not deterministic
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # filling what torch.empty gives costs time and guards only against reads of it, which we have none of
+    # filling the memory of torch.empty takes time and only guards against reads of it, which we never do
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    # CUDA has no deterministic form of some operations: warn there rather than refuse
+    # some operations have no deterministic CUDA kernel: warn there instead of raising
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     torch.manual_seed(seed)
     try:

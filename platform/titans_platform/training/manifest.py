@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: how far its run was, and a hash of every file, by which damage is seen."""
+"""A checkpoint's manifest: the run's progress and a hash of every file, to detect corruption."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` holds beside its own hash, which covers all of it."""
+    """The content of ``manifest.json``, except for the hash of the manifest itself."""
 
     schema: int
     progress: Progress
     files: dict[str, str]
-    """BLAKE2b of each other file of the folder, by its name."""
+    """BLAKE2b hash of every other file in the folder, by name."""
 
 
 def write_manifest(folder: Path, progress: Progress) -> None:
@@ -34,7 +34,7 @@ def write_manifest(folder: Path, progress: Progress) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of ``folder``. Raises OSError, and ValueError with the reason in a line."""
+    """The manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
     except ValueError:
@@ -55,9 +55,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_corruption(folder: Path) -> str | None:
-    """What is wrong with the checkpoint in ``folder``; None where every file is as it was written.
+    """What is wrong with the checkpoint in ``folder``; None if every file has the hash it was written with.
 
-    Storage that fails for a while is waited for. Raises StorageError.
+    Transient storage errors are retried. Raises StorageError.
     """
     return retry_transient(lambda: _find_corruption(folder))
 

@@ -1,4 +1,4 @@
-"""How a model is trained on its devices: compiled, computed again, copied to each worker or shared out."""
+"""How a model is trained on its devices: compilation, activation recomputation, DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from titans_platform.errors import UsageError
 
 
 def world_size() -> int:
-    """Workers of this run; 1 without a process group."""
+    """Number of workers of this run; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This worker among them; 0 without a process group."""
+    """Rank of this worker; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.Module:
-    """Move ``model`` to ``device`` and prepare it for all workers; the module that training calls.
+    """Move ``model`` to ``device`` and parallelise it. Returns the module to call in training.
 
-    ddp: every worker holds the model and the returned wrapper averages gradients. fsdp: each block is a
-    group of parameters that is gathered for its forward and backward pass, and what is outside the blocks
-    (a tied embedding and head among it) is the root's group. hsdp: the same among `shard_workers`
-    neighbours, and gradients are averaged over these groups. With either the parameters of ``model`` become
-    DTensors, so an optimiser must be made after this call. All keep parameters and gradients in float32.
+    ddp: every worker holds a replica, and the returned wrapper averages gradients. fsdp: the parameters of
+    each block are sharded and gathered for its forward and backward pass; parameters outside the blocks
+    (including tied embedding and head) form the root's group. hsdp: as fsdp within groups of `shard_workers`
+    workers, with gradients averaged over the groups. Under fsdp and hsdp the parameters of ``model`` become
+    DTensors, so the optimiser must be created after this call. Parameters and gradients are float32 in all
+    three.
 
-    Raises UsageError: the workers cannot be grouped, or share the rows of a batch.
+    Raises UsageError if the workers do not divide into groups, or the rows of a batch among the workers.
     """
     model.to(device)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         block.recompute = cfg.recompute
         if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-            # each in place, before it is sharded: equal blocks share the compiled code
+            # block by block, in place and before sharding: identical blocks share the compiled code
             block.compile()
             ran.note("blocks", "compiled")
     if world_size() == 1:
@@ -52,16 +53,16 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     if cfg.parallel == "ddp":
         return DistributedDataParallel(model)
     if cfg.global_batch_size % world_size():
-        # each forward pass gathers parameters from all workers, so all must make as many
+        # each forward pass gathers parameters from all workers, so all must run the same number of them
         raise UsageError(
             f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among {world_size()} "
             f"workers, which optim.parallel {cfg.parallel} needs; give a multiple"
         )
-    # seconds of imports that one worker, and DDP, do without
+    # this import takes seconds, and neither a single worker nor DDP needs it
     from torch.distributed.fsdp import fully_shard
 
     for tensor in [*model.parameters(), *model.buffers()]:
-        # fully_shard keeps each worker's own values, DDP those of the first
+        # fully_shard keeps each rank's own values, whereas DDP broadcasts those of rank 0
         dist.broadcast(tensor.detach(), 0)
     mesh = _mesh(cfg, device)
     for block in blocks:
@@ -71,7 +72,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
 
 
 def _mesh(cfg: OptimConfig, device: torch.device) -> Any:
-    """The workers as one group, or for hsdp as groups of which each shares one copy of the model."""
+    """The device mesh: one group of all workers or, for hsdp, groups that each hold one sharded replica."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if cfg.parallel == "fsdp":
@@ -86,7 +87,7 @@ def _mesh(cfg: OptimConfig, device: torch.device) -> Any:
 
 @contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Whether backward passes in this block exchange gradients; without, they add up on each worker."""
+    """Enable or disable gradient synchronisation in the block; if disabled, gradients accumulate locally."""
     if set_sync := getattr(module, "set_requires_gradient_sync", None):  # FSDP2's
         set_sync(enabled)
     if isinstance(module, DistributedDataParallel) and not enabled:
@@ -97,7 +98,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def clip_gradients(model: nn.Module, limit: float | None) -> float:
-    """Norm of all gradients, over all shards, before they are scaled down to ``limit``."""
+    """Clip the gradients to the global norm ``limit``. Returns the norm before clipping, over all shards."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if whole := getattr(norm, "full_tensor", None):  # a DTensor
         norm = whole()

@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "wsd": lambda done: min(1.0, 5 * (1 - done)),
     "halving": lambda done: 0.5 ** int(10 * done),
 }
-"""From 1 at the end of the warm-up to 0 at the last step, by the share in [0, 1] of the steps between that
-is done. wsd (warm-up, stable, decay) falls in a line over the last fifth of them. halving is what forecasting
-calls type1, where there are ten epochs."""
+"""Schedules from 1 at the end of the warm-up to 0 at the last step, as functions of the fraction in [0, 1] of
+these steps that is done. wsd (warm-up, stable, decay) decays linearly over the last fifth. halving is what
+the forecasting literature calls type1, for ten epochs."""
 
 
 def learning_rate(step: int, cfg: OptimConfig) -> float:
-    """Rate of optimiser step ``step`` (0 is the first): linear warm-up to lr, then ``cfg.schedule``.
-
-    A schedule's 1 is lr and its 0 is min_lr_ratio * lr.
+    """Learning rate of optimiser step ``step`` (0 is the first): linear warm-up to lr, then ``cfg.schedule``,
+    scaled so that 1 is lr and 0 is min_lr_ratio * lr.
     """
     warmup = warmup_steps(cfg)
     if step < warmup:
@@ -33,19 +32,19 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
 
 
 def warmup_steps(cfg: OptimConfig) -> int:
-    """Steps of the warm-up; the last of them has the full rate."""
+    """Number of warm-up steps; the last of them has the full learning rate."""
     given = cfg.warmup_steps
     return max(1, round(cfg.warmup_fraction * cfg.steps) if given is None else given)
 
 
 def equal_rates(one: OptimConfig, other: OptimConfig) -> int:
-    """How many steps from the first on have the same rate in both."""
+    """Number of initial steps that have the same learning rate in both configs."""
     both = min(one.steps, other.steps)
     return next((s for s in range(both) if learning_rate(s, one) != learning_rate(s, other)), both)
 
 
 def before_decay(cfg: OptimConfig) -> int | None:
-    """Steps that a wsd run makes before its rate falls: from there it can be given more; None for others."""
+    """Number of steps before a wsd run decays, from where it can be extended; None for other schedules."""
     if cfg.schedule != "wsd":
         return None
     return next((s for s in range(warmup_steps(cfg), cfg.steps) if learning_rate(s, cfg) < cfg.lr), None)

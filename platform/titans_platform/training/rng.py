@@ -1,4 +1,4 @@
-"""The state of the random number generators, as a checkpoint holds it."""
+"""Save and restore the state of the random number generators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring the generators to a state of `rng_state`."""
+    """Restore a state returned by `rng_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(_as_tuple(state["python"]))
     np.random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""How fast a step is for its device, and where its time goes."""
+"""Throughput relative to the device's peak (MFU), and profiler traces."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "V100": 125e12,
 }
-"""Floating-point operations a second in bfloat16 (V100: float16), without sparsity, as the vendor states
-them, by a part of the device's name."""
+"""Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the vendor's data sheet, by a substring of
+the device's name."""
 UNTIMED, WARMUP, TRACED = 2, 1, 3
-"""Steps before a trace, steps that the profiler warms up in, and steps of the trace."""
+"""Steps that the profiler skips, warms up in, and traces."""
 
 
 def device_metrics(device: torch.device, flops_per_second: float | None) -> dict[str, float]:
-    """Of a GPU, of a CPU nothing: `memory_gib`, the most that was allocated so far; `tflops` a second of this
-    worker; `mfu`, their share of what the device can do, where that is known.
+    """Metrics of a GPU; empty for a CPU. `memory_gib`: peak allocated memory; `tflops`: TFLOP/s of this
+    worker; `mfu`: its fraction of the device's peak, if that is known.
     """
     if device.type != "cuda":
         return {}
@@ -41,14 +41,15 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
 
 
 def peak_flops(name: str) -> float | None:
-    """What a device of this name can do in a second, where it is known."""
+    """Peak FLOP/s of a device by its name; None if unknown."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 @contextmanager
 def profiled(path: Path) -> Iterator[Callable[[], None]]:
-    """Write a trace of a few steps to ``path`` (.json.gz, for Perfetto); to be called after each step."""
-    # its library says when it starts and stops
+    """Write a profiler trace of a few steps to ``path`` (.json.gz, for Perfetto). Yields the function to call
+    after each step."""
+    # Kineto logs when it starts and stops
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     path.parent.mkdir(parents=True, exist_ok=True)
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
