@@ -1,4 +1,4 @@
-"""A run of a second, as a config, and a study of such runs."""
+"""Config of a run that takes a second, and a study of such runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout's two traps: source roots that become packages, and names that shadow others."""
+"""Two pitfalls of the layout: source roots that become packages, and names that shadow others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`titans bench memory`: it runs, reports what it measured, and refuses what it should."""
+"""`titans bench memory`: it runs, reports its measurements, and rejects invalid options."""
 
 from __future__ import annotations
 

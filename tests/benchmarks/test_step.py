@@ -1,4 +1,4 @@
-"""`titans bench step`: it times every row, and refuses a tree that computes something else."""
+"""`titans bench step`: it times every row, and rejects a source tree with different results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`titans bench stream`: a long text read by each variant, until it ends or takes too much."""
+"""`titans bench stream`: each variant reads a long text, up to its end or a resource limit."""
 
 from __future__ import annotations
 

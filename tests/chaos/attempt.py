@@ -1,7 +1,7 @@
-"""One try at a run, in a process that will be killed: the run as it is, its samples written down.
+"""One attempt at a run, in a process that will be killed: an unmodified run that records its samples.
 
-What a fault needs inside of the process is read from the environment and from the run's folder, so that the
-same code runs in a process of ours and in Ray's workers.
+Fault injection inside the process is configured by the environment and the run's folder, so that the same
+code works in a local process and in Ray workers.
 """
 
 from __future__ import annotations

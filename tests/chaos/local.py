@@ -1,4 +1,4 @@
-"""Runs in a process of this machine's own, killed again and again, and compared with one that was not."""
+"""Runs in a local process, killed repeatedly and compared with an undisturbed run."""
 
 from __future__ import annotations
 

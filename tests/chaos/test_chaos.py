@@ -1,4 +1,4 @@
-"""The short one of `make chaos`: each kind of fault once, and the numbers of a run that met none."""
+"""A short `make chaos`: each kind of fault once, with the numbers of an undisturbed run."""
 
 from __future__ import annotations
 

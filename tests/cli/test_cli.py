@@ -1,4 +1,4 @@
-"""The command line as a promise: its options, exit codes and one-line errors, and how fast it answers."""
+"""The command-line interface: options, exit codes, one-line errors, and response time."""
 
 from __future__ import annotations
 

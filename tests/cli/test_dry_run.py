@@ -1,4 +1,4 @@
-"""`--dry-run` refuses what a run would be refused for, at once, in one line that names the field."""
+"""`--dry-run` reports the errors of a run at once, in one line that names the field."""
 
 from __future__ import annotations
 

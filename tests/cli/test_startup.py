@@ -1,4 +1,4 @@
-"""Commands that train nothing answer at once: they import none of the large libraries."""
+"""Commands that do not train start fast: they import none of the large libraries."""
 
 from __future__ import annotations
 

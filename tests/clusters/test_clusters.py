@@ -1,4 +1,4 @@
-"""Clusters as files: what each kind would do, and what is refused before anything is done."""
+"""Cluster files: the actions of each kind, and errors that are raised before any action."""
 
 from __future__ import annotations
 

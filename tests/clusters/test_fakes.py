@@ -1,4 +1,4 @@
-"""Slurm and Kubernetes by fakes of their commands on the PATH: how they are called, and how a job ends."""
+"""Slurm and Kubernetes with fake commands on the PATH: how they are called, and how a job ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models that the tests of this folder share, and the switches each of them runs over."""
+"""Small models shared by the tests in this folder, and the options they are parametrized over."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def config(
         persistent_tokens=persistent,
         mlp_expansion=1.0,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory, **BLOCKS[variant].preset_memory}),
-        # MAC attends to whole segments
+        # MAC attends within whole segments
         attention=AttentionConfig(
             heads=2, window=None if variant == "mac" else window, segment_size=segment, **(attention or {})
         ),
@@ -98,7 +98,7 @@ CASES += [("mal", "plain_attention"), ("transformer", "titans_projections")]
 
 
 def storages(state) -> int:
-    """Bytes alive because of a state: a view counts with all of what it is a view of."""
+    """Bytes that a state keeps alive: a view counts as the whole storage behind it."""
     tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
     kept = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in kept}.values())

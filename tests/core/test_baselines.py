@@ -1,4 +1,4 @@
-"""The language baselines: token by token, against other implementations, and their sizes."""
+"""Language baselines: step-by-step decoding, agreement with other implementations, parameter counts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from titans_kernels import DecodeState, linear_attention
 SETTINGS = ["deltanet", "gated_deltanet", "ttt_linear", "ttt_mlp"]
 BASELINES = [*BASELINE_OPTIONS, *SETTINGS]
 CONVOLVED = ["gla", "hgrn2", "retnet"]
-"""Those with an option for a short convolution."""
+"""Baselines with an optional short convolution."""
 OPEN = [*SETTINGS, "gated_deltanet_h2"]
-"""Those with a neural memory, whose open chunk may be kept in another form."""
+"""Baselines with a neural memory, whose open chunk may be stored in a different form."""
 
 
 def perturbed(variant: str, options: dict | None = None) -> Block:
-    """A block whose norms, biases and scales are away from where they start."""
+    """A block whose norms, biases and scales differ from their initial values."""
     block, generator = model(variant, options=options).blocks[0], torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in block.parameters():
@@ -71,7 +71,7 @@ def test_a_short_convolution_is_that_of_torch_after_the_projections(variant):
     channels, projected = 0, []
     for name in ("w_q", "w_f" if variant == "hgrn2" else "w_k", "w_v"):
         y = getattr(block, name)(z).mT
-        # torch's kernel is a correlation whose last weight is the token's own
+        # torch's kernel is a correlation: its last weight is for the current token
         weight = block.conv.weight_KC[:, channels : (channels := channels + y.shape[1])].flip(0).T[:, None]
         y = F.conv1d(F.pad(y, (3, 0)), weight, groups=y.shape[1]).mT
         projected.append(y if variant == "hgrn2" else F.silu(y))
@@ -169,13 +169,13 @@ oracle = pytest.mark.skipif(
 
 
 def copied(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None:
-    """Put the weights of an oracle's layer into our block; ``names``: ours to theirs."""
+    """Copy the weights of a reference layer into our block; ``names`` maps our names to theirs."""
     theirs = dict(layer.named_parameters())
     with torch.no_grad():
         for ours, p in block.named_parameters():
             if ours in names:
                 weight = theirs.pop(names[ours])
-                # theirs is [C, 1, K], the last for the token itself
+                # theirs is [C, 1, K]; the last weight is for the current token
                 p.copy_(weight.squeeze(1).flip(-1).T if ours == "conv.weight_KC" else weight)
     assert not theirs, f"{sorted(theirs)} of the oracle are not ours"
 
@@ -250,7 +250,7 @@ def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_pas
     h = torch.randn(115, 3, generator=generator, dtype=torch.float64)
     whole = torch.cat([past, u], 1)
     expected = [sum(h[t - s] * whole[:, s] for s in range(t + 1)) for t in range(40, 115)]
-    monkeypatch.setattr(hyena, "DIRECT", 8)  # so that all of it goes by Fourier transforms
+    monkeypatch.setattr(hyena, "DIRECT", 8)  # so that every part is computed by FFT
     u.requires_grad_()
     found = hyena.causal_convolution(u, h, past)
     torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-10, atol=1e-10)

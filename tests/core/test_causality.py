@@ -1,4 +1,4 @@
-"""What may reach an output: the past of its own document, all of it, and nothing else."""
+"""Causality: an output depends on the whole past of its own document, and on nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_no_future_token_and_no_other_row_reaches_an_output(variant, switch):
         assert torch.count_nonzero(grad[1, t + 1 :]) == 0, f"token {t} sees the future"
         assert torch.count_nonzero(grad[[0, 2]]) == 0, f"token {t} sees another row"
         assert grad[1, t].norm() > 0
-        # a memory carries the first token to all that follow; attention alone forgets it after its window
+        # memory carries the first token to every later output; attention alone loses it beyond the window
         remembers = variant != "transformer" or t < (m.config.attention.window or 41)
         assert (grad[1, 0].norm() > 0) == remembers, f"token {t}"
 

@@ -1,4 +1,4 @@
-"""The models under torch.compile, and on the meta device: no graph break, and the eager result."""
+"""Models under torch.compile and on the meta device: no graph breaks, and the same result as eager."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokens(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("variant", sorted(BLOCKS))
 def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
     m, x = model(variant), tokens(2, 21)
-    if variant in BASELINE_OPTIONS:  # the norm of a small head's reads magnifies float32's rounding
+    if variant in BASELINE_OPTIONS:  # normalising the reads of a small head amplifies float32 rounding
         m = m.double()
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
@@ -80,7 +80,7 @@ def test_a_step_after_the_other_compiles_too():
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         cache, outputs = None, []
-        for part in x.split([4, 1, 1, 1, 1], 1):  # over a chunk border
+        for part in x.split([4, 1, 1, 1, 1], 1):  # across a chunk boundary
             y, cache = compiled(part, cache)
             outputs.append(y)
         torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0], rtol=1e-5, atol=1e-5)
@@ -116,6 +116,6 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     starts[0, 5] = True
     with mode():
         m(tokens(2, 21), document_starts=starts)
-    # the others need no borders; Based's window of 64 is longer than the row
+    # the others need no boundaries; Based's window of 64 is longer than the row
     assert len(known) == (variant in [*MEMORIES, "based"])
     assert len(made) == len(set(made))

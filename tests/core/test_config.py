@@ -1,4 +1,4 @@
-"""Configs: sizes by name, parameters counted without a model, what is refused."""
+"""Configs: size presets, parameter counts without building a model, rejected values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence is the same however it is cut or packed, and its state is as large as it says."""
+"""Results do not depend on how a sequence is split or packed, and `state_bytes` is exact."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
 @pytest.mark.parametrize("window", [12, 40, None])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_that_are_reset_are_new_sequences(variant, window):
-    """Rows begin anew at different calls, and read what a sequence of their own would, gradients included."""
+    """Rows are reset at different calls; each then matches a separate sequence, gradients included."""
     m, x = model(variant, window=window), tokens(3, 96)
     resets = None, torch.tensor([False, True, False]), torch.tensor([True, False, False])
     state, found = None, []

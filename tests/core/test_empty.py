@@ -1,4 +1,4 @@
-"""Calls with nothing to read: one line that says so, or an empty result, for every model."""
+"""Empty inputs: a one-line error or an empty result, for every model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each block against its equations, written out for one sequence without a look at the implementation."""
+"""Each block against its equations, written independently of the implementation for one sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titans_core.layers import Gating, RotaryEmbedding, rotate
 
 
 def perturbed(m: LanguageModel) -> LanguageModel:
-    """With norms and scales away from one, where a missing one would be seen."""
+    """Norms and scales differ from one, so that a missing one is detected."""
     with torch.no_grad():
         for name, p in m.named_parameters():
             if "norm" in name or "scale" in name:
@@ -40,7 +40,7 @@ def projected(m: NeuralMemory, name: str, x: Tensor) -> Tensor:
 
 
 def read(weights: Sequence[Tensor], x_HE: Tensor, bound: float | None = None) -> Tensor:
-    """M(x) of each head, [H, E]; ``bound`` limits the gradient that reaches the output of each layer."""
+    """M(x) of each head, [H, E]; ``bound`` clips the gradient at the output of each layer."""
     for i, W in enumerate(weights):
         x_HE = torch.einsum("he,hef->hf", F.silu(x_HE) if i else x_HE, W)
         if bound is not None:
@@ -59,7 +59,7 @@ def memory_equations(m: NeuralMemory, x: Tensor, prefix: Tensor) -> tuple[Tensor
     base = weights if c.forget_to == "initial" else [0.0] * c.depth
     momentum, chunk_start = [torch.zeros_like(W) for W in weights], weights
     for t in range(len(full)):
-        if (t if t < P else t - P) % c.chunk_size == 0:  # the prefix is written as chunks of its own
+        if (t if t < P else t - P) % c.chunk_size == 0:  # the prefix is written in separate chunks
             chunk_start = [W.detach().requires_grad_() for W in weights]
         loss = (read(chunk_start, k[t], c.surprise_bound) - v[t]).square().sum()  # (12)
         slopes = torch.autograd.grad(loss, chunk_start)
@@ -92,9 +92,9 @@ def attention_projected(a: Attention, name: str, x: Tensor, prefix: Tensor) -> t
 def attention_equations(a: Attention, x: Tensor, prefix: Tensor, *reads: Tensor, segment: int = 0) -> Tensor:
     """Queries x [T, D] over the prefix and, causally and within the window, over ``reads`` [T, D] and x.
 
-    With a ``segment`` no query sees a key of another one, and positions count from its start; convolutions
-    run on. Persistent tokens have no position: in a window, which ends nowhere, neither has a query that
-    meets them.
+    With a ``segment``, queries attend only within their segment and positions count from its start, while
+    convolutions cross segments. Persistent tokens have no position; in a sliding window, neither have queries
+    that attend to them.
     """
     at = torch.arange(len(x))
 
@@ -121,7 +121,7 @@ def attention_equations(a: Attention, x: Tensor, prefix: Tensor, *reads: Tensor,
 
 
 def gate_equations(b: Block, y: Tensor, m: Tensor) -> Tensor:
-    """What the memory's output m adds to the stream y that gates it."""
+    """The update to the residual stream y, which gates the memory's output m."""
     gate = b.gate
     if b.options.gating == "sum":
         return m

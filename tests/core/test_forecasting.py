@@ -1,4 +1,4 @@
-"""Forecasters: shapes, gradients, repeatability, and what each is by its equations."""
+"""Forecasters: shapes, gradients, determinism, and agreement with their equations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_mixes_channels_sees_all_of_them_and_no_other_window(name):
 
 
 def test_crossformer_has_half_as_many_segments_at_each_scale():
-    model = forecaster("crossformer", segment=5)  # five segments of 24 steps, the first filled up
+    model = forecaster("crossformer", segment=5)  # five segments of 24 steps, the first one padded
     shapes = []
     for encoder in model.encoders:
         encoder.register_forward_hook(lambda _, given, out: shapes.append((given[0].shape[2], out.shape[2])))
@@ -121,7 +121,7 @@ def test_revin_is_undone(affine):
 
 def test_dlinear_is_its_two_maps():
     model, x = forecaster("dlinear", kernel=5), values()
-    # at the start each step weighs the same
+    # at initialisation all steps have equal weight
     torch.testing.assert_close(
         model.trend.weight * WINDOW.length, torch.ones(5, 24).double(), rtol=1e-6, atol=0
     )

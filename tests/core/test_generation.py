@@ -1,4 +1,4 @@
-"""Writing goes on as if all had been read at once, in any pieces, with prompts of any lengths in a batch."""
+"""Generation does not depend on how prompts are split, nor on their lengths within a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM = Sampling(temperature=0.7, top_k=30, top_p=0.95, seed=3)
 
 
 def drawn(variant: str, seed: int) -> tuple[LanguageModel, random.Random]:
-    """A model of the variant with everything else drawn, and what the test may go on drawing from."""
+    """A model of the variant with all other options random, and the generator for further draws."""
     rng = random.Random(f"{variant}{seed}")
     chunk = rng.choice([1, 2, 3, 5, 8])
     memory = {
@@ -34,14 +34,14 @@ def prompts(lengths: list[int]) -> list[list[int]]:
 
 
 def after(m: LanguageModel, reading: Reading, probe: list[int]) -> torch.Tensor:
-    """Logits of every token of ``probe``, read after a sequence."""
+    """Logits of every token of ``probe``, as a continuation of a sequence."""
     with torch.no_grad():
         out = m(torch.tensor([[*reading.ahead, *probe]]), reading.state)
     return out.logits[0, -len(probe) :]
 
 
 def alone(m: LanguageModel, known: list[int], n: int) -> list[int]:
-    """The likeliest n tokens, the whole sequence read again for each."""
+    """Greedy continuation by n tokens, with the whole sequence recomputed for each."""
     with torch.no_grad():
         for _ in range(n):
             known = [*known, int(m(torch.tensor([known])).logits[0, -1].argmax())]
@@ -54,7 +54,7 @@ def test_any_pieces_and_steps_are_one_reading(variant, seed):
     m, rng = drawn(variant, seed)
     (text,) = prompts([rng.randint(20, 45)])
     reading, at = Reading(), 0
-    while at < len(text):  # a step of one token as often as a piece
+    while at < len(text):  # single tokens as often as longer pieces
         n = rng.choice([1, 1, rng.randint(1, 20)])
         reading = m.read(text[at : at + n], reading)
         at += n
@@ -103,7 +103,7 @@ def test_every_token_is_read_once_and_a_written_one_by_itself():
 
     rows = prompts([10, 30, 12])
     assert len(list(Writing(counted, rows, 5))) == 15
-    # the shortest writes five tokens, those behind read on, the longest reads its rest in one piece
+    # the shortest generates five tokens while the others read on; the longest reads its rest in one piece
     assert calls == [(3, 10), *[(3, 1)] * 4, *[(2, 1)] * 2, (1, 14), *[(1, 1)] * 4]
 
 

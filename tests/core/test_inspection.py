@@ -1,4 +1,4 @@
-"""What a watched memory says of each token, against the memory read token by token."""
+"""Per-token traces of a watched memory, against a token-by-token run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def traces(net: LanguageModel, row: Tensor, *cuts: int, nearest: int = 3) -> lis
 
 
 def one_memory(length: int = 21, **switches):
-    """The trace of a memory alone, what each token was, and the state after each, by single tokens."""
+    """The trace of one memory, and the inputs and state of each token from a token-by-token run."""
     memory: NeuralMemory = model(**switches).blocks[0].memory
     x = torch.randn(1, length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with watch(memory) as seen, torch.no_grad():
@@ -67,7 +67,7 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
 
 @pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)
 def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
-    """Of a linear memory the shares of all tokens, times the gradients' errors, are what was written."""
+    """A linear memory's content is the sum over tokens of their share times the gradient's error."""
     memory, _, said, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
     with watch(memory) as seen, torch.no_grad():
         memory(torch.randn(1, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))

@@ -1,4 +1,4 @@
-"""Losses of given targets: the cross-entropy of the logits, however few of them are held at once."""
+"""Losses of given targets equal the cross-entropy of the logits, for any block size."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_more_logits_are_held_than_allowed(model, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
         losses = model(tokens[:, :-1], targets_BT=tokens[:, 1:]).losses
     assert max(sizes) == 10 * VOCABULARY
-    # the graph keeps features and targets, no part's logits
+    # the graph keeps features and targets, but no logits
     assert VOCABULARY * 10 not in held
     losses.sum().backward()
     assert max(sizes) == 10 * VOCABULARY

@@ -1,4 +1,4 @@
-"""A memory file is the state, bit for bit, for the model that wrote it and for no other."""
+"""A memory file restores the state bit for bit, and only into the model that wrote it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titans_core.memory_file import load_memory, model_hash, save_memory
 TEXT = tokens(1, 45)[0].tolist()
 
 
-@pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its border, on a segment's
+@pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its boundary, on a segment's
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_saved_loaded_and_gone_on_from_is_bit_for_bit(variant, length, tmp_path):
     m, path = model(variant), tmp_path / "a.memory"
@@ -58,7 +58,7 @@ def test_a_memory_is_as_large_after_more_text(variant, tmp_path):
     m, sizes = model(variant), []
     for length in (68, 644):  # both three tokens into a chunk and a segment
         sizes.append(save_memory(tmp_path / "a", m.read(tokens(1, length)[0].tolist()), m))
-    assert abs(sizes[1] - sizes[0]) <= 16  # digits of the count of tokens in the header
+    assert abs(sizes[1] - sizes[0]) <= 16  # the token count in the header has more digits
 
 
 def test_another_model_is_refused_in_one_line(tmp_path):
@@ -87,7 +87,7 @@ def rewritten(content: bytes, **about: str | None) -> bytes:
 
 
 def older(content: bytes, **about: str) -> bytes:
-    """The file in the format without a checksum."""
+    """The file in the older format without a checksum."""
     return rewritten(content, version="2", checksum=None, **about)
 
 
@@ -113,7 +113,7 @@ def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
             loaded = load_memory(path, m)
         except ValueError as error:
             refused.append(str(error))
-        else:  # blanks that fill the header up
+        else:  # spaces that pad the header
             assert storages(loaded.state) == storages(m.read(TEXT).state)
     assert len(refused) > 100
     assert all("a.memory: " in line and "\n" not in line for line in refused)

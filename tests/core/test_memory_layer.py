@@ -1,4 +1,4 @@
-"""`NeuralMemory` by itself."""
+"""`NeuralMemory` as a standalone layer."""
 
 from __future__ import annotations
 

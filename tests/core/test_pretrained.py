@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder: the same logits there and back, and text from transformers' generate."""
+"""Hugging Face export: logits survive the round trip, and `generate` of transformers works."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def auto():
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_loads_it_with_the_same_logits_and_text(variant, auto, tmp_path):
-    m, x = model(variant), tokens(2, 21) % 38  # transformers takes a pad token for padding
+    m, x = model(variant), tokens(2, 21) % 38  # transformers treats every pad token as padding
     save_folder(tmp_path, m, SPECIAL)
     loaded = auto.from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(loaded(x).logits, m(x).logits)

@@ -1,4 +1,4 @@
-"""A model of real-valued series: the blocks of every variant, without tokens."""
+"""Models of real-valued series: the blocks of every variant on continuous inputs."""
 
 from __future__ import annotations
 

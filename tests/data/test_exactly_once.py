@@ -1,4 +1,4 @@
-"""Every row exactly once an epoch, whatever reads it, is killed and goes on."""
+"""Every row exactly once per epoch, for any reader and across kills and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large sources in parts: the same shards whoever makes them, and what is done stays done."""
+"""Large sources in parts: the same shards for any runner, and finished parts are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing: once, atomically, by any number of processes; and what damage says."""
+"""Preparing data: once, atomically, by any number of processes; and errors on corruption."""
 
 from __future__ import annotations
 

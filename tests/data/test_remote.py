@@ -1,4 +1,4 @@
-"""Shards in a bucket: a real server of S3 on loopback, behind a proxy that fails now and then."""
+"""Shards in a bucket: a real S3 server on loopback, behind a proxy with intermittent failures."""
 
 from __future__ import annotations
 

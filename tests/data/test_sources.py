@@ -1,4 +1,4 @@
-"""Sources: which documents they give, how they are split, and what bad ones say."""
+"""Sources: their documents, how they are split, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of rows: exact shares, one counter, the same for any number of workers."""
+"""The order of rows: exact weights, one counter, the same for any world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous streams: which tokens each step holds, where streams are reset, for any number of workers."""
+"""Continuous streams: the tokens of each step and the resets, for any world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: ids, special tokens, fingerprints, and what a broken file says."""
+"""Tokenizers: ids, special tokens, fingerprints, and errors on a corrupt file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The five walks of CONTRIBUTING.md, applied to a copy of the source: what each of them adds works."""
+"""The five walks of CONTRIBUTING.md, applied to a copy of the source: each extension works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of generated tasks read off an item."""
+"""Helpers that parse items of generated tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers are right: solvers that read nothing but an item's text find them again."""
+"""Answers are correct: solvers that read only an item's text reproduce them."""
 
 from __future__ import annotations
 

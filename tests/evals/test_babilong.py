@@ -1,4 +1,4 @@
-"""BABILong: facts of bAbI in the text of a book; who reads the facts answers all, who guesses gets chance."""
+"""BABILong: facts of bAbI in the text of a book; an oracle scores 1, a guesser chance."""
 
 from __future__ import annotations
 

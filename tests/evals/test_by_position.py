@@ -1,4 +1,4 @@
-"""Loss by position: each way of reading is that of a token at a time, and the gain has the right sign."""
+"""Loss by position: every way of reading equals reading token by token; the gain has the right sign."""
 
 from __future__ import annotations
 

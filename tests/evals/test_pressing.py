@@ -1,4 +1,4 @@
-"""Tasks that press on a memory: solvers that read the text are right, guessers get chance and the floor."""
+"""Tasks that stress a memory: solvers that read the text are right, guessers get chance and the floor."""
 
 from __future__ import annotations
 

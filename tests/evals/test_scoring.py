@@ -1,4 +1,4 @@
-"""Log-likelihoods: contexts that requests share are read once, and no score is another for it."""
+"""Log-likelihoods: shared contexts are read once, without changing any score."""
 
 from __future__ import annotations
 

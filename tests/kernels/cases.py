@@ -1,4 +1,4 @@
-"""What tests of the memory's forms share: a call in several forms, and equality of results and gradients."""
+"""Shared by tests of the memory's forms: run a call in several forms, compare results and gradients."""
 
 from __future__ import annotations
 

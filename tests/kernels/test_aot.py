@@ -1,4 +1,4 @@
-"""Every kernel, compiled ahead of time for A100, H100 and B200, keeps within what these have."""
+"""Every kernel, compiled ahead of time for A100, H100 and B200, stays within their resource limits."""
 
 from __future__ import annotations
 

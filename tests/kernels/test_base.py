@@ -1,4 +1,4 @@
-"""Forgetting that leads to a base, not to zero: every form against the recurrence on the whole weights."""
+"""Decay towards base weights instead of zero: every form against the recurrence on the full weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' benchmark: what it counts, what it refuses, what it needs."""
+"""The kernel benchmark: its counts, its errors, its requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The write budget: its fast forms are its definition, it is exact under cuts, and no token breaks a memory.
+"""The write budget: fast forms match the definition, splits are exact, and no token breaks a memory.
 
 Shapes: B rows, T tokens, H heads, D key width.
 """

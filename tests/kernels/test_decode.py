@@ -1,4 +1,4 @@
-"""The memory continued from anywhere: a token at a time, a few, or many, against the recurrence."""
+"""The memory continued from any position, by one token, a few, or many, against the recurrence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The recurrences of the baselines against flash-linear-attention's plain ones, which others wrote; and its
-kernels for a GPU, in Triton's interpreter, against ours.
+"""The baselines' recurrences against the naive ones of flash-linear-attention, an independent implementation;
+and its GPU kernels, in Triton's interpreter, against ours.
 
-Outputs, last states and every gradient, in float32 as theirs are. Their q is scaled by one over the root of
-the key width; ours is scaled by whoever calls.
+Outputs, final states and every gradient, in float32 as theirs are. Their q is scaled by one over the root of
+the key width; ours is scaled by the caller.
 """
 
 from __future__ import annotations

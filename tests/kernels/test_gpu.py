@@ -1,6 +1,6 @@
 """The kernels on a GPU: at real sizes, on poisoned memory, under a memory checker, in DDP and FSDP2.
 
-`make test-gpu` runs what is marked gpu. What is not marked shows on a CPU that these tests can fail.
+`make test-gpu` runs the tests marked gpu. The unmarked ones show on a CPU that these tests can fail.
 """
 
 from __future__ import annotations

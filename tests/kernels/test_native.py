@@ -1,4 +1,4 @@
-"""What is compiled for a CPU is the recurrence, and PyTorch's operators; it can be done without."""
+"""The compiled CPU kernels match the recurrence and PyTorch's operators; they are optional."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random calls of the operators, with the compiled forms and with PyTorch's: each is the recurrence.
 
-Where a C++ compiler is, a call that names no form takes the compiled one; what everybody else gets is drawn
-from the same cases here.
+With a C++ compiler, the default form is the compiled one; the default without a compiler is tested on the
+same cases.
 """
 
 from __future__ import annotations

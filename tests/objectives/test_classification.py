@@ -1,4 +1,4 @@
-"""Classification of sequences: what is read and how it is split, what padding changes, where a run begins."""
+"""Sequence classification: reading, splitting, invariance to padding, and where a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives through the commands: a series trained, resumed, evaluated and reported like tokens are."""
+"""Objectives through the CLI: a series is trained, resumed, evaluated and reported like tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Series as data: what is read, how it is split, and which windows a run sees."""
+"""Series as data: reading, splitting, and the windows of a run."""
 
 from __future__ import annotations
 

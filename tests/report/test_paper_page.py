@@ -1,4 +1,4 @@
-"""The page of the paper's tables, and the list of what has been run of them."""
+"""The page of the paper's tables, and the list of their completed runs."""
 
 from __future__ import annotations
 

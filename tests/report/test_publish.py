@@ -1,4 +1,4 @@
-"""The views on MLflow: units, links, and a store that is not where it was made."""
+"""Published MLflow views: units, links, and a store that was moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: a page that needs nothing beside it, figures that follow from a study's axes, LaTeX."""
+"""The report: a self-contained page, figures derived from a study's axes, LaTeX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way rows go from the first one: paired, with intervals, beside the paper's direction."""
+"""Verdicts: paired differences from the first row, with intervals, beside the paper's direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resources with a least and a most of workers: what is checked, what fits, and how they are given."""
+"""Elastic resources (min_workers, max_workers): validation, placement, and the MIN:MAX syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cell, real model and data: its files, its refusals, and a kill that leaves no trace in the numbers."""
+"""A cell with a real model and data: its files, its errors, and a kill that changes no number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titans_platform.runs.spec import Resources, Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest
 
-# what is measured by a clock, or named by the store, differs between two runs of one cell
+# timings and ids of the store differ between two runs of the same cell
 UNLIKE = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id"}
 
 
@@ -89,7 +89,7 @@ execute(spec_for(cfg, Path(sys.argv[2]), tracking=Tracking(sys.argv[3], "killed"
 
 
 def kill_when(process: subprocess.Popen, path: Path) -> None:
-    """SIGKILL the process as soon as there is a file at ``path``."""
+    """SIGKILL the process as soon as ``path`` exists."""
     deadline = time.monotonic() + 240
     while not path.exists():
         assert process.poll() is None, "the run ended before it could be killed"
@@ -112,7 +112,7 @@ def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run
     command = [sys.executable, "-c", KILLED, cfg.model_dump_json(), str(broken), store.uri]
     kill_when(subprocess.Popen(command), folder.path / "checkpoints" / "step-00000014")
     assert folder.result() is None
-    # what the checkpoint covers was kept for the store before the checkpoint counted
+    # metrics up to the checkpoint were flushed to the journal before the checkpoint was published
     kept = (folder.path / "mlflow.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in kept} >= set(range(1, 15))
     result = run(cfg, broken, tracking=Tracking(store.uri, "again"))
@@ -140,7 +140,7 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     assert store.client.get_run(run_id).info.status == "FAILED"
     assert spec.folder.state() == "failed"
     assert "division by zero" in spec.folder.failure()["reason"]
-    # the training is not lost: only the evaluation is run again
+    # training is not repeated; only the evaluation is
     monkeypatch.undo()
     monkeypatch.setattr("titans_platform.training.loop.Trainer.step", lambda *a, **k: pytest.fail("trained"))
     assert execute(spec)["cell"] == spec.name

@@ -1,4 +1,4 @@
-"""A run from another's weights, and a run with more steps: exact, or one line that says why not."""
+"""Runs started from another run's weights, and runs extended by more steps: exact, or a one-line error."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def root(tmp_path) -> Path:
     ("first", "then", "step"),
     [
         (run_of(8), run_of(60), 8),
-        # falling after step 12 of 15; the checkpoint before that is kept beside the last two
+        # decays after step 12 of 15; the checkpoint before the decay is kept beside the last two
         (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
-        # a run that fell off may also be held on: the rates are what counts
+        # may also continue at a constant rate: only the learning rates so far have to agree
         (run_of(15, schedule="wsd"), run_of(60), 12),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
     begun, _, _ = load_run(child.name, root)
     for ours, theirs in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
-    # restarted, it goes on from its own checkpoint
+    # after a restart it resumes from its own checkpoint
     (child.folder.path / "result.json").unlink()
     assert train(replace(child, labels={"row": "again"}))["tokens"] == 4 * 32
 

@@ -167,7 +167,7 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
     ("resources", "nodes", "fit"),
     [
         (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
-        # the CPU that a driver takes a sliver of must be somewhere
+        # the driver reserves a small fraction of a CPU, which must exist on some node
         (Resources(workers=2), [(2, 0), (2, 0)], 1),
         (Resources(workers=2), [(2, 0), (3, 0)], 2),
         (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
@@ -213,7 +213,7 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
         assert "1 running, 1 missing" in view.plain()
         assert "LMM seed 0 500/1000 loss 2.500" in view.plain()
     write_json(cells[0].folder(tmp_path).path / "result.json", result())
-    # 0.55 of a cell took ten seconds, one is left
+    # 0.55 of a cell took ten seconds, and one cell is left
     assert view.eta(cell_statuses(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
     assert view.news() == ["done    LMM, seed 0:  (10s)"]
     assert view.news() == []

@@ -1,5 +1,5 @@
-"""A disk that is really full: a small file system, filled up while a run writes a checkpoint to it. And the
-faults that it found, each alone: where the user may not mount a file system, these are held all the same.
+"""A full disk: a small file system is filled up while a run writes a checkpoint to it. The faults that this
+found are also tested separately, for users who may not mount a file system.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titans_platform.runs.reporter import Reporter
 from titans_platform.tracking import open_store
 
 CHECKPOINT_AT, LEFT = 21, 20_000
-"""The step whose checkpoint finds the disk full, and the bytes that it finds."""
+"""The step whose checkpoint finds the disk full, and the free bytes at that point."""
 
-# mounted where nobody else sees it; it goes with the process
+# mounted in a private namespace, which ends with the process
 MOUNTED = [
     *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
     'mount -t tmpfs -o size=3m titans "$0" && exec "$@"',
@@ -64,7 +64,7 @@ shutil.copytree(disk / "runs", kept)
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """A folder to mount on."""
+    """An empty mount point."""
     (folder := tmp_path / "disk").mkdir()
     tried = subprocess.run(
         ["sh", "-c", '"$@"', "sh", *MOUNTED, folder, "true"], capture_output=True, text=True

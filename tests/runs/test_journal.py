@@ -1,4 +1,4 @@
-"""A run's log while MLflow is away: nothing waits for it, nothing is lost, and no point is there twice."""
+"""The run log during an MLflow outage: training does not block, and no point is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titans_platform.runs.spec import Tracking
 
 
 class Server:
-    """As much of MLflow's REST interface as a run needs, which can be away, or lose its answers."""
+    """A fake of the MLflow REST endpoints a run needs; can be down, or drop its responses."""
 
     def __init__(self, port: int = 0):
         self.points: list[tuple[str, int, float]] = []
@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
 def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     server = Server()
-    # away from the start to the end
+    # down for the whole run
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(server.uri, "away"))
     result = execute(spec)
     assert result["mlflow_run_id"] is None
@@ -213,7 +213,7 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
     with server:
         server.lose = 1
         (line,) = send_left(tmp_path)
-        # its answer was lost
+        # its response was lost
         assert "20 steps" in line
         assert server.steps() == list(range(1, 21))
         assert send_left(tmp_path) == []

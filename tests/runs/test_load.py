@@ -1,4 +1,4 @@
-"""`load_run`: a trained model in one line, by any of the names a run has."""
+"""`load_run`: load a trained model by any name of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's log on a real `mlflow server`, which is killed while the run trains and comes back later."""
+"""Logging to a real `mlflow server` that is killed during training and restarted later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AWAY_AFTER = 7
 
 @contextmanager
 def served(folder: Path, port: int) -> Iterator[subprocess.Popen]:
-    """MLflow's own server on a store in ``folder``, when it answers; killed with the block."""
+    """Context manager: an MLflow server on a store in ``folder``, once it responds; killed on exit."""
     kept = ["--artifacts-destination", str(folder / "kept")]
     store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", *kept]
     command = [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"]
@@ -50,7 +50,7 @@ def served(folder: Path, port: int) -> Iterator[subprocess.Popen]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """The server and the processes it has started."""
+    """Kill the server and its child processes."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -78,7 +78,7 @@ def test_a_server_that_is_killed_and_comes_back_has_every_point_once(tiny_run, t
 
         monkeypatch.setattr(Reporter, "on_step", away)
         execute(spec)
-    # the run is over, and what did not reach the server is in its folder
+    # the run is over; what did not reach the server is in its journal
     with served(tmp_path, port):
         assert not send_left(tmp_path)
         store = open_store(tracking.uri)

@@ -1,4 +1,4 @@
-"""Names of cells: what decides a run's numbers, pinned so that no change renames finished cells unseen."""
+"""Cell names, pinned so that no change silently renames finished cells."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def name(config: RunConfig, **options) -> str:
 
 
 def test_defaults_are_those_of_their_version():
-    """A new field is added to DEFAULTS. A default that changes raises DEFAULTS_VERSION, and NAMES change."""
+    """Add a new field to DEFAULTS. If a default changes, bump DEFAULTS_VERSION and update NAMES."""
     assert run().model_dump(mode="json", exclude={"data", "checkpoint", "log", "start_from"}) == DEFAULTS
     assert DEFAULTS_VERSION == 4
 
@@ -152,7 +152,7 @@ def test_where_a_run_may_go_back_to_is_part_of_its_name():
 
 
 def test_several_workers_are_part_of_the_name():
-    # they take sums in another order, so that the last digits differ; one worker gives what no worker gives
+    # workers sum in another order, which changes the last digits; one worker equals none
     assert name(run(), workers=0) == name(run(), workers=1) == name(run())
     assert len({name(run(), workers=n) for n in (1, 2, 4)}) == 3
 

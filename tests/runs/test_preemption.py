@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a preempted worker: a checkpoint first, and the numbers stay the same."""
+"""Ctrl-C, SIGTERM and preempted workers: a checkpoint is written first, and no number changes."""
 
 # ruff: noqa: PT012  what raises is a signal, at any of a block's statements
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titans_platform.runs.preemption import interruptible
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import newest, saved
 
-# a run of 80 steps that takes long enough to be met on its way, and whose next checkpoint is far
+# a run of 80 steps: long enough to be interrupted, and with its next checkpoint far away
 SLOW = """
 import sys, time
 import titans_platform.training.loop as loop
@@ -56,7 +56,7 @@ def cfg(tiny_run) -> RunConfig:
 
 
 def started(cfg: RunConfig, root: Path, *more: str) -> tuple[subprocess.Popen, RunFolder]:
-    """`titans train` in a process of its own, when it has done a few steps."""
+    """`titans train` in a subprocess, once it has done a few steps."""
     prepare(cfg.data, root)
     config = root / "run.yaml"
     config.write_text(cfg.model_dump_json())
@@ -162,7 +162,7 @@ def test_a_worker_that_is_told_to_end_writes_a_checkpoint_first(tiny_run, tmp_pa
 
 
 class Together:
-    """In place of a Saver: what the workers together have been told."""
+    """A stand-in for Saver; ``told`` is what the other ranks report."""
 
     def __init__(self, told: int = 0):
         self.told, self.asked, self.saves = told, [], []
@@ -185,7 +185,7 @@ def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, mo
     monkeypatch.setattr(preemption, "ASK_EVERY", 0.0)
     monkeypatch.setattr("ray.train.get_preemption_info", lambda: asked.append(rank))
     guard = preemption.PreemptionGuard(RunFolder(tmp_path, "run"), several=True)
-    # the first worker finds that it is time; the others never do by themselves
+    # the first worker decides when to ask; the others never ask on their own
     alone = Together()
     guard.poll(alone, None)
     assert alone.asked == [1 - rank]

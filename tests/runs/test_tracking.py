@@ -1,4 +1,4 @@
-"""The MLflow store: one run across restarts, each step once, and one line when it cannot be opened."""
+"""The MLflow store: one run across restarts, each step logged once, one-line error if it cannot be opened."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
     second = open_store(tmp_path / "runs")
     assert second.cell_run("abc", "another name") == run_id
     assert second.cell_of(run_id) == "abc"
-    # nothing is told, and nothing is put where the command happens to be run
+    # prints nothing, and writes nothing to the working directory
     assert capfd.readouterr() == ("", "")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
 
@@ -60,7 +60,7 @@ def test_cells_are_children_of_their_study(store):
     run = store.client.get_run(child)
     assert run.data.tags["mlflow.parentRunId"] == parent
     assert run.data.tags["row"] == "lmm"
-    # few columns to compare by; the whole config is a file
+    # params are the few fields to compare by; the full config is an artifact
     assert run.data.params == {"depth": "3"}
     path = MlflowClient(store.uri, store.uri).download_artifacts(child, "config.json")
     assert json.loads(Path(path).read_text()) == {"model": {"d": 3}}
@@ -276,7 +276,7 @@ def test_looking_at_a_store_makes_none(tmp_path):
 
 @pytest.mark.parametrize("before", [None, "7"])
 def test_threads_that_overlap_leave_mlflows_retries_as_they_were(monkeypatch, before):
-    """Each entered and left in turn, the first leaving before the second."""
+    """Enter both, then exit the first before the second."""
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     monkeypatch.delenv(name, raising=False)
     if before is not None:

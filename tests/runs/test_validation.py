@@ -1,4 +1,4 @@
-"""The validation loss on the way: logged, shown, and without a trace in the numbers."""
+"""Validation loss during training: logged, displayed, and without effect on the numbers."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     spec = spec_for(cfg, tmp_path, tracking=Tracking(store.uri, "watched"))
     result = Worker(spec).run().result
     curve = store.curves([result["mlflow_run_id"]], "validation_loss")[result["mlflow_run_id"]]
-    # every second step, and the last
+    # every second step, and the last one
     assert [step for step, _ in curve] == [2, 4, 5]
     assert math.exp(curve[-1][1]) == pytest.approx(result["columns"]["ppl"], rel=1e-6)
     state = spec.folder.progress()
     assert state is not None
     assert f"validation {curve[-1][1]:.3f}" in progress_line(state)
-    # the data are the run's inputs
+    # the data are logged as dataset inputs
     (used,) = store.client.get_run(result["mlflow_run_id"]).inputs.dataset_inputs
     assert used.dataset.name == "files:book.txt"
     assert json.loads(used.dataset.profile)["train tokens"] > 1000
@@ -103,14 +103,14 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
 def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):
     cfg = run_on(book, every=1, at="best", patience=2)
     prepare(cfg.data, tmp_path)
-    losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is not asked for
+    losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is never requested
     monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
     assert result["best_step"] == 2
     assert result["tokens"] == 4 * cfg.tokens_per_step
     assert result["final_train_loss"] > 0
-    # what the name of the run stands for is what was measured
+    # the run name resolves to the weights that were measured
     point = find_checkpoint(spec.name, tmp_path)
     assert step_of(point) == 2
     model, _, objective = load_checkpoint(point, read_config(point))

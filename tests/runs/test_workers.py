@@ -1,4 +1,4 @@
-"""A run under Ray Train: in this process, on two workers, and with a worker killed."""
+"""A run under Ray Train: in-process, on two workers, and with a killed worker."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
 
 
 class Killer(threading.Thread):
-    """Kills the process that a cell says it runs in, once, when it has saved a checkpoint."""
+    """Kills the process that a cell reports, once, after it has saved a checkpoint."""
 
     def __init__(self, folder: RunFolder):
         super().__init__(daemon=True)
@@ -240,7 +240,7 @@ print(json.dumps(peaks))
 @GLIBC
 @pytest.mark.slow
 def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
-    # rows end inside a chunk of 64
+    # rows end within a chunk of 64
     cfg = RUN | {
         "model": {"variant": "lmm", "vocab_size": 260, "d_model": 64, "n_layers": 2, "memory": {"heads": 2}},
         "optim": {"steps": 3, "global_batch_size": 32, "lr": 3e-3},

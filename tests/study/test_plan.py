@@ -1,4 +1,4 @@
-"""How long a plan takes, and how many cells fit into memory: the arithmetic."""
+"""Estimates: how long a plan takes, and how many cells fit into memory."""
 
 from __future__ import annotations
 

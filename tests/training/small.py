@@ -1,4 +1,4 @@
-"""A trainer whose step takes a millisecond: a model of two matrices on rows that are drawn from the step."""
+"""A trainer with millisecond steps: a model of two matrices on random rows seeded by the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Rows drawn from the step; every third row has nothing to predict but its last token."""
+    """Random rows seeded by the step; every third row has only its last token as target."""
 
     def __init__(self, rows: int = 6):
         self.rows = rows
@@ -37,7 +37,7 @@ class Rows:
 
 
 class Tied(nn.Module):
-    """A language model of two matrices, one of them used twice, with a vector and a bias beside them."""
+    """A language model of two matrices (one tied), a vector and a bias."""
 
     def __init__(self, width: int = 12):
         super().__init__()

@@ -1,4 +1,4 @@
-"""State carried from step to step: what is read, what is differentiated, what a restart brings back."""
+"""State carried across steps (truncated BPTT): forward values, gradients, and restore after a restart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trainer(variant: str = "lmm", seed: int = 0, **optim) -> Trainer:
 
 @pytest.mark.parametrize("variant", CARRIED)
 def test_streams_are_read_as_one_sequence_each(variant):
-    """Without a change of the weights the losses are those of whole sequences."""
+    """With frozen weights the losses equal those of whole sequences."""
     t = trainer(variant, lr=1e-30, weight_decay=0.0, warmup_fraction=0.0)
     t.model.double()
     found = [t.step()["loss"] for _ in range(6)]
@@ -71,7 +71,7 @@ def loss_of(model: LanguageModel, batch: StreamBatch, state: ModelState | None) 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
 def test_the_gradient_stops_where_the_step_began(variant):
-    """By finite differences it is that of the step's loss with the state before it held fixed."""
+    """By finite differences: the gradient of the step's loss with the incoming state held fixed."""
     torch.manual_seed(0)
     model = LanguageModel(config(variant)).double()
     first, second = (Streams().batch(step) for step in (0, 1))
@@ -110,7 +110,7 @@ def test_a_row_that_is_reset_trains_the_initial_memory():
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "samba"])
 def test_a_restart_anywhere_ends_in_the_same_weights(variant, tmp_path):
-    """Bit for bit, from restarts at random steps; a state that is lost, or another's, would show."""
+    """Bitwise equal after restarts at random steps; a lost or swapped state would be detected."""
     straight, draw = trainer(variant), random.Random(variant)
     while straight.progress.step < 12:
         straight.step()
@@ -127,7 +127,7 @@ def test_a_restart_anywhere_ends_in_the_same_weights(variant, tmp_path):
             t.step()
         with Saver(tmp_path, t) as saver:
             saver.save()
-        t.step()  # what is done after the checkpoint is lost
+        t.step()  # steps after the checkpoint are lost
     restored = trainer(variant, seed=99)
     checkpoint.restore(tmp_path, restored)
     for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run is the run, damage is seen, and a write goes on beside the steps."""
+"""Checkpoints: resume is bitwise exact, corruption is detected, and writes are asynchronous."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def save(folder: Path, of: Trainer, *arguments, **options) -> None:
-    """One checkpoint, written and waited for."""
+    """Write one checkpoint and wait for it."""
     with Saver(folder, of, **options) as saver:
         saver.save(*arguments)
 
@@ -145,7 +145,7 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 
 def rewrite(point: Path, **changes) -> None:
-    """Change fields of a manifest and give it the hash it should have."""
+    """Change fields of a manifest and update its hash."""
     path = point / manifest.MANIFEST
     content = json.loads(path.read_text()) | changes
     content.pop("hash", None)
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_the_first_format_says_so(tmp_path):
 
 
 class Disk:
-    """A disk that is full for its next ``writes``; waiting for room takes no time."""
+    """A disk that is full for the next ``writes`` writes; waiting for space takes no time."""
 
     def __init__(self, monkeypatch, writes: float):
         self.writes, self.waited = writes, 0.0
@@ -277,7 +277,7 @@ def test_a_save_that_fails_at_its_end_leaves_the_one_before(tmp_path, monkeypatc
 
 @pytest.fixture
 def disk(monkeypatch) -> threading.Event:
-    """A disk on which nothing is written before the event is set."""
+    """A disk whose writes block until the event is set."""
     ready, write = threading.Event(), FileSystemWriter.write_data
 
     def waits(self, *arguments):
@@ -300,7 +300,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, disk):
     assert phases.seconds["checkpoint wait"] > 0.2
     resumed = trainer(6)
     assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000003"
-    # what was written is the state of its step, not what the steps since have made of it
+    # the file has the state at its own step, unaffected by later steps
     resumed.run(Hooks(), until=8)
     assert same(kept, weights(resumed))
 

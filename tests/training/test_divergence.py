@@ -1,4 +1,4 @@
-"""A loss that is no number, or leaps: the run stops, leaves the batch out, or goes back to a checkpoint."""
+"""Divergence (NaN, inf or a loss spike): the run stops, skips the batch, or rewinds to a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY = 4
 
 
 class Poisoned(Rows):
-    """Batches at some places make the loss no number; what is trained on is written down."""
+    """A stream in which some batches make the loss non-finite; records which batches are read."""
 
     def __init__(self, *places: int):
         super().__init__()
@@ -29,14 +29,14 @@ class Poisoned(Rows):
     def batch(self, step: int) -> Batch:
         batch = super().batch(step)
         if step in self.places:
-            # the model below takes this token to be infinite
+            # `Sick` returns an infinite loss for this batch
             batch.tokens[0, 0] = 0
             batch.starts[0, 0] = True
         return batch
 
 
 class Sick(Tied):
-    """A model that a row with a document start in it makes infinite."""
+    """A model whose loss is infinite on batches with document starts."""
 
     def forward(self, tokens_BT, document_starts=None, targets_BT=None):
         out = super().forward(tokens_BT, targets_BT=targets_BT)
@@ -52,7 +52,7 @@ def sick(*places: int, **optim) -> Trainer:
 
 
 def hooks(saver: Saver, folder: Path, **more) -> Hooks:
-    """What a run gives its loop."""
+    """The hooks that a run passes to its loop."""
     t = saver.trainer
 
     def rewind() -> bool:
@@ -121,7 +121,7 @@ def test_when_every_batch_is_at_fault_the_run_stops(tmp_path):
 
 def test_it_goes_back_and_past_what_it_had_read(tmp_path):
     t = train(sick(10, on_divergence="rewind"), tmp_path)
-    # back to step 8; batches 8, 9 and 10 are passed over
+    # rewinds to step 8; batches 8, 9 and 10 are skipped
     assert (t.progress.step, t.progress.offset, t.progress.rewinds) == (20, 3, 1)
     places = [*range(8), *range(11, 23)]
 
@@ -163,7 +163,7 @@ def test_killed_and_resumed_it_decides_the_same(tmp_path, policy, killed):
     folder = tmp_path / "killed"
     with pytest.raises(Killed):
         train(sick(10, 17, **options), folder, on_step=kill)
-    # asked to end at a step at which none was due
+    # stopped at a step where no checkpoint was due
     resumed = sick(10, 17, **options)
     checkpoint.restore(folder / "checkpoints", resumed)
     train(resumed, folder, until=min(20, resumed.progress.step + 3))

@@ -1,4 +1,4 @@
-"""Golden losses: twenty steps of every variant, so that a change of arithmetic anywhere below is seen."""
+"""Golden losses: twenty steps of every variant, to detect any change in the arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titans_platform.training.loop import Trainer, deterministic
 
 VOCAB, ROWS, LENGTH = 61, 4, 45
 AT = (1, 5, 10, 20)
-"""The steps whose loss is pinned, in nats. Rounding moves it by 2e-7 of itself."""
+"""Steps whose loss (nats) is pinned. Rounding changes it by 2e-7, relative."""
 LOSSES = {
     "lmm": [4.7466927, 4.7524271, 4.8255916, 4.800601],
     "mac": [4.9488773, 4.9564047, 4.811717, 4.7684045],
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """Rows in which a token foretells the next but one, so that there is something to learn.
+    """Rows in which each token predicts the second next one, so that there is something to learn.
 
     Every second batch packs two documents into its rows.
     """

@@ -1,4 +1,4 @@
-"""The plain loop: its loss, its rate, its batches, and what it does when the loss is no number."""
+"""The training loop: loss, learning rate, batches, and non-finite losses."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Slow(Rows):
 
 
 def account(stream: Slow, step_seconds: float) -> dict[str, float]:
-    """Where the time of six steps goes, each at least ``step_seconds`` long."""
+    """Seconds per phase over six steps of at least ``step_seconds`` each."""
     t, phases = trainer(), Phases()
     t.stream = stream
     pause = lambda step, metrics: time.sleep(step_seconds)  # noqa: E731
@@ -181,10 +181,10 @@ def account(stream: Slow, step_seconds: float) -> dict[str, float]:
 def test_what_a_slow_stream_costs_shows_in_the_account():
     stream = Slow(0.05)
     waited = account(stream, 0.0)
-    # six batches of 0.05 s, and steps too short to hide them
+    # six batches of 0.05 s, with steps too short to overlap
     assert waited["data wait"] > 0.2
     hidden = account(stream, 0.1)
-    # the first is waited for, the others are made while the steps run
+    # only the first is waited for; the others are prefetched during the steps
     assert hidden["data wait"] < 0.6 * waited["data wait"]
     assert hidden["train"] > 0.5
     assert threading.get_ident() not in stream.threads

@@ -1,4 +1,4 @@
-"""One worker, two with DDP or FSDP2, four with HSDP: the same losses, the same evaluation bit for bit."""
+"""One worker, two with DDP or FSDP2, four with HSDP: same losses, bitwise equal evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).with_name("workers.py")
 
 @pytest.fixture(scope="module")
 def workers() -> ModuleType:
-    """The program, imported: what it does without a process group."""
+    """The worker program as a module, to run it without a process group."""
     spec = importlib.util.spec_from_file_location("training_workers", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
@@ -38,7 +38,7 @@ def workers() -> ModuleType:
 
 
 def together(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What each of ``count`` workers found."""
+    """Results of each of ``count`` workers."""
     command = [sys.executable, str(PROGRAM), str(folder)]
     processes = [
         subprocess.Popen([*command, str(rank), str(count)], stderr=subprocess.PIPE, text=True)
@@ -57,14 +57,14 @@ def together(folder: Path, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder two workers left their checkpoints in, and what each of them found."""
+    """The folder with the checkpoints of two workers, and the results of each."""
     folder = tmp_path_factory.mktemp("two")
     return folder, together(folder, 2)
 
 
 @pytest.fixture(scope="module")
 def two(found) -> tuple[Path, dict[str, Any]]:
-    """The folder, and what the training found, the same on both."""
+    """The folder, and the training results, which are equal on both workers."""
     folder, (first, second) = found
     assert first["trained"] == second["trained"]
     return folder, first["trained"]
@@ -91,7 +91,7 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatc
         # nobody reads a prefix of a sharded model once for several rows, which rounds otherwise
         monkeypatch.setattr(Scorer, "_forks", False)
     model = LanguageModel(workers.MODEL)
-    # also: what two workers saved, sharded or not, one can load
+    # also: one worker can load what two saved, sharded or not
     assert checkpoint.load_model(folder / kind / "step-00000010", model) == 10
     with deterministic(0, threads=1):
         alone = json.loads(json.dumps(workers.measured(model)))

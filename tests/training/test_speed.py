@@ -1,4 +1,4 @@
-"""How fast a step is: operations counted, their share of the device's, a trace of a few steps."""
+"""Step speed: FLOP counts, model FLOPs utilisation, profiler traces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_counted_operations_are_those_of_the_whole_model_forward_and_backward(va
     with FlopCounterMode(display=False) as counter:
         objective.losses(model, type(batch)(*(part.to("meta") for part in batch))).sum().backward()
     assert training_flops(cfg) == pytest.approx(counter.get_total_flops(), rel=0.03)
-    # shapes are counted: no form of an operator has run
+    # counted from shapes: no operator has run
     assert forms_used() == []
 
 

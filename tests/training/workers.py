@@ -1,7 +1,7 @@
 """One worker of a process group on CPUs, as a program: `python workers.py FOLDER RANK WORLD_SIZE`.
 
-It writes what it found to FOLDER/worker-RANK.json. The test that starts it also imports it, for the numbers
-of a run without a process group.
+Writes its results to FOLDER/worker-RANK.json. The test that starts it also imports it, to get the numbers of
+a run without a process group.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL = ModelConfig(
 
 
 def rows(key: str, count: int) -> Batch:
-    """Random rows, every third with one position that counts."""
+    """Random rows; every third has a single target."""
     generator = torch.Generator().manual_seed(random.Random(key).randrange(2**32))
     tokens = torch.randint(64, (count, LENGTH + 1), generator=generator)
     starts = torch.zeros(count, LENGTH + 1, dtype=torch.bool)
@@ -50,7 +50,7 @@ def rows(key: str, count: int) -> Batch:
 
 
 class Stream:
-    """A worker's part of rows that are drawn from the step."""
+    """A worker's share of random rows seeded by the step."""
 
     def __init__(self, rank: int = 0, world_size: int = 1):
         self.share = slice(rank, None, world_size)
@@ -60,7 +60,7 @@ class Stream:
 
 
 class CarriedStream(Stream):
-    """A worker's part of streams, of which some are reset at each step."""
+    """A worker's share of the streams; some are reset at each step."""
 
     def batch(self, step: int) -> StreamBatch:
         tokens, _, loss = rows(f"step {step}", ROWS)
@@ -73,20 +73,20 @@ def trainer(
 ) -> Trainer:
     cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
     cfg = cfg.model_copy(update={"parallel": parallel} | optim)
-    # a copy that starts elsewhere must be brought to the first worker's weights
+    # replicas with other initial weights must be synchronised to rank 0
     torch.manual_seed(rank)
     return Trainer(LanguageModel(MODEL), cfg, stream(rank, world_size), sequence_length=LENGTH)
 
 
 def losses(of: Trainer, until: int = STEPS) -> list[float]:
-    """The loss of each step, with a look at the memory on every fifth."""
+    """The loss of each step, inspecting the memory at every fifth."""
     found: list[float] = []
     of.run(Hooks(on_step=lambda step, metrics: found.append(metrics["loss"]), telemetry_every=5), until)
     return found
 
 
 def measured(model: torch.nn.Module, speed: bool = False) -> dict[str, Any]:
-    """Tasks of every kind, in numbers of batches that two workers do not divide."""
+    """Tasks of every kind, with batch counts that two workers cannot split evenly."""
 
     def validation(count: int) -> Iterator[Batch]:
         return (rows(f"validation {i}", count) for i in range(5))
@@ -107,7 +107,7 @@ def measured(model: torch.nn.Module, speed: bool = False) -> dict[str, Any]:
 
 
 def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """By HSDP, two groups of two: the losses; blocks computed again; the checkpoint stays in the folder."""
+    """HSDP, two groups of two, with activation checkpointing: losses; leaves a checkpoint in the folder."""
     of = trainer("hsdp", rank, world_size, shard_workers=2, recompute=True)
     found = losses(of, STEPS // 2)
     with checkpoint.Saver(folder / "hsdp", of) as saver:
@@ -119,7 +119,7 @@ def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
 def carry(
     folder: Path, rank: int, world_size: int, kinds: tuple[str, ...] = ("ddp", "fsdp")
 ) -> dict[str, Any]:
-    """Streams, from the checkpoint in the folder; else one is left there for other numbers of workers."""
+    """Streams, resumed from the checkpoint in the folder, or writing one there for other world sizes."""
     found: dict[str, Any] = {}
     for kind in kinds:
         of = trainer(kind, rank, world_size, CarriedStream)
@@ -133,9 +133,9 @@ def carry(
 
 
 def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """By DDP and by FSDP2: the losses of twenty steps, those after a resume, and what is measured between.
+    """DDP and FSDP2: losses of twenty steps, losses after a resume, and an evaluation in between.
 
-    The checkpoint in the middle stays in the folder, for another number of workers.
+    Leaves the checkpoint from the middle in the folder, for other world sizes.
     """
     found: dict[str, Any] = {}
     for kind in ("ddp", "fsdp"):
@@ -152,7 +152,7 @@ def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, An
 
 
 def fail_alone(rank: int) -> str:
-    """An evaluation in which the second worker alone meets an error."""
+    """An evaluation in which only the second worker raises."""
 
     class Failing(torch.nn.Module):
         def forward(self, tokens: torch.Tensor, document_starts: Any = None) -> Any:
@@ -181,7 +181,7 @@ def main() -> None:
             found["carried"] = carry(folder, rank, world_size)
     (folder / f"worker-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-    # threads of gloo and of a saved checkpoint now and then abort a process while it unloads them
+    # gloo and checkpoint threads occasionally abort the process at interpreter shutdown
     os._exit(0)
 
 
