@@ -63,7 +63,9 @@ def start(data: DataConfig, root: Path, address: str) -> subprocess.Popen[str]:
 
 def made(root: Path) -> dict[str, int]:
     """The parts that are there, with the time of their manifests."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in root.glob("data/*/*/manifest.json")}
+    # one that is being written is in a folder of its own, `*.partial`, which may be renamed at any moment
+    manifests = (path for path in root.glob("data/*/*/manifest.json") if path.parent.suffix != ".partial")
+    return {path.parent.name: path.stat().st_mtime_ns for path in manifests}
 
 
 def until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:

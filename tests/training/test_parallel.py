@@ -89,7 +89,7 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatc
     folder, found = two
     if kind == "fsdp":
         # nobody reads a prefix of a sharded model once for several rows, which rounds otherwise
-        monkeypatch.setattr(Scorer, "_forks", False)
+        monkeypatch.setattr(Scorer, "_can_fork", False)
     model = LanguageModel(workers.MODEL)
     # also: one worker can load what two saved, sharded or not
     assert checkpoint.load_model(folder / kind / "step-00000010", model) == 10
@@ -126,7 +126,7 @@ def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tm
 def test_an_error_of_one_worker_ends_the_evaluation_of_all(found):
     _, (first, second) = found
     assert second["failed"] == "ValueError: out of memory"
-    assert first["failed"] == "TitansError: evaluation failed on worker 1: out of memory"
+    assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
 
 
 def test_rows_that_do_not_divide_are_refused_for_sharded_parameters(workers, monkeypatch):
