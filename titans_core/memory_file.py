@@ -91,7 +91,7 @@ def _hash(text: str, tensors: Mapping[str, Tensor]) -> str:
     digest = blake2b(text.encode(), digest_size=16)
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
