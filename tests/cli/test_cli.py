@@ -261,7 +261,7 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_more_steps_go_on_and_a_start_gives_another_run(tiny_yaml, tmp_path, capsys):
+def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path, capsys):
     line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", "optim.schedule=constant"]
     line += ["--set", "optim.warmup_steps=2", "--set"]
 
@@ -274,7 +274,7 @@ def test_more_steps_go_on_and_a_start_gives_another_run(tiny_yaml, tmp_path, cap
 
     _, first = cell("optim.steps=4")
     shown, longer = cell("optim.steps=60")
-    assert f"going on from step 4 of run {first}, which trained the same steps" in shown
+    assert f"resuming from step 4 of run {first}, which trained the same steps" in shown
     _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
     assert len({first, longer, begun}) == 3
 
@@ -295,7 +295,7 @@ def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
     told, error = err.strip().splitlines()
     assert told == "ending at a checkpoint; once more ends at once"
     assert re.fullmatch(
-        r"error: interrupted after step \d+, at a checkpoint; the same command goes on", error
+        r"error: interrupted after step \d+, at a checkpoint; run the same command to resume", error
     )
 
 

@@ -62,7 +62,7 @@ def test_it_prints_the_text_and_on_stderr_how_fast_it_was(cell, capsys):
     assert generate(capsys, *line, "--top-k", 1)[0] == generate(capsys, *line, "--temperature", 0)[0]
 
 
-def test_a_book_is_read_once_and_gone_on_from_later(cell, book, tmp_path, capsys):
+def test_a_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
     greedy = ("--temperature", 0, "--max-new-tokens", 12)
     at_once, _ = generate(capsys, cell, "--read", book, "--prompt", "Whale?", *greedy)
     memory, after = tmp_path / "book.memory", tmp_path / "after.memory"

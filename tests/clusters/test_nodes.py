@@ -116,7 +116,7 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
     cells = expand(load_study(str(elsewhere / "tiny.yaml")), "small")
     prepare(cells[0].config.data, tmp_path / "alone")
     alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells}
-    folders = {row: RunFolder(root, result["cell"]) for row, result in alone.items()}
+    folders = {row: RunFolder(root, result.cell) for row, result in alone.items()}
 
     line = [
         "sweep",
@@ -153,7 +153,7 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
         found = folders[row].result()
         assert found is not None
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
-            assert found[key] == result[key], (row, key)
+            assert getattr(found, key) == getattr(result, key), (row, key)
 
     report = status()
     assert sorted(node["alive"] for node in report["nodes"]) == [False, True]

@@ -113,7 +113,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch):
     assert m.generate(rows, 4) == [alone(m, row, 4) for row in rows]
 
 
-def test_one_reading_is_gone_on_from_as_often_as_wanted():
+def test_one_reading_can_be_continued_repeatedly():
     m, (book, *questions) = model("mac"), prompts([40, 5, 3, 0])
     read = m.read(book)
     first = m.generate(questions, 6, start=read)

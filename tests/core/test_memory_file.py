@@ -19,7 +19,7 @@ TEXT = tokens(1, 45)[0].tolist()
 
 @pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its boundary, on a segment's
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_saved_loaded_and_gone_on_from_is_bit_for_bit(variant, length, tmp_path):
+def test_a_saved_state_continues_bit_for_bit(variant, length, tmp_path):
     m, path = model(variant), tmp_path / "a.memory"
     reading = m.read(TEXT[:length])
     assert save_memory(path, reading, m) == path.stat().st_size

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from titans_kernels import DecodeState, MemoryState, Residual, extend_memory, neural_memory
+from titans_kernels import DecodeState, MemoryState, Residual, extend_memory, native, neural_memory
+
+needs_compiler = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+NATIVE = pytest.param("native", marks=needs_compiler)
 
 
 class Call:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels import cases, test_residual
-from tests.kernels.cases import assert_same
+from tests.kernels.cases import NATIVE, assert_same, needs_compiler
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -24,8 +24,7 @@ from titans_kernels import (
 from titans_kernels.memory.forms import chunked, native
 from titans_kernels.memory.forms.triton import pieces
 
-compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
-FAST = ["chunked", pytest.param("native", marks=compiled), "auto"]
+FAST = ["chunked", NATIVE, "auto"]
 
 
 class Case(test_residual.Case):
@@ -164,7 +163,7 @@ def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, chunk_size, 
             assert_same(expected, case.pieces(sizes, **rule), case.leaves)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("bound", [None, 0.3])
 @pytest.mark.parametrize(("chunk_size", "depth"), [(5, 1), (8, 3), (20, 2)])
 def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, monkeypatch):
@@ -238,7 +237,7 @@ def test_float32_is_near_the_float64_recurrence(backend):
         assert (x - y).norm() <= 1e-4 * x.norm()
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("used", ["base", "tokens"])
 def test_a_gradient_of_some_inputs_alone(used):
     case, grads = Case(20), []

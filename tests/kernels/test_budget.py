@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels import cases, test_decode
+from tests.kernels.cases import NATIVE, needs_compiler
 from titans_kernels import (
     DecodeState,
     decode_step,
@@ -29,7 +30,6 @@ from titans_kernels.memory.forms import native, reference
 from titans_kernels.memory.forms.triton import budget as kernels
 from titans_kernels.memory.forms.triton import pieces
 
-compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
 same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 BORDERS = [0, 5, 5, 36, 40]
@@ -55,7 +55,7 @@ def with_gradients(form, leaves: list[Tensor], *options) -> list[Tensor]:
     return [limited, *torch.autograd.grad((limited * weight).sum(), leaves)]
 
 
-@pytest.mark.parametrize("form", [pytest.param("native", marks=compiled), "pytorch"])
+@pytest.mark.parametrize("form", [NATIVE, "pytorch"])
 @pytest.mark.parametrize(("shape", "chunk_size", "borders"), CASES)
 @pytest.mark.parametrize("limit", [1.0, 0.6, 2.0])
 def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, limit, monkeypatch):
@@ -151,7 +151,7 @@ def test_cuts_at_every_position_are_the_whole(kind):
     cases.assert_same(expected, case.pieces([3, 1, 4, 2, 3], **rule), case.leaves)
 
 
-@compiled
+@needs_compiler
 def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
     case, calls, extend = Case(23, 2), [], native.extend
     monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
@@ -162,7 +162,7 @@ def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("backend", ["autograd", "chunked", pytest.param("native", marks=compiled), "auto"])
+@pytest.mark.parametrize("backend", ["autograd", "chunked", NATIVE, "auto"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_every_form_is_the_recurrence(depth, backend):
     case = Case(23, depth)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels import cases
+from tests.kernels.cases import needs_compiler
 from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory
 from titans_kernels.memory.forms import native
 
@@ -60,7 +61,7 @@ def test_any_cut_is_the_recurrence(activation):
         assert_same(expected, case.pieces(sizes, **rule), case.leaves)
 
 
-@pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("bound", [None, 0.3])
 @pytest.mark.parametrize(("chunk_size", "depth"), [(5, 1), (8, 3), (20, 2)])
 def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, monkeypatch):

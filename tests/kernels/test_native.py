@@ -9,18 +9,17 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from tests.kernels.cases import needs_compiler
 from tests.kernels.test_neural_memory import CHUNKS, Case, assert_close, lengths
 from titans_kernels import layers, native, neural_memory, rms_norm, short_convolution
 from titans_kernels.memory import op
-
-compiled = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
 
 
 def assert_native_is_reference(case, **options) -> None:
     assert_close(case.run(backend="reference", **options), case.run(backend="native", **options))
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_native_is_the_parallel_form(depth, chunk_size):
@@ -30,14 +29,14 @@ def test_native_is_the_parallel_form(depth, chunk_size):
         assert_close(case.run(backend="chunked", **options), case.run(backend="native", **options))
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_native_is_the_recurrence(depth):
     for T, chunk_size in ((2, 16), (23, 7), (40, 16), (9, 1)):
         assert_native_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=0.5)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
 def test_gates_at_an_end_everywhere(edge):
     for depth, (b, theta) in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005))):
@@ -45,14 +44,14 @@ def test_gates_at_an_end_everywhere(edge):
         assert_native_is_reference(case, chunk_size=b)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("activation", ["silu", "gelu", "identity"])
 def test_widths_batches_and_activations(activation):
     case = Case(40, widths=[3, 17, 2, 33], batch=3, theta=0.03)
     assert_native_is_reference(case, chunk_size=16, surprise_bound=0.5, activation=activation)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 def test_packed_documents_in_any_number_of_threads(threads):
     borders, before = torch.tensor([0, 5, 5, 40, 41, 73, 90, 90]), torch.get_num_threads()
@@ -64,7 +63,7 @@ def test_packed_documents_in_any_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
-@compiled
+@needs_compiler
 def test_float32_is_near_the_float64_recurrence():
     single, double = (Case(100, 2, dtype=dtype) for dtype in (torch.float32, torch.float64))
     options = {"chunk_size": 16, "surprise_bound": 0.5}
@@ -72,7 +71,7 @@ def test_float32_is_near_the_float64_recurrence():
     assert_close(expected, single.run(backend="native", **options), 1e-4)
 
 
-@compiled
+@needs_compiler
 def test_an_unused_state_and_an_unused_read_have_their_gradients():
     case = Case(20, 2)
     for part in (0, 1):
@@ -88,7 +87,7 @@ def plain(monkeypatch) -> None:
     monkeypatch.setattr(layers, "serves", lambda *tensors: False)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_norm_is_pytorchs(monkeypatch, gated):
     torch.manual_seed(0)
@@ -102,7 +101,7 @@ def test_the_norm_is_pytorchs(monkeypatch, gated):
     assert_close(*found)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize("borders", [None, [0, 2, 9, 10, 18]])
 def test_the_short_convolution_is_what_it_says(borders):
     torch.manual_seed(0)
@@ -141,7 +140,7 @@ def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@compiled
+@needs_compiler
 def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         built = set(pool.map(lambda _: native.build("float", tmp_path), range(2)))
@@ -150,7 +149,7 @@ def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path)
     assert native.build("float", tmp_path).stat().st_mtime_ns == modified  # not compiled again
 
 
-@compiled
+@needs_compiler
 def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     case = Case(5)
     inputs = op.Inputs(*case.inputs)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from titans_kernels import native, neural_memory
+from tests.kernels.cases import NATIVE, needs_compiler
+from titans_kernels import neural_memory
 from titans_kernels.memory.forms.triton import pieces
 
 TOKENS = ("q", "k", "v", "alpha", "eta", "theta")
 AT, CHUNK = 40, 16
-compiled = pytest.mark.skipif(native.library(torch.float32) is None, reason="no C++ compiler")
 interpreted = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: the kernels run on it")
 
 # form: chunk size, groups of columns, tokens of the block whose earlier tokens a non-finite number may reach
@@ -56,7 +56,10 @@ def first_changed(form: str, name: str, value: float) -> int | None:
 
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(form, marks={"native": compiled, "triton": interpreted}.get(form, ())) for form in FORMS],
+    [
+        pytest.param(form, marks={"native": needs_compiler, "triton": interpreted}.get(form, ()))
+        for form in FORMS
+    ],
 )
 def test_a_non_finite_number_reaches_no_further_than_its_block(form):
     block = FORMS[form][2]
@@ -65,7 +68,7 @@ def test_a_non_finite_number_reaches_no_further_than_its_block(form):
             assert first_changed(form, name, value) in range(AT - AT % block, AT + 1), (name, value)
 
 
-@pytest.mark.parametrize("form", ["reference", "autograd", "chunked", pytest.param("native", marks=compiled)])
+@pytest.mark.parametrize("form", ["reference", "autograd", "chunked", NATIVE])
 def test_a_large_finite_number_reaches_later_tokens_alone(form):
     for name in TOKENS:
         assert first_changed(form, name, 1e30) == AT, name

@@ -84,16 +84,16 @@ def test_a_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint
     objective.check(objective.prepare(Path("runs")))
     spec = spec_for(cfg, Path("runs"))
     first = execute(spec)
-    assert first["chance"]["accuracy"] == pytest.approx(0.6, abs=0.15)
-    assert first["columns"]["accuracy"] > first["chance"]["accuracy"] + 0.15
-    assert first["columns"]["loss"] < first["chance"]["loss"] - 0.1
+    assert first.chance["accuracy"] == pytest.approx(0.6, abs=0.15)
+    assert first.columns["accuracy"] > first.chance["accuracy"] + 0.15
+    assert first.columns["loss"] < first.chance["loss"] - 0.1
     # a classifier is no language model for others, though it is made of one
     assert cli.run(["export", spec.name, "out", "--root", "runs"]) == 2
     (spec.folder.path / "result.json").unlink()
     for path in list((spec.folder.path / "checkpoints").glob("step-*"))[1:]:
         path.rename(path.with_name(f"gone-{path.name}"))
     again = execute(spec)
-    assert again["columns"] == first["columns"]
+    assert again.columns == first.columns
 
 
 def test_steps_of_pretraining_are_next_tokens_of_the_training_part():

@@ -13,9 +13,8 @@ import torch
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.objectives import build_objective, datasets
-from titans_platform.objectives.datasets import DATASETS, Dataset, read_dataset
-from titans_platform.objectives.series import Parts, SeriesData, Table
+from titans_platform.objectives import build_objective, series
+from titans_platform.objectives.series import DATASETS, Dataset, Parts, SeriesData, Table, read_dataset
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.worker import Worker
 from titans_platform.study.grid import expand, load_study
@@ -102,7 +101,7 @@ def tiny(tmp_path, monkeypatch) -> Path:
     text = f"date,a,b\n{rows}\n"
     checksum = hashlib.sha256(text.encode()).hexdigest()
     monkeypatch.setitem(
-        datasets.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
+        series.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
     )
     (tmp_path / "tiny.csv").write_text(text)
     return tmp_path
@@ -139,7 +138,7 @@ def test_a_benchmark_is_found_by_name_and_checked(tiny):
         file.write("60,1,2\n")
     with pytest.raises(UsageError, match=r"is not the standard file: its sha256 is .*; get it from its auth"):
         read_dataset("Tiny", str(tiny))
-    datasets.DATASETS["Tiny"] = DATASETS["Tiny"]._replace(sha256=None)
+    series.DATASETS["Tiny"] = DATASETS["Tiny"]._replace(sha256=None)
     with pytest.raises(UsageError, match="has 61 steps of 2 channels, Tiny has 60 of 2"):
         read_dataset("Tiny", str(tiny))
 
@@ -150,9 +149,9 @@ def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
     data = objective.prepare(tiny / "root")
     objective.check(data)
     result = Worker(spec_for(cfg, tiny / "root")).run().result
-    assert result["tasks"]["mse/mse@8"]["items"] == 12 - 4 + 1
-    assert result["best_step"] % 3 == 0
-    assert result["columns"]["mse"] != pytest.approx(result["best_validation_loss"])
+    assert result.tasks["mse/mse@8"].items == 12 - 4 + 1
+    assert result.best_step % 3 == 0
+    assert result.columns["mse"] != pytest.approx(result.best_validation_loss)
 
 
 def test_a_forecaster_decides_the_name_and_the_folder_does_not(tiny):

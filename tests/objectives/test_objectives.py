@@ -238,10 +238,10 @@ def test_an_objective_of_ones_own_file(run_yaml, capsys):
     names = {run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}
     assert len(names) == 3
     result = execute(spec_for(cfg, root))
-    assert result["cell"] == run_name(cfg, root)
+    assert result.cell == run_name(cfg, root)
     # at the same weights Huber's error is below half the squared one
     squared = execute(spec_for(load_config(run_yaml, sets[2:]), root))
-    assert 0 < result["final_train_loss"] < 0.6 * squared["final_train_loss"]
+    assert 0 < result.final_train_loss < 0.6 * squared.final_train_loss
     for kind, says in (
         (
             "own_objective:Hubert",

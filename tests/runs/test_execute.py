@@ -54,13 +54,13 @@ def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     result = run(tiny_run, tmp_path, labels={"row": "lmm"})
     folder = spec_for(tiny_run, tmp_path).folder
     assert folder.result() == result
-    assert result["cell"] == folder.name
-    assert result["row"] == "lmm"
-    assert result["tokens"] == 20 * 4 * 32
-    assert result["tasks"]["reasoning/recall@32"]["items"] == 8
-    assert 0 < result["final_train_loss"] < 6
-    assert 10 * 2**20 < result["peak_rss_bytes"] < 2**40
-    assert {"surprise", "alpha_mean", "theta_mean"} <= result["telemetry"].keys()
+    assert result.cell == folder.name
+    assert result.row == "lmm"
+    assert result.tokens == 20 * 4 * 32
+    assert result.tasks["reasoning/recall@32"].items == 8
+    assert 0 < result.final_train_loss < 6
+    assert 10 * 2**20 < result.peak_rss_bytes < 2**40
+    assert {"surprise", "alpha_mean", "theta_mean"} <= result.telemetry.keys()
     assert folder.progress()["phase"] == "done"
     account = read_json(folder.path / "time.json")
     assert {"data", "build", "train", "evaluate", "checkpoint", "record"} <= account["seconds"].keys()
@@ -73,7 +73,7 @@ def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
 def test_the_model_learns_its_batch(tiny_run, tmp_path):
     cfg = changed(tiny_run, optim={"steps": 120, "lr": 1e-2})
     prepare(cfg.data, tmp_path)
-    assert run(cfg, tmp_path)["final_train_loss"] < 3.0
+    assert run(cfg, tmp_path).final_train_loss < 3.0
 
 
 KILLED = """
@@ -117,7 +117,7 @@ def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run
     assert {json.loads(line)["step"] for line in kept} >= set(range(1, 15))
     result = run(cfg, broken, tracking=Tracking(store.uri, "again"))
     (killed,) = store.client.search_runs([store.experiment])
-    assert result["mlflow_run_id"] == killed.info.run_id
+    assert result.mlflow_run_id == killed.info.run_id
 
     assert {k: v for k, v in result.model_dump().items() if k not in UNLIKE} == {
         k: v for k, v in expected.model_dump().items() if k not in UNLIKE
@@ -143,7 +143,7 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     # training is not repeated; only the evaluation is
     monkeypatch.undo()
     monkeypatch.setattr("titans_platform.training.loop.Trainer.step", lambda *a, **k: pytest.fail("trained"))
-    assert execute(spec)["cell"] == spec.name
+    assert execute(spec).cell == spec.name
     assert spec.folder.failure() is None
 
 
@@ -216,5 +216,5 @@ def test_how_often_a_run_is_saved_changes_neither_its_name_nor_its_numbers(tiny_
     often = changed(tiny_run, checkpoint={"every": 3, "keep": 1})
     assert spec_for(often, tmp_path).name == spec_for(tiny_run, tmp_path).name
     first, second = run(tiny_run, tmp_path, name="a"), run(often, tmp_path, name="b")
-    assert first["final_train_loss"] == second["final_train_loss"]
+    assert first.final_train_loss == second.final_train_loss
     assert [p.name for p in (tmp_path / "cells/b/checkpoints").iterdir()] == ["step-00000020"]

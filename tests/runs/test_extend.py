@@ -16,7 +16,7 @@ from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import check_start, spec_for
-from titans_platform.runs.extend import go_on_from_shorter
+from titans_platform.runs.extend import resume_from_shorter
 from titans_platform.runs.load import load_run, located
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.runs.worker import Worker
@@ -65,14 +65,14 @@ def root(tmp_path) -> Path:
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
     spec = spec_of(then, root)
-    line = go_on_from_shorter(spec, fingerprint(then, root))
+    line = resume_from_shorter(spec, fingerprint(then, root))
     assert line is not None
-    assert line.startswith(f"going on from step {step} of run {spec_of(first, root).name}")
+    assert line.startswith(f"resuming from step {step} of run {spec_of(first, root).name}")
     extended = train(spec)
     elsewhere = tmp_path_factory.mktemp("straight")
     prepare(then.data, elsewhere)
     straight = train(spec_of(then, elsewhere))
-    assert {key: extended[key] for key in NUMBERS} == {key: straight[key] for key in NUMBERS}
+    assert [getattr(extended, key) for key in NUMBERS] == [getattr(straight, key) for key in NUMBERS]
     ours, theirs = (load_run(spec.name, where)[0].state_dict() for where in (root, elsewhere))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -87,13 +87,13 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
         (run_of(60, lr=1e-3), None),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_said_in_a_line_and_begins_anew(root, then, why):
+def test_a_run_that_cannot_be_resumed_is_named_with_the_reason(root, then, why):
     first = then.model_copy(update={"optim": then.optim.model_copy(update={"steps": 8})})
     if why is None:
         first = run_of(8)
     train(spec_of(first, root))
     spec = spec_of(then, root)
-    line = go_on_from_shorter(spec, fingerprint(then, root))
+    line = resume_from_shorter(spec, fingerprint(then, root))
     assert not spec.folder.path.exists()
     if why is None:
         assert line is None
@@ -107,17 +107,17 @@ def test_what_cannot_be_gone_on_with_is_said_in_a_line_and_begins_anew(root, the
 def test_a_warm_up_that_grows_with_the_steps_is_named_with_its_fix(root):
     first, then = (run_of(n, warmup_steps=None, warmup_fraction=0.25) for n in (8, 60))
     train(spec_of(first, root))
-    line = go_on_from_shorter(spec_of(then, root), fingerprint(then, root))
+    line = resume_from_shorter(spec_of(then, root), fingerprint(then, root))
     assert line is not None
     assert "its warm-up has 2 steps, this one's 15 (optim.warmup_steps=2 makes them equal)" in line
     fixed = run_of(60, warmup_steps=2, warmup_fraction=0.25)
-    assert "going on from step 8" in str(go_on_from_shorter(spec_of(fixed, root), fingerprint(fixed, root)))
+    assert "resuming from step 8" in str(resume_from_shorter(spec_of(fixed, root), fingerprint(fixed, root)))
 
 
-def test_what_other_code_trained_is_not_gone_on_with(root):
+def test_a_run_of_other_code_is_not_resumed(root):
     train(spec_of(run_of(8), root))
     spec = spec_of(run_of(60), root, commit="two")
-    assert "other code trained it" in str(go_on_from_shorter(spec, fingerprint(spec.config, root)))
+    assert "other code trained it" in str(resume_from_shorter(spec, fingerprint(spec.config, root)))
     assert not spec.folder.path.exists()
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_passed_over(root):
     file = next(point.glob("*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
     then = spec_of(run_of(60), root)
-    assert "going on from step 7" in str(go_on_from_shorter(then, fingerprint(then.config, root)))
+    assert "resuming from step 7" in str(resume_from_shorter(then, fingerprint(then.config, root)))
 
 
 def test_the_curve_in_mlflow_is_whole(root):
@@ -136,7 +136,7 @@ def test_the_curve_in_mlflow_is_whole(root):
     first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
     train(first)
     then = spec_of(run_of(60), root, tracking=Tracking(store.uri, "long"))
-    assert go_on_from_shorter(then, fingerprint(then.config, root))
+    assert resume_from_shorter(then, fingerprint(then.config, root))
     run_id = train(then)["mlflow_run_id"]
     assert [step for step, _ in store.curves([run_id])[run_id]] == list(range(1, 61))
     columns = store.client.get_metric_history(run_id, "reasoning")

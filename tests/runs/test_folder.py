@@ -101,12 +101,12 @@ def test_a_stale_result_is_shown_until_it_is_replaced(folder):
     write_json(folder.path / "result.json", result("one"))
     folder.set_aside()
     assert folder.result() is None
-    assert folder.shown_result()["commit"] == "one"
+    assert folder.shown_result().commit == "one"
     folder.drop_stale()
-    assert folder.shown_result()["commit"] == "one"
+    assert folder.shown_result().commit == "one"
     write_json(folder.path / "result.json", result("two"))
     folder.drop_stale()
-    assert folder.shown_result()["commit"] == "two"
+    assert folder.shown_result().commit == "two"
     assert not (folder.path / "result.stale.json").exists()
 
 

@@ -106,7 +106,7 @@ def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
     log, ended = Journal(tmp_path, lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
     monkeypatch.setattr(Journal, "_keep", full)
     monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))
-    line = log.close(ended.append, "FINISHED", wait=0)
+    line = log.close(ended.append, "FINISHED")
     assert ended == ["r"]
     assert "its end did not reach MLflow (No space left on device)" in line
 
@@ -130,7 +130,7 @@ def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_goes_on_to_the_same
     assert full["free"] < 2 * LEFT
     (line,) = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
     # the third that fails ends it where half a second has gone by, else the last
-    assert re.search(r"step-000000(35|40): cannot be written: .*No space left on device; the same", line)
+    assert re.search(r"step-000000(35|40): cannot be written: .*No space left on device; run the same", line)
     assert "Traceback" not in done.stderr
     assert again["code"] == 0
     shutil.move(tmp_path / "kept", disk / "runs")
@@ -139,7 +139,7 @@ def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_goes_on_to_the_same
     assert result is not None
     assert weights_hash(cfg, folder) == weights_hash(cfg, spec_for(cfg, tmp_path).folder)
     for key in ("columns", "tasks", "final_train_loss", "telemetry", "tokens"):
-        assert result[key] == straight[key]
+        assert getattr(result, key) == getattr(straight, key)
     store = open_store(disk / "runs")
-    points = store.client.get_metric_history(result["mlflow_run_id"], "loss")
+    points = store.client.get_metric_history(result.mlflow_run_id, "loss")
     assert sorted(point.step for point in points) == list(range(1, 41))

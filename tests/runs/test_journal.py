@@ -207,7 +207,7 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
     # down for the whole run
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(server.uri, "away"))
     result = execute(spec)
-    assert result["mlflow_run_id"] is None
+    assert result.mlflow_run_id is None
     (line,) = send_left(tmp_path)
     assert line.startswith(f"run {spec.name}: 20 steps of its log did not reach MLflow")
     with server:
@@ -219,7 +219,7 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
         assert send_left(tmp_path) == []
     assert server.steps() == list(range(1, 21))
     assert server.runs[0]["info"]["status"] == "FINISHED"
-    assert ("reasoning", 20, result["columns"]["reasoning"]) in server.points
+    assert ("reasoning", 20, result.columns["reasoning"]) in server.points
     waited = [value for name, _, value in server.points if name == "checkpoint_wait_seconds"]
     assert len(waited) == 20
     assert waited == sorted(waited)

@@ -52,7 +52,7 @@ def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
     assert specs[0].name == specs[1].name
     named = (("a", plain), ("b", watched))
     results = [Worker(spec_for(cfg, tmp_path, name=name)).run().result for name, cfg in named]
-    assert {key: results[0][key] for key in NUMBERS} == {key: results[1][key] for key in NUMBERS}
+    assert [getattr(results[0], key) for key in NUMBERS] == [getattr(results[1], key) for key in NUMBERS]
 
 
 def test_it_is_logged_and_progress_line(book, tmp_path):
@@ -61,15 +61,15 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     store = open_store(tmp_path)
     spec = spec_for(cfg, tmp_path, tracking=Tracking(store.uri, "watched"))
     result = Worker(spec).run().result
-    curve = store.curves([result["mlflow_run_id"]], "validation_loss")[result["mlflow_run_id"]]
+    curve = store.curves([result.mlflow_run_id], "validation_loss")[result.mlflow_run_id]
     # every second step, and the last one
     assert [step for step, _ in curve] == [2, 4, 5]
-    assert math.exp(curve[-1][1]) == pytest.approx(result["columns"]["ppl"], rel=1e-6)
+    assert math.exp(curve[-1][1]) == pytest.approx(result.columns["ppl"], rel=1e-6)
     state = spec.folder.progress()
     assert state is not None
     assert f"validation {curve[-1][1]:.3f}" in progress_line(state)
     # the data are logged as dataset inputs
-    (used,) = store.client.get_run(result["mlflow_run_id"]).inputs.dataset_inputs
+    (used,) = store.client.get_run(result.mlflow_run_id).inputs.dataset_inputs
     assert used.dataset.name == "files:book.txt"
     assert json.loads(used.dataset.profile)["train tokens"] > 1000
 
@@ -84,7 +84,7 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, 
     monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
-    assert (result["best_step"], result["best_validation_loss"]) == ((2, 2.0) if best else (None, None))
+    assert (result.best_step, result.best_validation_loss) == ((2, 2.0) if best else (None, None))
     steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
     assert steps == ({2, 5} if best else {5})
 
@@ -97,7 +97,7 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
     steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
-    assert steps == {result["best_step"], 5}
+    assert steps == {result.best_step, 5}
 
 
 def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):
@@ -107,17 +107,17 @@ def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(
     monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
-    assert result["best_step"] == 2
-    assert result["tokens"] == 4 * cfg.tokens_per_step
-    assert result["final_train_loss"] > 0
+    assert result.best_step == 2
+    assert result.tokens == 4 * cfg.tokens_per_step
+    assert result.final_train_loss > 0
     # the run name resolves to the weights that were measured
     point = find_checkpoint(spec.name, tmp_path)
     assert step_of(point) == 2
     model, _, objective = load_checkpoint(point, read_config(point))
     again = objective.evaluate(model, objective.open(tmp_path))
-    assert again["columns"] == result["columns"]
+    assert again["columns"] == result.columns
     newest, _, _ = load_checkpoint(saved(point.parent)[0], cfg)
-    assert objective.evaluate(newest, objective.open(tmp_path))["columns"] != result["columns"]
+    assert objective.evaluate(newest, objective.open(tmp_path))["columns"] != result.columns
 
 
 def test_where_the_best_is_looked_for_is_part_of_the_name(book):

@@ -46,9 +46,9 @@ def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
     direct = Worker(spec_for(tiny_run, tmp_path, name="direct")).run().result
     wrapped = execute(spec_for(tiny_run, tmp_path, name="wrapped", labels={"row": "lmm"}))
     assert ray.is_initialized() == started
-    assert wrapped["row"] == "lmm"
+    assert wrapped.row == "lmm"
     for key in ("final_train_loss", "columns", "telemetry"):
-        assert wrapped[key] == direct[key]
+        assert getattr(wrapped, key) == getattr(direct, key)
 
 
 def test_a_refusal_is_the_same_error_in_this_process(tiny_run, tmp_path):
@@ -65,8 +65,8 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     one = execute(spec_for(tiny_run, tmp_path, name="one"))
     two = execute(spec_for(tiny_run, tmp_path, Resources(workers=2), name="two"))
-    assert two["final_train_loss"] == pytest.approx(one["final_train_loss"], rel=1e-4)
-    assert two["tokens"] == one["tokens"]
+    assert two.final_train_loss == pytest.approx(one.final_train_loss, rel=1e-4)
+    assert two.tokens == one.tokens
     models = [build_objective(tiny_run).build_model(), build_objective(tiny_run).build_model()]
     for name, model in zip(["one", "two"], models, strict=True):
         load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
@@ -108,7 +108,7 @@ def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_pa
     assert state is not None
     assert state["pid"] != killer.killed
     for key in ("final_train_loss", "columns", "telemetry"):
-        assert result[key] == straight[key]
+        assert getattr(result, key) == getattr(straight, key)
 
 
 def pages_asked_for() -> int:
@@ -232,7 +232,7 @@ for seed in range(10):
     prepare(cfg.data, root)
     # Tune runs each cell of a study in a new thread
     with ThreadPoolExecutor(1) as thread:
-        peaks.append(thread.submit(execute, spec_for(cfg, root)).result()["peak_rss_bytes"])
+        peaks.append(thread.submit(execute, spec_for(cfg, root)).result().peak_rss_bytes)
 print(json.dumps(peaks))
 """
 

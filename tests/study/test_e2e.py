@@ -89,7 +89,7 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     cells = expand(load_study(str(tmp_path / "tiny.yaml")), "small")
     alone = {cell.row: _alone(cell.config, tmp_path / "alone") for cell in cells[:2]}
     root = tmp_path / "runs"
-    folders = {row: RunFolder(root, result["cell"]) for row, result in alone.items()}
+    folders = {row: RunFolder(root, result.cell) for row, result in alone.items()}
 
     first = driver(tmp_path, "--concurrency", "1")
     try:
@@ -116,9 +116,9 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     assert "1 cell has no result" in out
     for row, result in alone.items():
         found = folders[row].result()
-        assert found["row"] == row
+        assert found.row == row
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
-            assert found[key] == result[key], (row, key)
+            assert getattr(found, key) == getattr(result, key), (row, key)
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
     _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)
@@ -154,7 +154,7 @@ def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
     assert len(parents) == 1
     assert not [run for run in runs.values() if run.info.status == "RUNNING"]
     for folder in folders.values():
-        run = runs[folder.result()["mlflow_run_id"]]
+        run = runs[folder.result().mlflow_run_id]
         assert run.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
         assert run.info.status == "FINISHED"
         steps = [metric.step for metric in store.client.get_metric_history(run.info.run_id, "loss")]

@@ -288,7 +288,7 @@ def disk(monkeypatch) -> threading.Event:
     return ready
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, disk):
+def test_steps_continue_while_a_checkpoint_is_written(tmp_path, disk):
     t, phases = trainer(5), Phases()
     with Saver(tmp_path, t, phases=phases) as saver:
         t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=3), until=3)

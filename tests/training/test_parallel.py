@@ -174,7 +174,7 @@ def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(found,
         assert workers.losses(alone) == pytest.approx(carried[10:], rel=5e-6)
 
 
-def test_three_workers_go_on_from_the_streams_of_one(tmp_path, carried, workers):
+def test_three_workers_resume_the_streams_of_one(tmp_path, carried, workers):
     with deterministic(0, threads=1):
         alone = workers.trainer("ddp", stream=workers.CarriedStream)
         first = workers.losses(alone, 10)

@@ -137,7 +137,7 @@ def _run(
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
-    from titans_platform.runs.extend import go_on_from_shorter
+    from titans_platform.runs.extend import resume_from_shorter
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import check_store
@@ -157,7 +157,7 @@ def _run(
     # report config errors before creating a store and starting a cluster
     objective.check(data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
-    if line := go_on_from_shorter(spec, data.fingerprint):
+    if line := resume_from_shorter(spec, data.fingerprint):
         console.print(line, highlight=False, soft_wrap=True)
     alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
     with alone, run_display(spec.folder, console):

@@ -23,14 +23,15 @@ from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
 from titans_platform.objectives.base import Input, Objective, Report, register
-from titans_platform.objectives.datasets import DATASETS, read_dataset
 from titans_platform.objectives.series import (
+    DATASETS,
     Part,
     SeriesData,
     Table,
     Windows,
     keep,
     kept,
+    read_dataset,
     read_series,
     sines,
 )

@@ -39,7 +39,7 @@ class Earlier(NamedTuple):
     """The last checkpoint within those steps, or None."""
 
 
-def go_on_from_shorter(spec: RunSpec, data_fingerprint: str) -> str | None:
+def resume_from_shorter(spec: RunSpec, data_fingerprint: str) -> str | None:
     """Start a run from the checkpoint of a shorter run of the same config. Returns a message that names the
     checkpoint or says why there is none.
 
@@ -61,7 +61,7 @@ def go_on_from_shorter(spec: RunSpec, data_fingerprint: str) -> str | None:
         return None
     longest = max(shorter, key=lambda one: one.optim.steps)
     return (
-        f"run {longest.folder.name} of {longest.optim.steps} steps cannot be gone on with: "
+        f"cannot resume from run {longest.folder.name} of {longest.optim.steps} steps: "
         f"{_why_not(longest, spec)}; training from the start"
     )
 
@@ -128,7 +128,7 @@ def _take(spec: RunSpec, earlier: Earlier) -> str:
         if spec.tracking and result and (logged := result.mlflow_run_id):
             store, run_id = mlflow_run(spec.folder, spec.tracking)
             store.copy_curves(logged, run_id, step)
-    return f"going on from step {step} of run {earlier.folder.name}, which trained the same steps"
+    return f"resuming from step {step} of run {earlier.folder.name}, which trained the same steps"
 
 
 def _begun(progress: Progress) -> Progress:
@@ -149,5 +149,5 @@ def _why_not(earlier: Earlier, spec: RunSpec) -> str:
         return f"no checkpoint of its first {earlier.exact} steps is kept (checkpoint.keep)"
     return (
         f"optim.schedule {target.schedule} falls over all steps, so that rates differ from step "
-        f"{earlier.exact + 1} on (constant and wsd can be gone on with)"
+        f"{earlier.exact + 1} on (constant and wsd can be extended)"
     )

@@ -90,9 +90,7 @@ class Journal:
         except OSError as error:
             raise write_error(self._file, error) from error
 
-    def close(
-        self, end: Callable[[RunLog], object], status: str | None, wait: float = END_SECONDS
-    ) -> str | None:
+    def close(self, end: Callable[[RunLog], object], status: str | None) -> str | None:
         """Send the rest, then call ``end`` with the MLflow run. Returns a message if anything is unsent.
 
         Takes at most END_SECONDS and one request.

@@ -53,7 +53,8 @@ class PreemptionGuard:
         saver.finish()
         step = saver.trainer.progress.step
         if told == _INTERRUPTED:
-            raise Interrupted(f"interrupted after step {step}, at a checkpoint; the same command goes on")
+            where = f"after step {step}, at a checkpoint"
+            raise Interrupted(f"interrupted {where}; run the same command to resume")
         if told == _PREEMPTED:
             raise Preempted(f"told to end; the checkpoint of step {step} is written")
 

@@ -19,14 +19,6 @@ class _Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
-    def __getitem__(self, key: str) -> Any:
-        # for callers that have not moved to attributes yet
-        return getattr(self, key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The field ``key``; for callers that have not moved to attributes yet."""
-        return getattr(self, key, default)
-
 
 class TaskScore(_Record):
     """One task at one length."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import shutil
 import time
 import warnings
@@ -20,6 +21,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,7 +38,6 @@ from titans_platform.files import PATIENCE, backoff, is_transient, retry_transie
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
-from titans_platform.training.rng import rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class _Writer(FileSystemWriter):
 
 def _with_hint(error: TitansError) -> TitansError:
     """The error of a write that is not retried, with the remedy if storage caused it."""
-    hint = "; the same command goes on once it can be" if isinstance(error, StorageError) else ""
+    hint = "; run the same command to resume once it can be" if isinstance(error, StorageError) else ""
     return type(error)(f"{error}{hint}")
 
 
@@ -451,3 +452,23 @@ def _quiet() -> Iterator[None]:
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module="torch.distributed.*")
         yield
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator a run draws from."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    numpy = np.random.get_state(legacy=False)
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, **cuda}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore a state returned by `rng_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(_as_tuple(state["python"]))
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(v) for v in value) if isinstance(value, list | tuple) else value

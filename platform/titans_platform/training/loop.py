@@ -276,7 +276,7 @@ class Trainer:
         else:
             tried = {"skip": f"{SKIPS} batches in a row were left out; ", "rewind": f"{REWINDS} rewinds; "}
             raise Diverged(tried.get(policy, "") + message) from error
-        log.warning("%s; going on with batch %d", message, self.progress.position)
+        log.warning("%s; continuing with batch %d", message, self.progress.position)
 
     def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
         """Take one optimiser step. Returns loss (nats), learning rate, gradient norm and optional telemetry.
