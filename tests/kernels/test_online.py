@@ -37,7 +37,7 @@ def computed(given: list[Tensor], backend: str, **options) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta"])
-@pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101])
+@pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
 def test_it_is_the_recurrence_forward_and_every_gradient(T, rule):
     given = made(T)
     torch.testing.assert_close(

@@ -12,13 +12,20 @@ from W, S the coefficients of `gates` give ``P_t = c_t W + n_t S + sum_{s<t} D[t
 
     (I + L) U = diag(2 theta) (V - diag(c) K W - diag(n) K S),    L[t, s] = 2 theta_t D[t, s] k_t k_s^T.
 
+All blocks are solved at once, up to the state that each starts from. A block is an affine map of that state,
+so the states come from a scan over blocks (`_states`).
+
 Shapes: B rows, T tokens, H heads, D and F the widths of key and value; n blocks of b tokens, R = B H rows.
+A state [R, 2 D, F] is the weights and the momentum, one below the other.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from titans_kernels.memory.forms.reference import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
@@ -27,6 +34,10 @@ from titans_kernels.memory.rules import GatedDelta
 
 BLOCK = 32
 """Tokens per triangular system. Affects only rounding."""
+FEW = 16
+"""Blocks up to which one follows the other."""
+SMALL = 1024
+"""Rows of all states (R times 2 D) from which one block is enough work for a step."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -65,16 +76,68 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, decayed: bool) -> tupl
     X, Y, Z = solved.split([v.shape[-1], k.shape[-1], k.shape[-1]], -1)
     among = C * (q @ k.mT)
     reads = torch.cat([beta[..., None] * q, m[..., None] * q], -1)
-    into_W, into_S = ((part[:, :, -1, :, None] * k).mT for part in (C, N))
-    outputs = []
-    for i in range(rows[1]):
-        state = torch.cat([W, S], 1)
-        U = X[:, i] - torch.cat([Y[:, i], Z[:, i]], -1) @ state
-        outputs.append(reads[:, i] @ state + among[:, i] @ U)
-        last_W, last_S, kept = (x[:, i, -1, None, None] for x in (beta, m, h))
-        W = last_W * W + last_S * S + into_W[:, i] @ U
-        S = kept * S + into_S[:, i] @ U
-    return torch.cat(outputs, 1), W, S
+    # what a block does to the state before it
+    width = k.shape[-1]
+    keeps = torch.cat([x[:, :, -1, None].expand(-1, -1, width) for x in (beta, h)], 2)[..., None]
+    writes = torch.cat([(part[:, :, -1, :, None] * k).mT for part in (C, N)], 2)
+    seen = torch.cat([Y, Z], -1)
+    block = _Blocks(keeps, m[:, :, -1, None, None], writes, seen, writes @ X)
+    states = _states(block, torch.cat([W, S], 1))
+    starts = states[:, :-1]
+    y = reads @ starts + among @ (X - seen @ starts)
+    return y.flatten(1, 2), *states[:, -1].split(width, 1)
+
+
+class _Blocks(NamedTuple):
+    """Blocks as maps of the state X: ``keeps X + (crosses S, 0) - writes seen X + added``."""
+
+    keeps: Tensor
+    """[R, n, 2 D, 1]: what is left of the weights and of the momentum."""
+    crosses: Tensor
+    """[R, n, 1, 1]: how much of the momentum S reaches the weights."""
+    writes: Tensor
+    """[R, n, 2 D, b]: what each token's U adds."""
+    seen: Tensor
+    """[R, n, b, 2 D]: how U depends on the state."""
+    added: Tensor
+    """[R, n, 2 D, F]."""
+
+    def linear(self, x: Tensor) -> Tensor:
+        """The linear part of the map, of x [..., 2 D, F]."""
+        crossed = self.crosses * x[..., x.shape[-2] // 2 :, :]
+        kept = self.keeps * x + F.pad(crossed, (0, 0, 0, crossed.shape[-2]))
+        return kept - self.writes @ (self.seen @ x)
+
+
+def _states(blocks: _Blocks, state: Tensor) -> Tensor:
+    """The states [R, n + 1, 2 D, F] before each block and after the last one.
+
+    One block after the other takes n steps. Many blocks of few rows are cut into groups: the maps of a
+    group's blocks are composed, then the states at the borders of groups follow, then those within groups.
+    This takes about 3 sqrt(n) steps, and all but those between groups are taken for all groups at once.
+    """
+    (rows, n), width = blocks.added.shape[:2], state.shape[1]
+    size = n if n <= FEW or rows * width > SMALL else round((n / 2) ** 0.5)
+    padded = (F.pad(x, (0, 0, 0, 0, 0, -n % size), value=1.0 if x is blocks.keeps else 0.0) for x in blocks)
+    # unbound, not indexed: the backward of an index fills a tensor of all blocks
+    groups = [
+        _Blocks(*step) for step in zip(*(x.unflatten(1, (-1, size)).unbind(2) for x in padded), strict=True)
+    ]
+    count, borders = groups[0].added.shape[1], [state]
+    if count > 1:
+        identity = torch.eye(width, dtype=state.dtype, device=state.device).expand(rows, count, -1, -1)
+        composed = F.pad(identity, (0, state.shape[-1]))
+        for block in groups:
+            composed = block.linear(composed) + F.pad(block.added, (width, 0))
+        through, added = composed.split([width, state.shape[-1]], -1)
+        for factor, term in zip(through.unbind(1)[:-1], added.unbind(1)[:-1], strict=True):
+            borders.append(factor @ borders[-1] + term)
+    x, states = torch.stack(borders, 1), []
+    for block in groups:
+        states.append(x)
+        x = block.linear(x) + block.added
+    # padding changes nothing, so the last group ends with the state after the last token
+    return torch.cat([torch.stack(states, 2).flatten(1, 2)[:, :n], x[:, -1:]], 1)
 
 
 def _before(x: Tensor, first: float) -> Tensor:
