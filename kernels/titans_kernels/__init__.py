@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         recurrent_linear_attention,
         recurrent_scan,
         scan,
+        selective_scan,
     )
     from titans_kernels.registry import find_class, near, source_file
 
@@ -49,6 +50,7 @@ __all__ = [
     "recurrent_scan",
     "rms_norm",
     "scan",
+    "selective_scan",
     "short_convolution",
     "source_file",
     "state_dtype",

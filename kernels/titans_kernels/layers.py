@@ -58,7 +58,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, gate = ctx.saved_tensors
         dy, dx, dgate = dy.contiguous(), torch.empty_like(x), None if gate is None else torch.empty_like(gate)
-        shape, dweight = _norm_shape(x, ctx.epsilon), _Partial(weight)
+        shape, dweight = _norm_shape(x, ctx.epsilon), Partial(weight)
         before, after = [pointer(t) for t in (x, weight, gate, dy, dx)], pointer(dgate)
         backward = _library(x).norm_backward
         parallel_for(
@@ -133,7 +133,7 @@ class _Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *douts):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, state = ctx.saved_tensors
-        dx, dstate, dweight = torch.empty_like(x), x.new_empty(state.shape), _Partial(weight)
+        dx, dstate, dweight = torch.empty_like(x), x.new_empty(state.shape), Partial(weight)
         douts = [g.contiguous() for g in douts]
         before = [ctypes.byref(ctx.shape), *map(pointer, (x, weight, state)), pointers(douts), pointer(dx)]
         after, backward = pointer(dstate), _library(x).mix_backward
@@ -141,7 +141,7 @@ class _Mix(torch.autograd.Function):
         return dx, dweight.sum(), dstate, None, None, None
 
 
-class _Partial:
+class Partial:
     """A gradient accumulated in one tensor per thread."""
 
     def __init__(self, like: Tensor):

@@ -1,13 +1,15 @@
-"""Linear attention with decay, used by RetNet, GLA, HGRN2 and Mamba2, and the scan of Mamba.
+"""Linear attention with decay, used by RetNet, GLA, HGRN2 and Mamba2, and the selective scan of Mamba.
 
-Each comes as a token-by-token recurrence and as a parallel form with the same signature and result.
+Each comes as a token-by-token recurrence and as a parallel form with the same signature and result. On a CPU
+the recurrences of GLA, HGRN2 and Mamba run in C++ if a compiler is found (`titans_kernels.native`).
 
 Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E
-for a decay per key channel and 1 for a decay per head.
+for a decay per key channel and 1 for a decay per head. Of the selective scan: C channels, N states of each.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels import ran
+from titans_kernels.layers import Partial
 from titans_kernels.memory.options import operand_dtype, state_dtype, without_autocast
+from titans_kernels.native import library, parallel_for, pointer, serves
 
 
 def recurrent_linear_attention(
@@ -69,7 +73,8 @@ def linear_attention(
     times as large.
 
     On a GPU, flash-linear-attention's kernels are used if they are installed and support the call
-    (`titans_kernels.fla`); `forms_used` tells which form ran. Passing ``chunk_size`` selects this form.
+    (`titans_kernels.fla`), on a CPU the compiled recurrence for a decay per key channel; `forms_used` tells
+    which form ran. Passing ``chunk_size`` selects this form.
     Arguments and results are those of `recurrent_linear_attention`.
     """
     T, dtype = q.shape[1], state_dtype(q)
@@ -85,7 +90,11 @@ def linear_attention(
         if not torch.compiler.is_compiling():
             if fla and T >= fla.MIN_TOKENS:
                 ran.warn_once("linear_attention", "chunks of PyTorch's operators", reason)
-            ran.note("linear_attention", "chunked", v)
+            inputs = [x.to(dtype) for x in (q, k, v, log_decay, state)]
+            compiled = log_decay.shape[-1] == q.shape[-1] > 1 and v.numel() > 0 and serves(*inputs)
+            ran.note("linear_attention", "native" if compiled else "chunked", v)
+            if compiled:
+                return _Attend.apply(*inputs, _starts(index_BT))  # pyright: ignore[reportReturnType]
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
     with without_autocast(q):
         q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))
@@ -106,6 +115,120 @@ def _fla(v: Tensor) -> Any:
     from titans_kernels import fla
 
     return fla
+
+
+def selective_scan(
+    dt: Tensor, x: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor, index_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mamba's recurrence (Gu and Dao 2023, arXiv 2312.00752, eq. 2): for each channel
+
+        h_t = exp(-dt_t rate) h_{t-1} + dt_t x_t b_t,    y_t = <c_t, h_t>
+
+    Compiled on a CPU; elsewhere `scan` of all states, which takes N times the memory of x.
+
+    Args:
+        dt: steps, at least 0, [B, T, C].
+        x: inputs, [B, T, C].
+        b: input weights, the same for all channels, [B, T, N].
+        c: output weights, [B, T, N].
+        rate: rates of decay, at least 0, [C, N].
+        state: h_0, [B, C, N].
+        index_BT: index of the packed document of each token; the state is reset to zero where a document
+            starts inside a row.
+
+    Returns:
+        y [B, T, C] and the state after the last token [B, C, N], in the common dtype of the arguments.
+    """
+    starts = _starts(index_BT)
+    if x.numel() and serves(dt, x, b, c, rate, state):
+        return _Select.apply(dt, x, b, c, rate, state, starts)  # pyright: ignore[reportReturnType]
+    decay = torch.exp(-dt[..., None] * rate)  # [B, T, C, N]
+    if starts is not None:
+        decay = torch.where(starts[..., None, None], 0, decay)
+    h = scan(decay, (dt * x)[..., None] * b[:, :, None], state)
+    # a copy: a view would keep the states of all tokens alive
+    return (h @ c[..., None]).squeeze(-1), h[:, -1].clone() if x.shape[1] else state
+
+
+def _starts(index_BT: Tensor | None) -> Tensor | None:
+    """[B, T]: whether the state is reset before the token."""
+    if index_BT is None:
+        return None
+    return F.pad(index_BT[:, 1:] != index_BT[:, :-1], (1, 0))
+
+
+EVERY = 16
+"""Tokens between the states that the compiled recurrences store for their backward."""
+
+
+class _Attend(torch.autograd.Function):
+    """`recurrent_linear_attention` with a decay per key channel, in C++."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, starts: Tensor | None
+    ):
+        (B, T, H, E), values = q.shape, v.shape[-1]
+        q, k, v, log_decay, state = inputs = [x.contiguous() for x in (q, k, v, log_decay, state)]
+        y, end = torch.empty_like(v), torch.empty_like(state)
+        saved = state.new_empty(B * H, -(-T // EVERY), E, values)
+        ctx.save_for_backward(*inputs, starts, saved)
+        ctx.shape = shape = (ctypes.c_int64 * 5)(T, H, E, values, EVERY)
+        tensors = [pointer(x) for x in (*inputs, starts, y, end, saved)]
+        run = _compiled(q).attend_forward
+        parallel_for(B * H, lambda *jobs: run(shape, *tensors, *jobs))
+        return y, end
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dend: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        *inputs, starts, saved = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in inputs]
+        before = [*inputs[:4], starts, saved, dy.contiguous(), dend.contiguous()]
+        tensors, run = [pointer(x) for x in (*before, *grads)], _compiled(dy).attend_backward
+        parallel_for(len(saved), lambda *jobs: run(ctx.shape, *tensors, *jobs))
+        return *grads, None
+
+
+class _Select(torch.autograd.Function):
+    """`selective_scan` in C++. Channels are independent; few rows are shared out by blocks of channels."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any):
+        *tensors, starts = given
+        inputs = [x.contiguous() for x in tensors]
+        dt, _, b, *_, state = inputs
+        (B, T, C), states = dt.shape, b.shape[-1]
+        width = -(-C // -(-torch.get_num_threads() // B))
+        y, end = torch.empty_like(dt), torch.empty_like(state)
+        saved = state.new_empty(B, -(-T // EVERY), C, states)
+        ctx.save_for_backward(*inputs, starts, saved)
+        ctx.shape, ctx.blocks = (ctypes.c_int64 * 5)(T, C, states, width, EVERY), -(-C // width)
+        pointers, run = [pointer(x) for x in (*inputs, starts, y, end, saved)], _compiled(dt).select_forward
+        parallel_for(B * ctx.blocks, lambda *jobs: run(ctx.shape, *pointers, *jobs))
+        return y, end
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dend: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        *inputs, starts, saved = ctx.saved_tensors
+        dt, x, b, _, rate, state = inputs
+        ddt, dx, dstate, drate = *(torch.empty_like(y) for y in (dt, x, state)), Partial(rate)
+        # a part for each block of channels
+        db, dc = b.new_empty(2, ctx.blocks, *b.shape)
+        before = [*inputs[:5], starts, saved, dy.contiguous(), dend.contiguous(), ddt, dx, db, dc, dstate]
+        pointers, run = [pointer(y) for y in before], _compiled(dy).select_backward
+        rows = ctypes.c_int64(len(b))
+        parallel_for(
+            len(b) * ctx.blocks, lambda *jobs: run(ctx.shape, *pointers, rows, drate.of(jobs), *jobs)
+        )
+        return ddt, dx, db.sum(0), dc.sum(0), drate.sum(), dstate, None
+
+
+def _compiled(x: Tensor) -> ctypes.CDLL:
+    found = library(x.dtype)
+    assert found is not None  # checked by `serves`
+    return found
 
 
 def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:

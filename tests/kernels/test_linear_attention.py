@@ -6,7 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from titans_kernels import linear_attention, recurrent_linear_attention, recurrent_scan, scan
+from tests.kernels.cases import needs_compiler
+from titans_kernels import (
+    forms_used,
+    linear_attention,
+    recurrence,
+    recurrent_linear_attention,
+    recurrent_scan,
+    scan,
+    selective_scan,
+)
+
+
+@pytest.fixture
+def torch_threads():
+    """Sets the number of threads; the number before is restored after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def inputs(T: int, channels: int, strongest: float = 3.0) -> list[Tensor]:
@@ -44,6 +61,56 @@ def test_chunks_give_the_recurrence(T, channels, packed):
     index = documents(T) if packed else None
     found = linear_attention(*x, index, chunk_size=8)
     compare(found, recurrent_linear_attention(*x, index), x)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("T", [1, 7, 16, 17, 41])
+@pytest.mark.parametrize("threads", [1, 2])
+@needs_compiler
+def test_the_compiled_form_is_the_recurrence(T, packed, threads, torch_threads):
+    torch_threads(threads)
+    x = inputs(T, 4)
+    index = documents(T) if packed else None
+    forms_used(forget=True)
+    compare(linear_attention(*x, index), recurrent_linear_attention(*x, index), x)
+    assert forms_used() == ["linear_attention: native"]
+
+
+def scanned(T: int, rows: int = 2) -> list[Tensor]:
+    """Arguments of `selective_scan` for five channels of three states."""
+    g = torch.Generator().manual_seed(T)
+    shapes = [(rows, T, 5), (rows, T, 5), (rows, T, 3), (rows, T, 3), (5, 3), (rows, 5, 3)]
+    dt, x, b, c, rate, state = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes)
+    return [y.detach().requires_grad_() for y in (dt.exp(), x, b, c, rate.exp(), state)]
+
+
+def by_token(dt, x, b, c, rate, h, index=None):
+    """Mamba's recurrence as the paper has it."""
+    outputs = []
+    for t in range(dt.shape[1]):
+        if index is not None and t:
+            h = h * (index[:, t] == index[:, t - 1])[:, None, None]
+        h = torch.exp(-dt[:, t, :, None] * rate) * h + (dt * x)[:, t, :, None] * b[:, t, None]
+        outputs.append((h * c[:, t, None]).sum(-1))
+    return torch.stack(outputs, 1), h
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_compiler), False])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("T", [1, 16, 17, 41])
+def test_the_selective_scan_is_mambas_recurrence(T, packed, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(recurrence, "serves", lambda *_: False)
+    x = scanned(T)
+    index = documents(T) if packed else None
+    compare(selective_scan(*x, index), by_token(*x, index), x)
+
+
+@needs_compiler
+def test_few_rows_are_shared_out_by_channels(torch_threads):
+    torch_threads(2)
+    x = scanned(41, rows=1)
+    compare(selective_scan(*x), by_token(*x), x)
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-SOURCES = ("memory.cpp", "layers.cpp", "budget.cpp")
+SOURCES = ("memory.cpp", "layers.cpp", "budget.cpp", "scans.cpp")
 HEADERS = ("exponential.h",)
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-march=native", "-shared", "-fPIC"]
 COMPILE_SECONDS = 120

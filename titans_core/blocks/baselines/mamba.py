@@ -14,7 +14,7 @@ from titans_core.blocks.base import Block, Positions
 from titans_core.blocks.baselines.mamba2 import LOG_STEPS, SSMState, step_bias
 from titans_core.config import Frozen, ModelConfig
 from titans_core.layers import CausalConv
-from titans_kernels import scan, state_dtype, without_autocast
+from titans_kernels import selective_scan, state_dtype, without_autocast
 
 
 class MambaOptions(Frozen):
@@ -60,22 +60,19 @@ class Mamba(Block):
         x, gate = self.w_in(self.norm(x_BTD)).chunk(2, -1)
         x, conv = self.conv(x, state.conv_BKC, documents)
         x = F.silu(x + self.conv_bias)
-        y, ssm = self._selective_scan(x, state.ssm, positions if documents else None)
+        y, ssm = self._scan(x, state.ssm, documents and documents.index_BT)
         out = x_BTD + self.w_o((y * F.silu(gate)).to(x_BTD.dtype))
         return out, None if documents else SSMState(conv, ssm)
 
-    def _selective_scan(self, x: Tensor, start: Tensor, packed: Positions | None) -> tuple[Tensor, Tensor]:
+    def _scan(self, x: Tensor, start: Tensor, index_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """y [B, T, C] and the state after the last token [B, C, N]."""
         dt, b, c = self.w_x(x).split(self.widths, -1)
         with without_autocast(x):
             dt, b, c, x = (y.to(start.dtype) for y in (self.w_dt(dt.to(self.w_dt.weight.dtype)), b, c, x))
             dt = F.softplus(dt + self.dt_bias_C)
-            decay = torch.exp(-dt[..., None] * self.log_a_CN.to(dt.dtype).exp())  # [B, T, C, N]
-            if packed is not None:
-                decay = torch.where((packed.position_BT == 0)[..., None, None], 0, decay)
-            h = scan(decay, (dt * x)[..., None] * b[:, :, None], start.expand(x.shape[0], -1, -1))
-            # a copy: a view would keep the states of all tokens alive
-            return (h @ c[..., None]).squeeze(-1) + self.skip_C * x, h[:, -1].clone()
+            rate_CN = self.log_a_CN.to(dt.dtype).exp()
+            y, h = selective_scan(dt, x, b, c, rate_CN, start.expand(x.shape[0], -1, -1), index_BT)
+            return y + self.skip_C * x, h
 
     def start(self, batch: int) -> SSMState:
         """The state before the first token."""

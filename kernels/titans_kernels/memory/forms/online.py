@@ -85,7 +85,7 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, decayed: bool) -> tupl
     states = _states(block, torch.cat([W, S], 1))
     starts = states[:, :-1]
     y = reads @ starts + among @ (X - seen @ starts)
-    return y.flatten(1, 2), *states[:, -1].split(width, 1)
+    return y.flatten(1, 2), states[:, -1, :width], states[:, -1, width:]
 
 
 class _Blocks(NamedTuple):
