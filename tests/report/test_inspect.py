@@ -19,8 +19,18 @@ from titans_platform.cli import run
 from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.objectives import build_objective
-from titans_platform.report.numbers.inspected import SCHEMA, Inspected, arrow_table, inspect_text, token_texts
-from titans_platform.report.render.inspect_page import binned, kept_shares, page, rounded, shades
+from titans_platform.report.inspect import (
+    SCHEMA,
+    Inspected,
+    arrow_table,
+    binned,
+    inspect_text,
+    kept_shares,
+    page,
+    rounded,
+    shades,
+    token_texts,
+)
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import write_json
-from titans_platform.report.numbers.table import build_table
 from titans_platform.report.publish import log_report, make, write_report
 from titans_platform.report.report import build_report
+from titans_platform.report.table import build_table
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.tracking import Store, open_store
@@ -58,7 +58,7 @@ def test_a_cells_run_has_the_units_of_the_table(study_run, store):
     report = build_report(build_table(study_run))
     log_report(store, report, write_report(report, study_run.folder.path))
     parent = log_report(store, report, write_report(report, study_run.folder.path))
-    run_id = report.table.results[0]["mlflow_run_id"]
+    run_id = report.table.results[0].mlflow_run_id
     run = store.client.get_run(run_id)
     assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
     assert run.info.status == "FINISHED"

@@ -14,15 +14,14 @@ import pytest
 
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
-from titans_platform.report.figures import plot
+from titans_platform.report import export
+from titans_platform.report.figures import pictures, plot
 from titans_platform.report.figures.buckets import against_position, depth_maps
 from titans_platform.report.figures.data import figure_data
 from titans_platform.report.figures.picture import DARK, LIGHT, svg
-from titans_platform.report.figures.rules import pictures
-from titans_platform.report.numbers.table import Table, build_table
-from titans_platform.report.render import text as export
-from titans_platform.report.render.html import report_page
+from titans_platform.report.html import report_page
 from titans_platform.report.report import Links, build_report
+from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun, expand
 from titans_platform.study.spec import Axis, Column, Expectation, Row, Scale, Study
@@ -75,7 +74,7 @@ def result(cell: Cell, i: int, tasks) -> dict:
 
 
 def curves(table: Table) -> dict:
-    runs = [r["mlflow_run_id"] for row in table.rows for r in row.results]
+    runs = [r.mlflow_run_id for row in table.rows for r in row.results]
     return {run: [(step, 5 / step) for step in range(1, 50)] for run in runs}
 
 

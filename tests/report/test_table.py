@@ -11,18 +11,12 @@ from rich.console import Console
 from titans_platform import text
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
-from titans_platform.report.numbers.table import (
-    as_record,
-    build_table,
-    column_stderr,
-    discriminate,
-    item_stderr,
-)
-from titans_platform.report.numbers.verdict import by_seed
+from titans_platform.report import export
+from titans_platform.report.export import as_record, terminal
 from titans_platform.report.publish import write_report
-from titans_platform.report.render import text as export
-from titans_platform.report.render.text import terminal
 from titans_platform.report.report import build_report
+from titans_platform.report.table import build_table, column_stderr, item_stderr
+from titans_platform.report.verdict import by_seed, discriminate
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.result import TaskScore
 from titans_platform.study.grid import Cell, StudyRun

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from titans_platform.report.numbers.table import Entry
-from titans_platform.report.numbers.verdict import (
+from titans_platform.report.table import Entry
+from titans_platform.report.verdict import (
     Comparison,
     adjust,
     cell,

@@ -169,7 +169,7 @@ def _check_report(folder: Path, alone: dict[str, dict]) -> None:
     """The page has the numbers, the runs behind them, what failed and why, and how it was made."""
     page = (folder / "report.html").read_text()
     for result in alone.values():
-        assert f"<code>{result['cell']}</code>" in page
+        assert f"<code>{result.cell}</code>" in page
     assert "loss nan" in page
     assert "2 of 3 cells" in page
     assert "sweep run tiny.yaml --scale small" in page

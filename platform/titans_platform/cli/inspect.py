@@ -55,8 +55,7 @@ def inspect(
     from titans_core.telemetry import healthy_limits, out_of_range
     from titans_platform.cli.generate import beyond_training
     from titans_platform.files import write_text
-    from titans_platform.report.numbers.inspected import inspect_text, write_arrow
-    from titans_platform.report.render.inspect_page import page
+    from titans_platform.report.inspect import inspect_text, page, write_arrow
     from titans_platform.runs.load import load_run
     from titans_platform.training.loop import deterministic
 

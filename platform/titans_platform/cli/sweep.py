@@ -25,7 +25,7 @@ from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
-    from titans_platform.report.numbers.table import Table
+    from titans_platform.report.table import Table
     from titans_platform.study.grid import StudyRun
     from titans_platform.study.plan import Plan
     from titans_platform.study.spec import Study
@@ -451,7 +451,7 @@ def _console(as_json: bool) -> Console:
 
 
 def _exit_code(table: Table, as_json: bool) -> int:
-    from titans_platform.report.numbers.table import as_record
+    from titans_platform.report.export import as_record
 
     if as_json:
         echo_json(as_record(table))

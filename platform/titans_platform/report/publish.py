@@ -14,10 +14,10 @@ from rich.console import Console
 from titans_platform.errors import UsageError
 from titans_platform.files import write_text
 from titans_platform.provenance import commands
+from titans_platform.report import export, html
 from titans_platform.report.figures.picture import save
-from titans_platform.report.numbers.table import Table, build_table
-from titans_platform.report.render import html, text
 from titans_platform.report.report import Links, Report, build_report
+from titans_platform.report.table import Table, build_table
 from titans_platform.runs.result import Result
 from titans_platform.study.overview import Item
 from titans_platform.study.paper import read_paper
@@ -62,7 +62,7 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
     path = run.folder.path
     folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
-    console.print(text.terminal(report, console.width))
+    console.print(export.terminal(report, console.width))
     console.print(f"report {folder / PAGE}", highlight=False, soft_wrap=True)
     console.print(f"also in {folder}/: {others}, {FIGURES}/", highlight=False, soft_wrap=True, style="dim")
     return table
@@ -96,11 +96,11 @@ def write_report(report: Report, folder: Path) -> dict[str, Path]:
     """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
     texts = {
         PAGE: html.report_page(report),
-        "table.md": text.markdown(report, FIGURES),
-        "table.tex": text.latex(report),
-        "table.csv": text.summary_csv(report),
-        "cells.csv": text.cells_csv(report),
-        "verdict.csv": text.verdict_csv(report),
+        "table.md": export.markdown(report, FIGURES),
+        "table.tex": export.latex(report),
+        "table.csv": export.summary_csv(report),
+        "cells.csv": export.cells_csv(report),
+        "verdict.csv": export.verdict_csv(report),
     }
     for name, content in texts.items():
         write_text(folder / name, content)
@@ -124,7 +124,7 @@ def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
     log.table(_records(report), "table.json")
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
-    log.note("\n".join([text.markdown(report), "**Cells**", "", *_cell_links(store, report), ""]))
+    log.note("\n".join([export.markdown(report), "**Cells**", "", *_cell_links(store, report), ""]))
     # means as metrics, so that studies can be plotted against each other
     means = {
         f"{key}/{_metric_name(row.name)}": number.entry.mean
@@ -153,7 +153,7 @@ def _records(report: Report) -> list[dict[str, Any]]:
     names += ["parameters", "state bytes"]
     return [
         dict(zip(names, line, strict=True)) | {"cells": " ".join(result.cell for result in row.results)}
-        for row, line in zip(report.rows, text.body(report), strict=True)
+        for row, line in zip(report.rows, export.body(report), strict=True)
     ]
 
 

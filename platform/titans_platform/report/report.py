@@ -8,18 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from titans_platform.report.figures import pictures
 from titans_platform.report.figures.data import Curve, figure_data
 from titans_platform.report.figures.picture import Picture
-from titans_platform.report.figures.rules import pictures
-from titans_platform.report.numbers.table import (
+from titans_platform.report.table import Entry, Table, TableRow
+from titans_platform.report.verdict import (
+    Comparison,
     Discrimination,
-    Entry,
-    Table,
-    TableRow,
+    VerdictTable,
     best_rows,
+    compare,
     discriminate,
+    verdict_table,
 )
-from titans_platform.report.numbers.verdict import Comparison, VerdictTable, compare, verdict_table
 from titans_platform.runs.result import Result
 from titans_platform.text import NONE, commit, flatten, number, plural
 

@@ -26,7 +26,7 @@ from titans_platform.report.figures.picture import (
     Picture,
     panel,
 )
-from titans_platform.report.numbers.table import TableRow, task_of
+from titans_platform.report.table import TableRow, task_of
 from titans_platform.text import plural, short, tokens
 
 PER_ROW = 24

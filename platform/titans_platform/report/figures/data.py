@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from titans_platform.report.numbers.table import Table, TableRow, task_of
+from titans_platform.report.table import Table, TableRow, task_of
 from titans_platform.runs.result import Result
 from titans_platform.study.spec import Axis as StudyAxis
 from titans_platform.study.spec import Column, Row

@@ -1,7 +1,6 @@
-"""Which figures a study gets, by rules on its axes and on what was measured.
+"""Figures by rules on a study's axes and on what was measured.
 
-A rule looks at the data and gives pictures, or none where it does not apply. A new kind of figure is one
-function and its line in ``RULES``; no study names its figures.
+A rule looks at the data and yields pictures, none where it does not apply; `figures.RULES` lists all rules.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from titans_platform.report.figures import plot
-from titans_platform.report.figures.buckets import against_position, depth_maps
 from titans_platform.report.figures.data import THROUGHPUT, Axis, Curve, FigureData, Series, Value, axis_value
 from titans_platform.report.figures.picture import (
     KINDS,
@@ -305,21 +303,3 @@ def _ends(drawn: Sequence[Line], decimals: int) -> str:
     words = [f"{name} from {means[0]} to {means[-1]}" for name, means in ends[:MAX_DESCRIBED]]
     words += [f"and {len(ends) - MAX_DESCRIBED} more"] if len(ends) > MAX_DESCRIBED else []
     return "; ".join(words) or "nothing measured yet"
-
-
-RULES = (
-    rows_side_by_side,
-    heat_maps,
-    against_a_field,
-    against_measured_length,
-    depth_maps,
-    against_position,
-    against_every_field,
-    trials_of_a_search,
-    learning_curves,
-)
-
-
-def pictures(data: FigureData) -> list[Picture]:
-    """Every figure of a study, in the order of the report."""
-    return [picture for rule in RULES for picture in rule(data)]

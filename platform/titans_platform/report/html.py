@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from titans_platform.report.export import cells_csv, latex, summary_csv
 from titans_platform.report.figures.picture import DARK, LIGHT, Line, Picture, svg
-from titans_platform.report.render.text import cells_csv, latex, summary_csv
 from titans_platform.report.report import Report
 from titans_platform.text import NONE, commit, count, number, plural
 
@@ -39,7 +39,7 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _templates() -> Environment:
-    loader = FileSystemLoader(Path(__file__).parent)
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(number=number, count=count, commit=commit)
     environment.globals.update(none_sign=NONE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -239,97 +239,3 @@ def item_stderr(measured: TaskScore) -> float:
     if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.value <= 1:
         return error
     return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)
-
-
-@dataclass(frozen=True)
-class Discrimination:
-    """How well a column separates the rows; reference rows are left out."""
-
-    column: str
-    best: str
-    worst: str
-    gap: float | None
-    """Best minus worst in standard deviations pooled over all rows; None with one seed."""
-    pair_gap: float | None
-    """The same in standard deviations of these two rows."""
-    above_chance: float | None
-    """The first row's distance above chance in its standard errors; None where lower is better."""
-    first: str = ""
-
-
-def discriminate(table: Table) -> list[Discrimination]:
-    """For each column that has at least two rows with numbers."""
-    return [found for key in table.columns if (found := _discriminate(table, key))]
-
-
-def _discriminate(table: Table, key: str) -> Discrimination | None:
-    higher = table.columns[key].higher_is_better
-    entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
-    means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
-    if len(means) < 2:
-        return None
-    ends = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    worst, best = ends if higher else ends[::-1]
-    distance, pair = abs(means[best] - means[worst]), (entries[best], entries[worst])
-    gap, pair_gap = (_ratio(distance, pooled_sd(group)) for group in (entries.values(), pair))
-    first, level, above = table.rows[0].row.name, table.chance.get(key), None
-    if first in means and level is not None and higher:
-        above = _ratio(means[first] - level, entries[first].stderr)
-    return Discrimination(key, best, worst, gap, pair_gap, above, first)
-
-
-def best_rows(table: Table, key: str) -> set[str]:
-    """The rows whose mean, as printed, is the best; none where it is not better than chance.
-
-    Reference rows take no part, and there must be two different means to compare.
-    """
-    column = table.columns[key]
-    sign = 1 if column.higher_is_better else -1
-    means = {
-        row.row.name: sign * round(mean, column.decimals)
-        for row in table.rows
-        if not row.row.reference and (mean := row.entries[key].mean) is not None
-    }
-    best, chance = max(means.values(), default=0.0), table.chance.get(key)
-    if len(set(means.values())) < 2 or (chance is not None and best <= sign * chance):
-        return set()
-    return {name for name, mean in means.items() if mean == best}
-
-
-def pooled_sd(entries: Iterable[Entry]) -> float | None:
-    """Standard deviation over seeds pooled over rows, weighted by degrees of freedom; None without any."""
-    spread = [(len(e.values) - 1, e.sd) for e in entries if e.sd is not None]
-    freedom = sum(n for n, _ in spread)
-    return math.sqrt(sum(n * sd**2 for n, sd in spread) / freedom) if freedom else None
-
-
-def _ratio(distance: float, sd: float | None) -> float | None:
-    """A distance in standard deviations; None where the standard deviation is 0 or unknown."""
-    return distance / sd if sd else None
-
-
-def as_record(table: Table) -> dict[str, Any]:
-    """The table as a JSON value: means, spreads, the paper's numbers, cells, discrimination."""
-    rows = [
-        {
-            "row": row.row.name,
-            "columns": {
-                key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
-                for key, e in row.entries.items()
-            },
-            "parameters": row.size_of("parameters"),
-            "state_bytes": row.size_of("state_bytes"),
-            "cells": [cell.name for cell in row.cells],
-            "failures": list(row.failures),
-        }
-        for row in table.rows
-    ]
-    return {
-        "study": table.study,
-        "scale": table.scale,
-        "comparable": table.comparable,
-        "rows": rows,
-        "chance": table.chance,
-        "missing": table.missing,
-        "discrimination": {found.column: asdict(found) for found in discriminate(table)},
-    }

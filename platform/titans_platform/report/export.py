@@ -1,10 +1,11 @@
-"""A report as CSV for a spreadsheet, LaTeX for a paper, Markdown for a web page, lines for a terminal."""
+"""A report as CSV, LaTeX, Markdown, lines for a terminal; a table as JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -13,6 +14,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from titans_platform.report.report import DAGGERS, SIZES, Number, Report
+from titans_platform.report.table import Table
+from titans_platform.report.verdict import discriminate
 from titans_platform.text import NONE, commit, count
 
 ESCAPES = str.maketrans(
@@ -75,6 +78,33 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
     # None is written as an empty field
     csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
+
+
+def as_record(table: Table) -> dict[str, Any]:
+    """The table as a JSON value: means, spreads, the paper's numbers, cells, discrimination."""
+    rows = [
+        {
+            "row": row.row.name,
+            "columns": {
+                key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
+                for key, e in row.entries.items()
+            },
+            "parameters": row.size_of("parameters"),
+            "state_bytes": row.size_of("state_bytes"),
+            "cells": [cell.name for cell in row.cells],
+            "failures": list(row.failures),
+        }
+        for row in table.rows
+    ]
+    return {
+        "study": table.study,
+        "scale": table.scale,
+        "comparable": table.comparable,
+        "rows": rows,
+        "chance": table.chance,
+        "missing": table.missing,
+        "discrimination": {found.column: asdict(found) for found in discriminate(table)},
+    }
 
 
 def body(

@@ -1,1 +1,0 @@
-"""A report as HTML, Markdown, CSV, LaTeX and lines for a terminal."""
