@@ -12,7 +12,7 @@ import yaml
 
 from titans_platform.cli import run
 from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
-from titans_platform.clusters.jobs import Answer, Job, JobInfo
+from titans_platform.clusters.base import Answer, Job, JobInfo
 from titans_platform.clusters.kuberay import KubeRay, ray_job
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token

@@ -11,7 +11,7 @@ import pytest
 from titans_platform import cli
 from titans_platform.report.publish import paper_page
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.overview import overview, studies_of_the_paper
+from titans_platform.study.status import overview, studies_of_the_paper
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_page_has_our_numbers_and_the_papers(begun):
 
 
 def test_the_page_is_written_under_the_root(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("titans_platform.study.overview.studies_of_the_paper", dict)
+    monkeypatch.setattr("titans_platform.study.status.studies_of_the_paper", dict)
     assert cli.run(["paper", "--root", str(tmp_path)]) == 0
     assert str(tmp_path / "paper.html") in capsys.readouterr().out
     assert "no study here yet" in (tmp_path / "paper.html").read_text()

@@ -24,8 +24,8 @@ from titans_platform.report.report import Links, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun, expand
+from titans_platform.study.run import params
 from titans_platform.study.spec import Axis, Column, Expectation, Row, Scale, Study
-from titans_platform.study.tracker import params
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
 ACC = Column(title="Reasoning", unit="%", factor=100)

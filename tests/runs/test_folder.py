@@ -19,7 +19,6 @@ from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.plan import Plan, make_plan
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import cell_statuses
-from titans_platform.study.timings import Stopwatch
 from titans_platform.text import clock
 from titans_platform.tracking import open_store
 
@@ -207,7 +206,7 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
     write_json(cells[0].folder(tmp_path).path / "progress.json", half)
     with cells[0].folder(tmp_path).hold():
-        view = StudyView(Plan(study_of(tmp_path, *cells), 1), Stopwatch())
+        view = StudyView(Plan(study_of(tmp_path, *cells), 1))
         view.started = time.monotonic() - 10
         assert view.eta(cell_statuses(cells, tmp_path)) is None
         assert "1 running, 1 missing" in view.plain()

@@ -21,7 +21,7 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.text import flatten
 from titans_platform.tracking import Store, check_store, open_store
-from titans_platform.tracking.run_log import NO_RETRIES
+from titans_platform.tracking.store import NO_RETRIES
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import click
 
 from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import DETACHED, Answer, Job, Jobs, Log
+from titans_platform.clusters.base import DETACHED, Answer, Cluster, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError

@@ -20,7 +20,6 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.study.search import SearchState
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
-from titans_platform.study.timings import Stopwatch
 from titans_platform.text import clock, count, number
 
 if TYPE_CHECKING:
@@ -90,9 +89,9 @@ class StudyDisplay:
                 yield
 
     @contextmanager
-    def running(self, plan: Plan, stopwatch: Stopwatch) -> Iterator[None]:
+    def running(self, plan: Plan) -> Iterator[None]:
         """All cells in one bar, and a line for each running cell."""
-        view = StudyView(plan, stopwatch)
+        view = StudyView(plan)
         with self._report_interrupt(plan):
             if self.console.is_terminal:
                 with Live(get_renderable=view.render, console=self.console, refresh_per_second=2,
@@ -128,8 +127,8 @@ class StudyDisplay:
 class StudyView:
     """What is shown of a study while a plan runs; measures in the units of the table."""
 
-    def __init__(self, plan: Plan, stopwatch: Stopwatch):
-        self.study, self.todo, self.stopwatch = plan.study, plan.todo, stopwatch
+    def __init__(self, plan: Plan):
+        self.study, self.todo = plan.study, plan.todo
         self.started = time.monotonic()
         self._at_start = {
             item.cell.name: 0.0 if item.state in ("done", "failed") else item.fraction
@@ -169,7 +168,7 @@ class StudyView:
         for item in statuses:
             if item.state == "running":
                 lines.add_row(*running_line(item))
-        return lines if lines.rows else Text(self.stopwatch.now, style="dim")
+        return lines if lines.rows else Text("no cell is running", style="dim")
 
     def news(self) -> list[str]:
         """A line for each cell that ended since the last call."""
@@ -199,8 +198,7 @@ class StudyView:
         running = [running_line(item) for item in statuses if item.state == "running"]
         cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
         line = f"[{self._elapsed()}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
-        doing = cells or self.stopwatch.now
-        return f"{line} | {doing}" if doing else line
+        return f"{line} | {cells}" if cells else line
 
 
 def running_line(item: CellStatus) -> list[str]:

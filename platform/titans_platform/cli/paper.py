@@ -29,7 +29,7 @@ def paper(root: Path, out: Path | None) -> None:
     """
     from titans_platform.files import write_text
     from titans_platform.report.publish import PAPER_PAGE, paper_page
-    from titans_platform.study.overview import overview, studies_of_the_paper
+    from titans_platform.study.status import overview, studies_of_the_paper
 
     root = root.resolve()
     page = paper_page(overview(root, studies_of_the_paper()), root)

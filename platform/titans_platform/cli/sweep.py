@@ -90,7 +90,7 @@ def list_studies(root: Path, as_json: bool) -> None:
       titans sweep list
     """
     from titans_platform.study.grid import known_studies, load_study
-    from titans_platform.study.overview import overview
+    from titans_platform.study.status import overview
 
     studies = []
     for path in known_studies().values():
@@ -212,9 +212,7 @@ def run(
     from titans_platform.cli.live import StudyDisplay, say
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.plan import make_plan
-    from titans_platform.study.timings import Stopwatch
 
-    stopwatch = Stopwatch()
     console, study = _console(as_json), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
@@ -225,7 +223,7 @@ def run(
     # half a second of imports that a plan need not wait for
     from titans_platform.report.publish import make as report_study
     from titans_platform.runs.reporter import send_left
-    from titans_platform.study.run import run_plan, summary
+    from titans_platform.study.run import run_plan
     from titans_platform.tracking import check_store
 
     with joined(chosen["root"]):
@@ -237,10 +235,12 @@ def run(
             check_store(study.root)
             send_left(study.root)
         with study.folder.lock():
-            plan = run_plan(plan, StudyDisplay(console), stopwatch)
+            plan = run_plan(plan, StudyDisplay(console))
             table = report_study(plan.study, console, link=bool(plan.todo))
-            for line in summary(plan, stopwatch):
-                say(console, line)
+        search = plan.study.search.record() if plan.study.search else None
+        lines = _summary(search, plan.study.folder.timings() if plan.todo else None)
+        for line in [*lines, *(send_left(study.root) if plan.todo else ())]:
+            say(console, line)
     return _exit_code(table, as_json)
 
 
@@ -385,18 +385,13 @@ def _print_status(status: StudyStatus, console: Console) -> None:
     """Print a status as text."""
     from titans_platform.cli.live import running_line, say
     from titans_platform.study.status import counted, counts
-    from titans_platform.study.timings import timings_line
     from titans_platform.text import clock
 
     driver = "a sweep run is working on it" if status.running else "no sweep run is working on it"
     name = f"[bold]{status.folder.label}[/]"
     cells = f"{len(status.cells)} cells, {counted(counts(status.cells))}"
     console.print(f"{name}: {cells}; {driver}", highlight=False)
-    grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), []
-    if search := status.search:
-        lines += [search["line"], *([f"Found: {search['set']}"] if search["set"] else [])]
-    if status.timings:
-        lines.append(timings_line(status.timings))
+    grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), _summary(status.search, status.timings)
     for item in status.cells:
         progress, row, seed = item.progress, item.cell.row, f"seed {item.cell.seed}"
         if item.state == "running":
@@ -409,6 +404,14 @@ def _print_status(status: StudyStatus, console: Console) -> None:
         console.print(grid)
     for line in lines:
         say(console, line)
+
+
+def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> list[str]:
+    """What a search found, and where the time went."""
+    from titans_platform.study.status import timings_line
+
+    found = [search["line"], f"Found: {search['set']}" if search["set"] else ""] if search else []
+    return [*filter(None, found), *([timings_line(timings)] if timings else [])]
 
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")

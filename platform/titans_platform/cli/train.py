@@ -173,7 +173,7 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     from titans_platform.provenance import commit
     from titans_platform.runs.spec import Tracking
     from titans_platform.study.grid import Cell
-    from titans_platform.study.tracker import params
+    from titans_platform.study.run import params
     from titans_platform.tracking import open_store
 
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}

@@ -21,8 +21,7 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from titans_platform.clusters import steps
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
+from titans_platform.clusters.base import Cluster, Job, JobInfo, Jobs, Log
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import Note, Run, Step
 from titans_platform.errors import ClusterError, UsageError

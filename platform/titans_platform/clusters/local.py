@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
+from titans_platform.clusters.base import Cluster, Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Note, Step
 from titans_platform.errors import UsageError
 from titans_platform.runs.spec import this_machine

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import Job
+from titans_platform.clusters.base import Cluster, Job
 from titans_platform.clusters.steps import Write
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError

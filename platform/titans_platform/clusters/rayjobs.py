@@ -28,8 +28,7 @@ from urllib.parse import urlsplit
 from pydantic import model_validator
 
 from titans_platform.clusters import packaging
-from titans_platform.clusters.base import Cluster
-from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log, ReaderGone
+from titans_platform.clusters.base import Cluster, Job, JobInfo, Jobs, Log, ReaderGone
 from titans_platform.clusters.steps import (
     LOOPBACK,
     Note,

@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
-from titans_platform.clusters.base import Cluster, Count
-from titans_platform.clusters.jobs import Job, JobInfo, Jobs, Log
+from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
 from titans_platform.errors import UsageError
 

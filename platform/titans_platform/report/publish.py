@@ -19,9 +19,9 @@ from titans_platform.report.figures.picture import save
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.result import Result
-from titans_platform.study.overview import Item
 from titans_platform.study.paper import read_paper
 from titans_platform.study.plan import open_study
+from titans_platform.study.status import Item
 
 if TYPE_CHECKING:
     from titans_platform.study.grid import StudyRun

@@ -104,7 +104,7 @@ class StudyFolder:
 
     def timings(self) -> dict[str, Any] | None:
         """Where the time of the last run went."""
-        return read_json(self.path / "timings.json") or read_json(self.path / "ledger.json")
+        return read_json(self.path / "timings.json")
 
     def write_timings(self, record: dict[str, Any]) -> None:
         """Write ``timings.json``."""

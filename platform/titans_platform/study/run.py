@@ -1,23 +1,51 @@
-"""`run_plan`: prepare a study's data, run its search and its missing cells."""
+"""`run_plan`: prepare a study's data, run its search and its missing cells as trials of Ray Tune.
+
+The study is a parent run in MLflow; its cells and trials are logged below it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
+from titans_core.config import ModelConfig
 from titans_platform.config import RunConfig
-from titans_platform.errors import TitansError
+from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
-from titans_platform.runs.ray_session import ray_session
-from titans_platform.runs.reporter import send_left
-from titans_platform.study.grid import chosen_cells
+from titans_platform.runs.execute import execute, last_checkpoint_step
+from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.load import located
+from titans_platform.runs.preemption import end_at_checkpoints
+from titans_platform.runs.ray_session import die_with_parent, ray_session
+from titans_platform.runs.reporter import end_orphaned_runs
+from titans_platform.runs.result import Result
+from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
+from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import Plan, check_with_data, name_cells
-from titans_platform.study.schedule import run_cells, run_search
-from titans_platform.study.search import FOUND, SearchState, set_line
-from titans_platform.study.timings import Stopwatch, timings, timings_line
-from titans_platform.study.tracker import tracked
+from titans_platform.study.search import FOUND, SearchState, number_trial, tune_sampler
+from titans_platform.study.spec import Row
+from titans_platform.study.status import timings
+from titans_platform.text import flatten
+
+MAX_FAILURES = 3
+"""How often Tune restarts a trial whose process died without writing a new checkpoint."""
+MEMORY = "model.memory."
+ALWAYS = {
+    "variant": "model.variant",
+    "depth": f"{MEMORY}depth",
+    "chunk_size": f"{MEMORY}chunk_size",
+    "d_model": "model.d_model",
+    "layers": "model.n_layers",
+    "sequence_length": "data.sequence_length",
+    "steps": "optim.steps",
+    "global_batch_size": "optim.global_batch_size",
+    "lr": "optim.lr",
+}
 
 
 class Display(Protocol):
@@ -31,44 +59,28 @@ class Display(Protocol):
         """Display while a search runs."""
         ...
 
-    def running(self, plan: Plan, stopwatch: Stopwatch) -> AbstractContextManager[None]:
+    def running(self, plan: Plan) -> AbstractContextManager[None]:
         """Display while cells run."""
         ...
 
 
-def run_plan(plan: Plan, display: Display, stopwatch: Stopwatch) -> Plan:
+def run_plan(plan: Plan, display: Display) -> Plan:
     """Prepare the data, run the search, then the cells that have no result.
 
     The study's lock must be held. A cell that fails is recorded and does not stop the others. Returns the
     plan that was run: its cells have names, and the best trial of the search is a row. Raises
     UsageError, ClusterError, StorageError.
     """
-    stopwatch.start("preparation")
     plan = _prepare(plan, display)
     search = plan.study.search
     with ExitStack() as stack:
         if search and not search.over:
             plan = _search(plan, search, display, stack)
-            stopwatch.reset("preparation")
         _write_record(plan)
         if plan.todo:
-            with display.running(plan, stopwatch):
-                _run_cells(plan, stopwatch)
+            with display.running(plan):
+                _run_missing(plan)
     return plan
-
-
-def summary(plan: Plan, stopwatch: Stopwatch) -> list[str]:
-    """Summary lines of a finished plan: search result, timings, and what is missing in MLflow."""
-    lines, search = [], plan.study.search
-    if search:
-        lines.append(search.line)
-    if search and search.best:
-        lines.append(f"Found: {set_line(search.best.params)}")
-    if plan.todo:
-        record = timings(stopwatch, plan.todo, plan.study.root, plan.concurrency)
-        plan.study.folder.write_timings(record)
-        lines += [timings_line(record), *send_left(plan.study.root)]
-    return lines
 
 
 def _prepare(plan: Plan, display: Display) -> Plan:
@@ -99,7 +111,7 @@ def _search(plan: Plan, search: SearchState, display: Display, stack: ExitStack)
         plan.study.folder.output("search.log"),
         tracked(plan.study) as tracker,
     ):
-        run_search(plan, tracker)
+        _run_search(plan, tracker)
     ended = search.read()
     if ended.best is None:
         raise TitansError(f"{plan.study.label}: no trial was trained to the end; {ended.line}")
@@ -116,20 +128,257 @@ def _write_record(plan: Plan) -> None:
         study.folder.write_search(study.search.record())
 
 
-def _run_cells(plan: Plan, stopwatch: Stopwatch) -> None:
-    study = plan.study
+def _run_missing(plan: Plan) -> None:
+    """Run the plan's cells, log them to MLflow, and record where the time went."""
+    study, began = plan.study, time.time()
     for cell in plan.todo:
         cell.folder(study.root).forget_failure()
-    stopwatch.start("MLflow runs")
     with study.folder.output("ray.log"), tracked(study) as tracker:
         specs = [tracker.spec(cell, f"{cell.row} · seed {cell.seed}", study.rows) for cell in plan.todo]
         for cell in plan.todo:
             if cell in plan.stale:
                 cell.folder(study.root).set_aside()
-        stopwatch.start("start of Ray")
         # reuses the session that the search opened
         with ray_session(plan.cpus, plan.gpus):
-            stopwatch.start("cells")
-            run_cells(plan, specs)
-            stopwatch.start("end of Ray")
-        stopwatch.start("report")
+            _run_cells(plan, specs)
+    study.folder.write_timings(timings(began, plan.todo, study.root, plan.concurrency))
+
+
+def _run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
+    """Run each spec as a trial, first come first served. A cell that fails does not stop the others.
+
+    A cell whose process keeps dying is restarted for as long as it writes new checkpoints in between.
+    """
+    from ray import tune
+
+    left = list(specs)
+    while left:
+        space = {"spec": tune.grid_search(left)}
+        folders, kept = (
+            [spec.folder for spec in left],
+            {spec.name: last_checkpoint_step(spec) for spec in left},
+        )
+        results = _run_trials(plan, _run_cell, space, lambda folders=folders: folders)
+        died = [result.config["spec"] for result in results if result.error is not None]
+        left = [spec for spec in died if last_checkpoint_step(spec) > kept[spec.name]]
+        for spec in died:
+            if spec not in left:
+                # a process that dies cannot record it itself
+                error = TitansError(
+                    f"its worker died {MAX_FAILURES + 1} times without a new checkpoint; "
+                    f"see {plan.study.folder.path / 'ray.log'}"
+                )
+                spec.folder.record_failure(error, plan.study.commit)
+
+
+def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
+    """Run one cell on a worker. A failure is recorded in its folder, not raised: Tune would retry it."""
+    die_with_parent()
+    try:
+        execute(space["spec"])
+    except Interrupted:
+        return {"state": "interrupted"}
+    except Exception as error:
+        return {"state": "busy" if isinstance(error, Busy) else "failed"}
+    return {"state": "done"}
+
+
+def _run_search(plan: Plan, tracker: Tracker) -> None:
+    """Run the trials that the search still needs; the data must be prepared and a Ray session open."""
+    from ray.tune.schedulers import ASHAScheduler
+
+    study, state = plan.study, plan.study.search
+    assert state
+    mode = "max" if state.higher_is_better else "min"
+    asha = ASHAScheduler(
+        time_attr="steps",
+        metric="value",
+        mode=mode,
+        grace_period=state.milestones[0],
+        max_t=state.milestones[-1],
+        reduction_factor=state.search.reduction,
+    )
+    fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
+    _run_trials(
+        plan,
+        _run_trial,
+        {"tracker": tracker, "fingerprint": fingerprint},
+        lambda: [RunFolder(study.root, path.stem) for path in study.folder.trials.glob("*.json")],
+        search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
+        scheduler=asha,
+        num_samples=state.search.trials,
+    )
+
+
+def _run_trial(space: dict[str, Any]) -> None:
+    """Train the parameters in ``space`` on a worker, from rung to rung; report the metric to ASHA."""
+    from ray import tune
+
+    die_with_parent()
+    params = dict(space)
+    tracker, fingerprint = params.pop("tracker"), params.pop("fingerprint")
+    spec = _trial_spec(tracker, fingerprint, params)
+    search = tracker.study.search.search
+    try:
+        for step in search.milestones(spec.config.optim.steps):
+            value = _measure(spec, Rung(step, search.metric))
+            if value is None:
+                return
+            tune.report({"steps": step, "value": value})
+    except SystemExit:
+        # how Tune stops a trial, inside report
+        if not spec.folder.result():
+            spec.folder.stop("ASHA")
+        raise
+
+
+def _trial_spec(tracker: Tracker, fingerprint: str, params: dict[str, Any]) -> RunSpec:
+    study = tracker.study
+    assert study.search
+    config = located(study.trial_config(params), study.root)
+    name = build_objective(config).run_name(fingerprint, study.resources.hashed_workers)
+    title = f"trial {number_trial(study.folder, name, params)}"
+    # the fields that the search varies are columns in MLflow
+    varied = study.trial_row(next(iter(study.search.search.corners())))
+    return tracker.spec(Cell(title, config.seed, config, name), title, [varied])
+
+
+def _measure(spec: RunSpec, rung: Rung) -> float | None:
+    """The metric at a rung, from the folder or by training up to it; None if the trial has ended."""
+    folder, last = spec.folder, rung.step == spec.config.optim.steps
+    if last and (result := folder.result()):
+        return result.columns[rung.column]
+    if (known := folder.rungs().get(rung.step)) is not None:
+        return known
+    if folder.was_stopped():
+        return None
+    try:
+        found = execute(spec) if last else execute(spec, rung)
+    except TitansError as error:
+        if not isinstance(error, Busy | Interrupted):
+            # a learning rate that diverges would diverge again
+            folder.stop(str(error))
+        return None
+    except Exception:
+        return None
+    return (found.columns if isinstance(found, Result) else found)[rung.column]
+
+
+def _run_trials(
+    plan: Plan,
+    trainable: Callable[[dict[str, Any]], Any],
+    space: dict[str, Any],
+    folders: Callable[[], Sequence[RunFolder]],
+    **config: Any,
+) -> Any:
+    """Run ``trainable`` over ``space`` with Tune and return its results; ``config`` goes to its TuneConfig.
+
+    On Ctrl-C the runs in ``folders()`` end at a checkpoint. Tune's own files are deleted: the state of a
+    trial is in its run's folder.
+    """
+    from ray import tune
+
+    resources, storage = plan.study.resources, plan.study.folder.tune
+    needed = {"CPU": DRIVER_CPU}
+    if not resources.several:
+        share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+        needed = {kind: amount for kind, amount in share.items() if amount}
+    shutil.rmtree(storage, ignore_errors=True)
+    tuner = tune.Tuner(
+        tune.with_resources(trainable, needed),
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            max_concurrent_trials=plan.concurrency,
+            # so that the next cell reuses a process with torch imported
+            reuse_actors=True,
+            # by default the name holds every value of the grid, here a whole config
+            trial_name_creator=lambda trial: trial.trial_id,
+            trial_dirname_creator=lambda trial: trial.trial_id,
+            **config,
+        ),
+        run_config=tune.RunConfig(
+            name=storage.name,
+            storage_path=str(storage.parent),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
+        ),
+    )
+    try:
+        results = tuner.fit()
+    except KeyboardInterrupt:
+        end_at_checkpoints(folders())
+        raise
+    shutil.rmtree(storage, ignore_errors=True)
+    return results
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """The study's parent run in MLflow; cells are logged below it."""
+
+    study: StudyRun
+    uri: str
+    parent: str
+    """Its run id."""
+
+    def spec(self, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
+        """The spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are params."""
+        study = self.study
+        assert cell.name is not None
+        tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
+        tracking = Tracking(self.uri, title, self.parent, params(cell, rows), tags)
+        labels = {"study": study.study.name, "row": cell.row}
+        return RunSpec(cell.config, study.root, cell.name, study.commit, study.resources, tracking, labels)
+
+
+@contextmanager
+def tracked(study: StudyRun) -> Iterator[Tracker]:
+    """Open the study's parent run before any worker writes to the store.
+
+    MLflow runs of cells that a killed driver left open are ended, before and after. Raises UsageError.
+    """
+    from titans_platform.tracking import open_store
+
+    store = open_store(study.root)
+    parent = store.study_run(study.label, {"titans.scale": study.scale_name, "titans.commit": study.commit})
+    end_orphaned_runs(store, parent, study.root)
+    try:
+        yield Tracker(study, store.uri, parent)
+    except BaseException:
+        # a study that is done is closed with its table; this one would stay RUNNING
+        store.end(parent, "KILLED")
+        raise
+    finally:
+        end_orphaned_runs(store, parent, study.root)
+
+
+def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
+    """MLflow params of a cell: row, seed, the fields of every study, and those that ``rows`` change.
+
+    Fields of the neural memory are left out for a model without one.
+    """
+    memory = _has_memory(cell.config.model.model_copy(update={"n_layers": 1}).model_dump_json())
+    columns, config = fields(rows), flatten(cell.config.model_dump(mode="json"))
+    known = {field for field in config if memory or not field.startswith(MEMORY)}
+    named = {name: config[field] for name, field in columns.items() if field in known}
+    return {"row": cell.row, "seed": cell.seed} | named
+
+
+@cache
+def _has_memory(model: str) -> bool:
+    import torch
+
+    from titans_core import LanguageModel, NeuralMemory
+
+    with torch.device("meta"):
+        built = LanguageModel(ModelConfig.model_validate_json(model))
+    return any(isinstance(module, NeuralMemory) for module in built.modules())
+
+
+def fields(rows: Iterable[Row]) -> dict[str, str]:
+    """Config fields by column name: the field's last word, or all of it where two fields share the word."""
+    changed = dict.fromkeys(key for row in rows for key in flatten(row.set))
+    more = [key for key in changed if key not in ALWAYS.values()]
+    last = [key.rpartition(".")[2] for key in more]
+    unique = [word not in ALWAYS and last.count(word) == 1 for word in last]
+    return ALWAYS | {word if alone else key: key for word, key, alone in zip(last, more, unique, strict=True)}

@@ -1,8 +1,13 @@
-"""The state of a study, from the files of its folder and its cells, whether or not its driver is alive."""
+"""What has been run, from the files under a root alone, whether or not a driver is alive.
+
+The state of a study and of its cells, where their time went, and how much of the paper's tables has been run.
+"""
 
 from __future__ import annotations
 
 import platform
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +15,12 @@ from typing import Any
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
+from titans_platform.files import read_json
 from titans_platform.loading import validate
+from titans_platform.runs.folder import TIME, RunFolder
 from titans_platform.study.folder import StudyFolder, StudyRecord
-from titans_platform.study.grid import Cell, StudyRun, load_study
+from titans_platform.study.grid import Cell, StudyRun, known_studies, load_study
+from titans_platform.study.paper import Printed, read_paper
 from titans_platform.study.spec import Study
 
 TRAINING_SHARE = 0.9
@@ -135,3 +143,119 @@ def _search(folder: StudyFolder, record: StudyRecord) -> dict[str, Any] | None:
     study = validate(Study, file, str(folder.path / "study.json"))
     search = StudyRun(study, record.scale, folder.root, record.commit, record.set).with_search().search
     return search.record() if search else None
+
+
+def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
+    """Where the time of a command went that ``began`` then and ran ``cells``, ``slots`` at once.
+
+    Times are slot-seconds, so the total is wall time x slots. Everything except training and evaluation is
+    overhead; it has a part for each phase of a cell, one for the start of a cell's process, and one for the
+    time in which a slot ran no cell.
+    """
+    spans = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
+    spans = [span for span in spans if span["began"] >= began]
+    phases: Counter[str] = Counter()
+    for span in spans:
+        phases.update(span["seconds"])
+    own = sum(phases.pop(name, 0.0) for name in ("train", "evaluate"))
+    busy = sum(span["ended"] - span["began"] for span in spans)
+    wall, count = time.time() - began, len(spans)
+    parts = dict(phases) | {
+        "start of a cell": max(0.0, busy - own - sum(phases.values())),
+        "outside of cells": wall * slots - busy,
+    }
+    overhead = wall * slots - own
+    return {
+        "cells": count,
+        "slots": slots,
+        "wall_seconds": wall,
+        "own_seconds": own,
+        "overhead_seconds_a_cell": overhead / count if count else None,
+        "wall_over_own": wall * slots / own if own else None,
+        "parts_seconds_a_cell": {name: seconds / count for name, seconds in parts.items()} if count else {},
+    }
+
+
+def timings_line(record: dict[str, Any]) -> str:
+    """One-sentence summary, largest parts first."""
+    if not record["cells"]:
+        return "Overhead: no cell ended in this run."
+    parts = sorted(record["parts_seconds_a_cell"].items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts if seconds >= 0.005)
+    # None if every cell failed
+    ratio = record["wall_over_own"]
+    wall = "" if ratio is None else f"; wall time {ratio:.2f} times the cells' own"
+    return (
+        f"Overhead: {record['overhead_seconds_a_cell']:.1f} s a cell ({record['cells']} cells, "
+        f"{record['slots']} at once{wall}): {listed}."
+    )
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of the paper, or several of the same study."""
+
+    names: tuple[str, ...]
+    printed: tuple[Printed, ...]
+    study: Study | None
+    """None if the project has no such study yet."""
+    ran: dict[str, tuple[int, int]]
+    """Finished and requested cells of each scale that has been run."""
+
+    @property
+    def title(self) -> str:
+        """Its caption in the paper."""
+        return "; ".join(dict.fromkeys(each.title for each in self.printed))
+
+    @property
+    def sizes(self) -> list[str]:
+        """The scales of the study that the paper's numbers belong to."""
+        sizes = [size for each in self.printed for size in each.by_size()]
+        return [size for size in sizes if self.study and size in self.study.scales]
+
+    def record(self) -> dict[str, Any]:
+        """The state of its study as a JSON value."""
+        ran = {scale: {"done": done, "cells": cells} for scale, (done, cells) in self.ran.items()}
+        return {"paper": self.names, "ran": ran}
+
+    def lines(self) -> list[str]:
+        """Lines for a terminal: the title, then the state of its study."""
+        head = f"{' and '.join(self.names)}: {self.title}"
+        if self.study is None:
+            return [head, f"  study {self.printed[0].study} does not exist yet"]
+        return [head, f"  study {self.study.name}; scales {', '.join(map(self._scale, self.study.scales))}"]
+
+    def _scale(self, name: str) -> str:
+        done, cells = self.ran.get(name, (0, 0))
+        return f"{name} ({done} of {cells} cells done)" if cells else name
+
+
+def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
+    """All tables and figures in the paper's order; those of one study are together.
+
+    ``studies`` are the available ones, by name.
+    """
+    by_study: dict[str, list[tuple[str, Printed]]] = {}
+    for name, each in read_paper().items.items():
+        by_study.setdefault(each.study, []).append((name, each))
+    items = []
+    for name, found in by_study.items():
+        names, printed = zip(*found, strict=True)
+        study = studies.get(name)
+        items.append(Item(names, printed, study, _ran(study, root) if study else {}))
+    return items
+
+
+def studies_of_the_paper() -> dict[str, Study]:
+    """The studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
+    wanted = {each.study for each in read_paper().items.values()}
+    return {name: load_study(name) for name in known_studies() if name in wanted}
+
+
+def _ran(study: Study, root: Path) -> dict[str, tuple[int, int]]:
+    ran = {}
+    for scale in study.scales:
+        if record := StudyFolder(root, f"{study.name}-{scale}").record():
+            states = [RunFolder(root, cell.cell).state() for cell in record.cells if cell.cell]
+            ran[scale] = states.count("done"), len(record.cells)
+    return ran

@@ -12,12 +12,12 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # the default is minutes, for which a hanging server would block the end of a run
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
-from titans_platform.tracking.run_log import RunLog
 from titans_platform.tracking.store import (
     CELL_TAG,
     EXPERIMENT,
     STORE,
     STUDY_TAG,
+    RunLog,
     Store,
     Unreachable,
     check_store,
