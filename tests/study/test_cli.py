@@ -223,6 +223,5 @@ def test_ui_refuses_a_port_in_use_and_a_dead_server(tiny, capsys):
 
 
 def test_lists_in_options():
-    assert sweep.split(("LMM, w/o Decay", "x")) == ["LMM", "w/o Decay", "x"]
     assert sweep.parse_seeds("0,2,5-7") == [0, 2, 5, 6, 7]
     assert sweep.parse_seeds(None) == []

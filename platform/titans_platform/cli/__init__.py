@@ -18,7 +18,8 @@ from typing import Any
 
 import click
 
-from titans_platform.errors import TitansError
+from titans_platform.errors import TitansError, UsageError
+from titans_platform.provenance import checkout
 
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
@@ -31,25 +32,38 @@ AFTER_INTERRUPT = {
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "bench": ("bench", "bench", "Benchmark the neural memory: speed and memory use, next to others."),
     "clean": ("runs", "clean", "Delete old checkpoints of finished runs, and dead Ray sessions."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
-    "eval": ("train", "evaluate", "Evaluate a run or one of its checkpoints."),
-    "export": ("export", "export", "Export a run's model and tokenizer to Hugging Face transformers."),
+    "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),
+    "export": ("model", "export", "Export a run's model and tokenizer to Hugging Face transformers."),
     "generate": (
-        "generate",
+        "model",
         "generate",
         "Generate text with a run's model; save its state as a memory file.",
     ),
     "init": ("init", "init", "Write a starter run file with every field explained."),
-    "inspect": ("inspect", "inspect", "Show what a run's memory does while it reads a text."),
-    "paper": ("paper", "paper", "Write one page: the paper's tables and figures next to our results."),
+    "inspect": ("model", "inspect", "Show what a run's memory does while it reads a text."),
+    "paper": ("sweep", "paper", "Write one page: the paper's tables and figures next to our results."),
     "runs": ("runs", "runs", "List, tag and delete runs."),
     "sweep": ("sweep", "sweep", "List, run and report studies (grids of runs)."),
-    "tasks": ("tasks", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
+    "tasks": ("evaluate", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
     "train": ("train", "train", "Train and evaluate one model."),
     "ui": ("ui", "ui", "Open the MLflow UI on the runs."),
+}
+BENCHMARKS = {
+    "kernels": (
+        "titans_kernels.bench.command",
+        "kernels",
+        "Time the memory kernels next to other implementations on a GPU.",
+    ),
+    "memory": (
+        "benchmarks.memory",
+        "memory",
+        "Time the memory layer's forward and backward pass on the CPU.",
+    ),
+    "step": ("benchmarks.step", "step", "Time a training step of every row of a study."),
+    "stream": ("benchmarks.stream", "stream", "Speed and memory use over the length of a long text."),
 }
 
 
@@ -136,6 +150,8 @@ class LazyGroup(click.Group):
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         module, attribute, _ = self.lazy[cmd_name]
+        if module.startswith("benchmarks."):
+            _find_benchmarks(cmd_name)
         module = module if "." in module else f"titans_platform.cli.{module}"
         return getattr(importlib.import_module(module), attribute)
 
@@ -145,6 +161,14 @@ class LazyGroup(click.Group):
         lines |= {name: line for name, (_, _, line) in self.lazy.items()}
         with formatter.section("Commands"):
             formatter.write_dl(sorted(lines.items()))
+
+
+def _find_benchmarks(command: str) -> None:
+    """Put the source tree, whose `benchmarks/` is not in the wheel, on the path. Raises UsageError."""
+    if (tree := checkout()) is None:
+        raise UsageError(f"bench {command}: not in the wheel; run it in a clone of the repository")
+    if str(tree) not in sys.path:
+        sys.path.append(str(tree))
 
 
 @click.group(
@@ -165,6 +189,11 @@ def cli(debug: bool) -> None:
     Example:
       titans sweep run ablation --scale laptop
     """
+
+
+@cli.group(cls=LazyGroup, lazy=BENCHMARKS)
+def bench() -> None:
+    """Benchmark the neural memory: speed and memory use, next to other implementations."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -51,6 +59,18 @@ def repeating(call: Callable[[], None], every: float) -> Iterator[None]:
 def say(console: Console, line: str) -> None:
     """Print a line without markup, highlighting or wrapping."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class PlainLines:
+    """Prints a progress line every ``PLAIN_EVERY`` seconds, unless the console is a terminal."""
+
+    def __init__(self, console: Console):
+        self.console, self.printed = console, time.monotonic()
+
+    def __call__(self, line: Callable[[], str]) -> None:
+        if not self.console.is_terminal and time.monotonic() - self.printed > PLAIN_EVERY:
+            self.printed = time.monotonic()
+            say(self.console, line())
 
 
 class StudyDisplay:
@@ -98,16 +118,12 @@ class StudyDisplay:
                           transient=True, redirect_stdout=False, redirect_stderr=False):  # fmt: skip
                     yield
                 return
-            printed = time.monotonic()
+            plain = PlainLines(self.console)
 
             def tell() -> None:
-                nonlocal printed
-                lines = view.news()
-                if time.monotonic() - printed >= PLAIN_EVERY:
-                    lines.append(view.plain())
-                    printed = time.monotonic()
-                for line in lines:
+                for line in view.news():
                     say(self.console, line)
+                plain(view.plain)
 
             with repeating(tell, 1.0):
                 yield
@@ -219,23 +235,35 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
     """A bar for one run, fed by its progress.json."""
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
-    printed, began = time.monotonic(), time.time()
+    plain, began = PlainLines(console), time.time()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None, shown="")
 
         def update() -> None:
-            nonlocal printed
             state = folder.progress()
             if not state or state["age"] > time.time() - began + 1:
                 return
             phase, step, steps, line = state["phase"], state["step"], state["steps"], progress_line(state)
             bars.update(bar, description=phase, total=steps, completed=step, shown=line)
-            if not console.is_terminal and time.monotonic() - printed > PLAIN_EVERY:
-                printed = time.monotonic()
-                say(console, f"{phase} {step}/{steps}  {line}".rstrip())
+            plain(lambda: f"{phase} {step}/{steps}  {line}".rstrip())
 
         with repeating(update, 0.5):
             yield
+
+
+@contextmanager
+def reading_display(total: int, console: Console) -> Iterator[Callable[[int], None]]:
+    """A bar of the tokens read of ``total``; the callable adds some."""
+    columns = TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    plain = PlainLines(console)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("", total=total)
+
+        def report(tokens: int) -> None:
+            bars.advance(bar, tokens)
+            plain(lambda: f"read {bars.tasks[0].completed:,} of {total:,} tokens")
+
+        yield report
 
 
 def progress_line(state: dict[str, Any]) -> str:

@@ -37,16 +37,11 @@ LONG = ("data.sources.", "eval.")
 """Fields too long for `sweep show`."""
 
 
-def split(values: tuple[str, ...]) -> list[str]:
-    """Names, given one by one or separated by commas."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
     """The rows of --rows; an empty list means all. Raises UsageError."""
-    if values and not split(values):
+    # a name may contain a comma, so the study splits them
+    if values and not any(value.strip(" ,") for value in values):
         raise UsageError("--rows: is empty; give the name of a row, or leave the option out for all rows")
-    # a name may contain a comma: only the study knows
     return list(values)
 
 
@@ -290,14 +285,14 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         }
         for cell in study.cells
     ]
-    trials = {
+    trials = search and {
         "trials": search.search.trials,
         "finished": search.finished,
         "rungs": search.milestones,
         "tokens_at_most": search.tokens_of_grid,
         "tokens_least": search.tokens_per_step * search.milestones[0] * search.search.trials,
         "space": search.search.model_dump(mode="json")["space"],
-    } if search else None  # fmt: skip
+    }
     return {
         "study": study.study.name,
         "scale": study.scale_name,
@@ -432,20 +427,13 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     return _exit_code(report_study(_opened(**chosen), _console(as_json), address=ui), as_json)
 
 
-def _opened(
-    study: str,
-    scale: str,
-    root: Path,
-    rows: list[str],
-    seeds: str | None,
-    overrides: tuple[str, ...],
-    checkpoint_every: tuple[str, ...] = (),
-) -> StudyRun:
+def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
     """The study that a command's options choose."""
     from titans_platform.study.plan import open_study
 
-    overrides += checkpoint_every
-    return open_study(study, scale, root, rows=rows, seeds=parse_seeds(seeds), overrides=overrides)
+    overrides = chosen["overrides"] + chosen.get("checkpoint_every", ())
+    seeds = parse_seeds(chosen["seeds"])
+    return open_study(study, scale, root, rows=chosen["rows"], seeds=seeds, overrides=overrides)
 
 
 def _console(as_json: bool) -> Console:
@@ -478,3 +466,33 @@ def parse_seeds(text: str | None) -> list[int]:
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds
+
+
+@click.command()
+@root_option
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Output file  [default: paper.html under --root]",
+)
+def paper(root: Path, out: Path | None) -> None:
+    """Write one HTML page with all of the paper's tables and figures: our results next to the paper's.
+
+    Our results are those under --root. The paper's own scales are always listed; what has not been run is
+    marked as missing.
+
+    \b
+    Example:
+      titans paper
+    """
+    from titans_platform.files import write_text
+    from titans_platform.report.publish import PAPER_PAGE, paper_page
+    from titans_platform.study.status import overview, studies_of_the_paper
+
+    root = root.resolve()
+    page = paper_page(overview(root, studies_of_the_paper()), root)
+    path = out or root / PAPER_PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+    click.echo(f"page {path}")

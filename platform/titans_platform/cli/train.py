@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from titans_platform.cli import (
     FiniteFloat,
@@ -20,10 +17,7 @@ from titans_platform.cli import (
     dry_run_option,
     echo_json,
     json_option,
-    root_option,
-    set_option,
 )
-from titans_platform.errors import UsageError
 from titans_platform.text import clock
 
 PLAN_LINES = {
@@ -45,7 +39,7 @@ PLAN_LINES = {
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.objectives import Data
-    from titans_platform.runs.result import Measures, Result
+    from titans_platform.runs.result import Result
     from titans_platform.runs.spec import Resources, Tracking
 
 
@@ -103,6 +97,7 @@ def train(
     Example:
       titans train run.yaml --set model.memory.depth=3 --set optim.steps=200
     """
+    from titans_platform.cli.evaluate import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
     from titans_platform.runs.load import located
@@ -229,126 +224,3 @@ def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
         cost["seconds"] = each * cfg.tokens
     return cost
-
-
-@click.command("eval")
-@click.argument("run")
-@click.option(
-    "--by-position", is_flag=True, help="Loss by position in long texts, with and without carried state."
-)
-@click.option(
-    "--rows", type=int, help="Of --by-position: length of a text in training rows  [default: at most 64]"
-)
-@click.option(
-    "--read",
-    "file",
-    metavar="FILE",
-    help="Of --by-position: your own text: a file, folder or glob of .txt, .jsonl, ..., also .gz, .xz.",
-)
-@set_option
-@root_option
-@json_option
-def evaluate(
-    run: str,
-    by_position: bool,
-    rows: int | None,
-    file: str | None,
-    overrides: tuple[str, ...],
-    root: Path,
-    as_json: bool,
-) -> None:
-    """Evaluate RUN and print a table of values, chance levels and floors.
-
-    RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
-    --set overrides the evaluation: only eval.* may be set.
-
-    --by-position measures what memory brings beyond the training length. Long texts are read with the state
-    carried from their start, with a fresh state every row, and with a fresh state that first reads a window
-    of preceding rows. Prints a table and saves a figure to the run's folder.
-
-    \b
-    Example:
-      titans eval 3f2a91c0 --set eval.items=500
-      titans eval 3f2a91c0 --by-position --rows 64 --read book.txt
-    """
-    import torch
-
-    from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
-    from titans_platform.runs.result import Measures
-    from titans_platform.training.loop import deterministic
-
-    console = Console(stderr=as_json)
-    point = find_checkpoint(run, root)
-    if other := next((o for o in overrides if not o.startswith("eval.")), None):
-        raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
-    cfg = read_config(point, overrides)
-    if by_position:
-        from titans_platform.cli.by_position import Asked, show
-
-        return show(point, cfg, Asked(rows, file), root, as_json, console)
-    if rows is not None or file is not None:
-        raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
-    with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
-        model, step, objective = load_checkpoint(point, cfg)
-        data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
-        measured = objective.evaluate(model.to(device), data, device=device)
-    if as_json:
-        echo_json({"cell": point.parents[1].name, "step": step, **measured})
-    else:
-        measures = Measures.model_validate(measured)
-        console.print(measures_table(measures))
-        for buckets in bucket_tables(measures):
-            console.print(buckets)
-        console.print(f"run {point.parents[1].name}, step {step:,}")
-
-
-def measures_table(result: Measures) -> Table:
-    """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for heading in ("value", "± s.e.", "chance", "floor", "items"):
-        table.add_column(heading, justify="right")
-    heuristics = any(task.heuristic for task in result.tasks.values())
-    if heuristics:
-        table.add_column("best heuristic")
-    for column, value in result.columns.items():
-        table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result.chance.get(column)))
-        for name, task in result.tasks.items():
-            if name.partition("/")[0] == column:
-                measured = map(number, (task.value, task.stderr, task.chance, task.floor))
-                last = (task.heuristic or "",) if heuristics else ()
-                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
-    return table
-
-
-def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for key, buckets in result.buckets.items():
-        task, _, length = key.partition("/")[2].rpartition("@")
-        for bucket, value in buckets.items():
-            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
-    for task, rows in found.items():
-        lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
-        table = Table(box=box.SIMPLE_HEAD, title=task, title_justify="left")
-        table.add_column("position, at tokens")
-        for length in lengths:
-            table.add_column(f"{int(length):,}", justify="right")
-        for bucket, values in rows.items():
-            table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
-        yield table
-
-
-def _shaded(value: float | None, bucket: str) -> str:
-    """A number; for a depth, coloured by the share of needles found there."""
-    if value is None or not bucket.endswith("%"):
-        return number(value)
-    colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
-    return f"[{colour}]{number(value)}"
-
-
-def number(value: float | None) -> str:
-    """Three decimals below ten, one above; a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -1,4 +1,4 @@
-"""Base classes of a kind of cluster: `Cluster`, which goes up and down, and `Jobs`, `titans` commands on it."""
+"""Base classes of a kind of cluster: `Cluster`, which goes up and down; `Jobs`, `titans` commands on it."""
 
 from __future__ import annotations
 

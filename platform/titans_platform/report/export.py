@@ -36,7 +36,7 @@ ESCAPES = str.maketrans(
     }
 )
 SHORTEST = 12
-"""Minimum characters of a row's name in a terminal."""
+"""Minimum width of a row's name in a terminal, where longer ones are wrapped."""
 
 
 def summary_csv(report: Report) -> str:
@@ -125,46 +125,47 @@ def _chance(report: Report, keys: Sequence[str] | None = None) -> list[str]:
 
 
 def latex(report: Report) -> str:
-    """The table with booktabs: mean and sd, the best of each column in bold, the paper's numbers."""
-    caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
-    chance = [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, _chance(report)[1:])])]
+    """The table with booktabs: mean and sd, the best of a column in bold, the paper's; the verdict."""
+    over, rules, at = [""], [], 2
+    for key, column in report.table.columns.items():
+        width = 1 + (key in report.paper_columns)
+        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(column.heading)}}}")
+        rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
+        at += width
+    under = ["paper" if printed else "ours" for _, printed in report.fields()]
     lines = [
-        "% \\usepackage{booktabs}",
-        "\\begin{table}[t]",
-        "\\centering",
-        f"\\caption{{{tex(caption)}}}",
-        f"\\label{{tab:{report.table.study}-{report.table.scale}}}",
-        f"\\begin{{tabular}}{{l{'r' * len(report.fields())}rr}}",
-        "\\toprule",
-        *_tex_heads(report),
-        "\\midrule",
-        *(_tex_line([tex(name), *map(_tex_field, line)]) for name, *line in body(report, ours=_tex_number)),
-        *(chance if report.table.chance else ()),
-        "\\bottomrule",
-        "\\end{tabular}",
-        "\\end{table}",
-        "",
+        _tex_line([*over, "", ""]),
+        " ".join(rules),
+        _tex_line(["", *under, "params", "state"]),
+        r"\midrule",
     ]
-    return "\n".join([*lines, *_tex_verdict(report)])
+    for name, *line in body(report, ours=_tex_number):
+        lines.append(_tex_line([tex(name), *(text if text.startswith("$") else tex(text) for text in line)]))
+    if report.table.chance:
+        lines += [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, _chance(report)[1:])])]
+    caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
+    label = f"tab:{report.table.study}-{report.table.scale}"
+    found = [r"% \usepackage{booktabs}", *_tex_table(caption, label, f"l{'r' * len(under)}rr", lines)]
+    if verdict := report.verdict:
+        lines = [_tex_line(map(tex, verdict.heads)), r"\midrule"]
+        lines += [_tex_line(map(tex, line)) for line in verdict.body]
+        caption = f"{verdict.sentence} {verdict.method}"
+        found += _tex_table(caption, f"{label}-verdict", "l" * len(verdict.heads), lines)
+    return "\n".join(found)
 
 
-def _tex_verdict(report: Report) -> list[str]:
-    """The verdict as a second table."""
-    if (found := report.verdict) is None:
-        return []
+def _tex_table(caption: str, label: str, columns: str, lines: Sequence[str]) -> list[str]:
     return [
-        "\\begin{table}[t]",
-        "\\centering",
-        f"\\caption{{{tex(f'{found.sentence} {found.method}')}}}",
-        f"\\label{{tab:{report.table.study}-{report.table.scale}-verdict}}",
-        f"\\begin{{tabular}}{{{'l' * len(found.heads)}}}",
-        "\\toprule",
-        _tex_line(map(tex, found.heads)),
-        "\\midrule",
-        *(_tex_line(map(tex, line)) for line in found.body),
-        "\\bottomrule",
-        "\\end{tabular}",
-        "\\end{table}",
+        r"\begin{table}[t]",
+        r"\centering",
+        f"\\caption{{{tex(caption)}}}",
+        f"\\label{{{label}}}",
+        f"\\begin{{tabular}}{{{columns}}}",
+        r"\toprule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
         "",
     ]
 
@@ -176,22 +177,6 @@ def tex(text: str) -> str:
 
 def _tex_line(texts: Iterable[str]) -> str:
     return " & ".join(texts) + r" \\"
-
-
-def _tex_field(text: str) -> str:
-    """A field of the body, escaped unless it is math already."""
-    return text if text.startswith("$") else tex(text)
-
-
-def _tex_heads(report: Report) -> list[str]:
-    over, rules, at = [""], [], 2
-    for key, column in report.table.columns.items():
-        width = 1 + (key in report.paper_columns)
-        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(column.heading)}}}")
-        rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
-        at += width
-    under = ["paper" if printed else "ours" for _, printed in report.fields()]
-    return [_tex_line([*over, "", ""]), " ".join(rules), _tex_line(["", *under, "params", "state"])]
 
 
 def _tex_number(found: Number) -> str:
@@ -233,14 +218,14 @@ def _md(texts: Iterable[str]) -> str:
 
 
 def terminal(report: Report, width: int = 80) -> RenderableType:
-    """The table and verdict for a terminal; at 80 columns only a long row name is cut.
+    """The table and verdict for a terminal; no number is cut at 80 columns.
 
     Columns that do not fit beside each other are split into several tables.
     """
     grids = _fitting(report, list(report.table.columns), width)
     notes = [Text(note, style="dim") for note in report.footnotes]
-    found = [Text(_wrapped(clauses, width)) for clauses in report.discrimination]
-    return Group(report.title, *grids, *found, *_verdict(report), "", *notes)
+    found = ["; ".join(clauses) for clauses in report.discrimination]
+    return Group(report.title, *grids, *map(Text, found), *_verdict(report), "", *notes)
 
 
 def _verdict(report: Report) -> list[RenderableType]:
@@ -251,31 +236,26 @@ def _verdict(report: Report) -> list[RenderableType]:
         grid.add_column(head, vertical="bottom")
     for row, cells in found.rows:
         # without the interval, which 80 columns do not hold
-        grid.add_row(
-            row, *(" ".join(filter(None, (each.difference, each.p, each.outcome))) for each in cells)
-        )
+        shown = [" ".join(filter(None, (each.difference, each.p, each.outcome))) for each in cells]
+        grid.add_row(row, *shown)
     return ["", found.sentence, grid, Text(found.method, style="dim")]
 
 
 def _fitting(report: Report, keys: list[str], width: int) -> list[RichTable]:
     """One table, or several of fewer columns; the last has the sizes of the models."""
     grid = _grid(report, keys, width)
-    over = Console(width=1000).measure(grid).maximum - width
-    if over <= 0:
+    if len(keys) < 2 or Console(width=1000).measure(grid).minimum <= width:
         return [grid]
-    # one line a row, and no number cut
-    room = max((len(line[0]) for line in body(report, keys)), default=0) - over
-    if room < SHORTEST and len(keys) > 1:
-        half = (len(keys) + 1) // 2
-        return _fitting(report, keys[:half], width) + _fitting(report, keys[half:], width)
-    return [_grid(report, keys, width, room)]
+    half = (len(keys) + 1) // 2
+    return _fitting(report, keys[:half], width) + _fitting(report, keys[half:], width)
 
 
-def _grid(report: Report, keys: Sequence[str], width: int, room: int = 1000) -> RichTable:
-    """A table of these columns whose row names have ``room`` characters."""
+def _grid(report: Report, keys: Sequence[str], width: int) -> RichTable:
+    """A table of these columns; only the names of rows are wrapped."""
     columns = report.table.columns
     grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1) if width >= 100 else 0, show_edge=False)
-    grid.add_column("", vertical="bottom")
+    longest = max((len(row.name + row.marks) for row in report.rows), default=0)
+    grid.add_column("", vertical="bottom", min_width=min(SHORTEST, longest))
     heads = []
     for key, paper in report.fields(keys):
         column = columns[key]
@@ -287,27 +267,8 @@ def _grid(report: Report, keys: Sequence[str], width: int, room: int = 1000) -> 
     for head, style in heads:
         grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
     kept = None if last else -2
-    for row, (name, *line) in zip(report.rows, body(report, keys), strict=True):
-        grid.add_row(_cut(name, room), *line[:kept], style="dim" if row.reference else "")
+    for row, line in zip(report.rows, body(report, keys), strict=True):
+        grid.add_row(*line[:kept], style="dim" if row.reference else "")
     grid.add_section()
     grid.add_row(*_chance(report, keys)[:kept], style="italic dim")
     return grid
-
-
-def _cut(name: str, room: int) -> str:
-    """The name cut to ``room`` characters, its marks kept."""
-    bare = name.rstrip(DAGGERS)
-    kept = room - 1 - (len(name) - len(bare))
-    return name if len(name) <= room or kept < 4 else f"{bare[:kept].rstrip()}…{name[len(bare) :]}"
-
-
-def _wrapped(clauses: Sequence[str], width: int) -> str:
-    """The clauses wrapped between clauses, later lines indented."""
-    lines = [clauses[0]]
-    for clause in clauses[1:]:
-        if len(lines[-1]) + len(clause) + 2 < width:
-            lines[-1] += f"; {clause}"
-        else:
-            lines[-1] += ";"
-            lines.append(f"  {clause}")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`titans generate`: generate text with a trained run; save and restore its state as memory files."""
+"""`titans generate`, `titans export`, `titans inspect`: what to do with the language model of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from titans_platform.cli import root_option
 from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from titans_core import LanguageModel, Reading, Sampling
     from titans_platform.config import RunConfig
     from titans_platform.data import Tokenizer
@@ -79,11 +77,15 @@ def generate(
       titans generate 3f2a91c0 --read book.txt --max-new-tokens 0 --memory-out book.memory
       titans generate 3f2a91c0 --memory-in book.memory --prompt "Call me" --top-p 0.95
     """
+    import torch
+
+    from titans_core.telemetry import weight_norm
     from titans_platform.training.loop import deterministic
 
     sampling = _sampling(temperature, top_k, top_p, seed)
-    text = _text(file) + prompt
-    model, tokenizer, cfg = _model(run, root)
+    text = (_read_text("--read", file) if file else "") + prompt
+    model, tokenizer, cfg = _language_model(run, root, "generate text")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(seed, cfg.threads):
         start = _start(memory_in, model)
         tokens = tokenizer.encode(text) if memory_in else [tokenizer.bos, *tokenizer.encode(text)]
@@ -102,8 +104,8 @@ def generate(
             reading, written = _write(model, tokenizer, reading, tokens, max_new_tokens, sampling, stream)
             report.append(_rate("written", written, began))
     click.echo("; ".join(report), err=True)
-    for line in _warnings(model, reading, cfg.trained_context):
-        click.echo(line, err=True)
+    norms = weight_norm(model, reading.state) if reading.state else {}
+    _warn(model, reading.tokens, cfg.trained_context, norms)
     if memory_out:
         _save(memory_out, reading, model)
 
@@ -120,26 +122,15 @@ def _sampling(temperature: float, top_k: int | None, top_p: float | None, seed: 
         raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
 
 
-def _text(file: str | None) -> str:
-    if file is None:
-        return ""
-    try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return content.decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"--read {file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--read {file}: not UTF-8 at byte {error.start}") from None
+def _warn(model: LanguageModel, tokens: int, context: int, norms: dict[str, float]) -> str:
+    """Print why results on a text may be worse than the model can do; returns the warning on the norms."""
+    from titans_core.telemetry import healthy_limits, out_of_range
 
-
-def _warnings(model: LanguageModel, reading: Reading, context: int) -> Iterator[str]:
-    """Reasons why the generated text may be worse than the model can do."""
-    from titans_core.telemetry import healthy_limits, out_of_range, weight_norm
-
-    if reading.tokens > context:
-        yield beyond_training(reading.tokens, context)
-    if reading.state and (message := out_of_range(weight_norm(model, reading.state), healthy_limits(model))):
-        yield message
+    message = out_of_range(norms, healthy_limits(model)) or ""
+    for line in (beyond_training(tokens, context) if tokens > context else "", message):
+        if line:
+            click.echo(line, err=True)
+    return message
 
 
 def beyond_training(tokens: int, context: int) -> str:
@@ -149,21 +140,6 @@ def beyond_training(tokens: int, context: int) -> str:
         "loss may be higher than with a fresh state (docs/training.md, Streams; titans eval RUN "
         "--by-position measures it)"
     )
-
-
-def _model(run: str, root: Path) -> tuple[LanguageModel, Tokenizer, RunConfig]:
-    """The run's model on the fastest device, its tokenizer and its config."""
-    import torch
-
-    from titans_core import LanguageModel
-    from titans_platform.runs.load import load_run
-
-    model, tokenizer, cfg = load_run(run, root)
-    if tokenizer is None or not isinstance(model, LanguageModel):
-        raise UsageError(
-            f"{run}: its objective is {cfg.objective.kind}; only next_token models generate text"
-        )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, cfg
 
 
 def _start(memory: Path | None, model: LanguageModel) -> Reading:
@@ -218,3 +194,120 @@ def _save(path: Path, reading: Reading, model: LanguageModel) -> None:
     except OSError as error:
         raise TitansError(f"--memory-out {path}: cannot be written: {error.strerror}") from None
     click.echo(f"memory {path}: {size:,} bytes after {reading.tokens:,} tokens", err=True)
+
+
+@click.command()
+@click.argument("run")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@root_option
+def export(run: str, folder: Path, root: Path) -> None:
+    """Write RUN's model and tokenizer to FOLDER: config.json, model.safetensors, tokenizer.json.
+
+    After `import titans_core.huggingface`, AutoModelForCausalLM.from_pretrained(FOLDER) loads it. RUN is a
+    run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
+
+    \b
+    Example:
+      titans export 3f2a91c0 my-model
+    """
+    from titans_core.pretrained import save_folder
+    from titans_platform.data.tokenizer import write_tokenizer
+
+    model, tokenizer, cfg = _language_model(run, root, "can be exported")
+    if model.added:
+        raise UsageError(
+            f"{run}: its objective is {cfg.objective.kind}; only next_token models can be exported"
+        )
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder}: is not empty; give another folder")
+    special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
+    try:
+        save_folder(folder, model, special)
+        write_tokenizer(tokenizer, folder)
+    except OSError as error:
+        raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None
+    for path in sorted(folder.iterdir()):
+        click.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+@click.command()
+@click.argument("run")
+@click.option("--text", "file", required=True, type=click.Path(path_type=Path), help="Text file to read.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("inspect.html"),
+    show_default=True,
+    help="The HTML page to write.",
+)
+@click.option(
+    "--arrow",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the numbers to this Arrow file.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(2),
+    default=2048,
+    show_default=True,
+    help="Maximum number of tokens to read.",
+)
+@click.option(
+    "--position",
+    type=click.IntRange(0),
+    help="Token whose retrieval the page shows first  [default: the last]",
+)
+@root_option
+def inspect(
+    run: str, file: Path, out: Path, arrow: Path | None, tokens: int, position: int | None, root: Path
+) -> None:
+    """Show what RUN's memory does while it reads a text: one self-contained HTML page.
+
+    The page shows surprise over the text, gates, the norm of the state, what each token retrieves, and what
+    is forgotten or kept. RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the
+    folder of one checkpoint.
+
+    \b
+    Example:
+      titans inspect 3f2a91c0 --text needle.txt --out needle.html --arrow needle.arrow
+    """
+    from titans_platform.files import write_text
+    from titans_platform.report.inspect import inspect_text, page, write_arrow
+    from titans_platform.training.loop import deterministic
+
+    text = _read_text("--text", str(file))
+    model, tokenizer, cfg = _language_model(run, root, "read text")
+    with deterministic(cfg.seed, cfg.threads):
+        found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
+    message = _warn(model, len(found.tokens), cfg.trained_context, found.largest())
+    if position is not None and position >= len(found.tokens):
+        raise UsageError(
+            f"--position: {position} is out of range: {len(found.tokens)} tokens were read, counted from 0"
+        )
+    write_text(out, page(found, file.name, position, message))
+    if arrow:
+        write_arrow(found, arrow)
+    for path in (out, *([arrow] if arrow else [])):
+        click.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def _read_text(option: str, file: str) -> str:
+    """The text of a file, of stdin for `-`. Raises UsageError."""
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {file}: not UTF-8 at byte {error.start}") from None
+
+
+def _language_model(run: str, root: Path, can: str) -> tuple[LanguageModel, Tokenizer, RunConfig]:
+    """The model of a run on the CPU, its tokenizer and its config. Raises UsageError."""
+    from titans_core import LanguageModel
+    from titans_platform.runs.load import load_run
+
+    model, tokenizer, cfg = load_run(run, root)
+    if tokenizer is None or not isinstance(model, LanguageModel):
+        raise UsageError(f"{run}: its objective is {cfg.objective.kind}; only next_token models {can}")
+    return model, tokenizer, cfg

@@ -1,0 +1,398 @@
+"""`titans eval`: evaluate a checkpoint, also by position in long texts; `titans tasks`: chance and floors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from titans_platform.cli import echo_json, json_option, root_option, set_option
+from titans_platform.errors import UsageError
+from titans_platform.text import plural
+
+if TYPE_CHECKING:
+    from titans_platform.config import RunConfig, TaskConfig
+    from titans_platform.data import PreparedData
+    from titans_platform.evals.tasks.by_position import ByPosition
+    from titans_platform.objectives import Objective
+    from titans_platform.runs.result import Measures
+
+ROWS = 64
+"""Default length of a text of --by-position in training rows; less if the texts are shorter."""
+Asked = tuple[str, "TaskConfig", int, Any]
+"""A task of `titans tasks`: its column, its config, its row length in tokens, its tokenizer."""
+
+
+@click.command("eval")
+@click.argument("run")
+@click.option(
+    "--by-position", is_flag=True, help="Loss by position in long texts, with and without carried state."
+)
+@click.option(
+    "--rows", type=int, help="Of --by-position: length of a text in training rows  [default: at most 64]"
+)
+@click.option(
+    "--read",
+    "file",
+    metavar="FILE",
+    help="Of --by-position: your own text: a file, folder or glob of .txt, .jsonl, ..., also .gz, .xz.",
+)
+@set_option
+@root_option
+@json_option
+def evaluate(
+    run: str,
+    by_position: bool,
+    rows: int | None,
+    file: str | None,
+    overrides: tuple[str, ...],
+    root: Path,
+    as_json: bool,
+) -> None:
+    """Evaluate RUN and print a table of values, chance levels and floors.
+
+    RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
+    --set overrides the evaluation: only eval.* may be set.
+
+    --by-position measures what memory brings beyond the training length. Long texts are read with the state
+    carried from their start, with a fresh state every row, and with a fresh state that first reads a window
+    of preceding rows. Prints a table and saves a figure to the run's folder.
+
+    \b
+    Example:
+      titans eval 3f2a91c0 --set eval.items=500
+      titans eval 3f2a91c0 --by-position --rows 64 --read book.txt
+    """
+    import torch
+
+    from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
+    from titans_platform.runs.result import Measures
+    from titans_platform.training.loop import deterministic
+
+    console = Console(stderr=as_json)
+    point = find_checkpoint(run, root)
+    if other := next((o for o in overrides if not o.startswith("eval.")), None):
+        raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
+    cfg = read_config(point, overrides)
+    if by_position:
+        if rows is not None and rows < 2:
+            raise UsageError(
+                f"--rows: {rows} is too few: state is carried from the second row on; give 2 or more"
+            )
+        return _by_position(point, cfg, rows, file, root, as_json, console)
+    if rows is not None or file is not None:
+        raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
+    with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
+        model, step, objective = load_checkpoint(point, cfg)
+        data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
+        measured = objective.evaluate(model.to(device), data, device=device)
+    if as_json:
+        echo_json({"cell": point.parents[1].name, "step": step, **measured})
+    else:
+        measures = Measures.model_validate(measured)
+        console.print(measures_table(measures))
+        for buckets in bucket_tables(measures):
+            console.print(buckets)
+        console.print(f"run {point.parents[1].name}, step {step:,}")
+
+
+def measures_table(result: Measures) -> Table:
+    """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for heading in ("value", "± s.e.", "chance", "floor", "items"):
+        table.add_column(heading, justify="right")
+    heuristics = any(task.heuristic for task in result.tasks.values())
+    if heuristics:
+        table.add_column("best heuristic")
+    for column, value in result.columns.items():
+        table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result.chance.get(column)))
+        for name, task in result.tasks.items():
+            if name.partition("/")[0] == column:
+                measured = map(number, (task.value, task.stderr, task.chance, task.floor))
+                last = (task.heuristic or "",) if heuristics else ()
+                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
+    return table
+
+
+def bucket_tables(result: Measures) -> Iterator[Table]:
+    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for key, buckets in result.buckets.items():
+        task, _, length = key.partition("/")[2].rpartition("@")
+        for bucket, value in buckets.items():
+            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
+    for task, rows in found.items():
+        lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
+        table = Table(box=box.SIMPLE_HEAD, title=task, title_justify="left")
+        table.add_column("position, at tokens")
+        for length in lengths:
+            table.add_column(f"{int(length):,}", justify="right")
+        for bucket, values in rows.items():
+            table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
+        yield table
+
+
+def _shaded(value: float | None, bucket: str) -> str:
+    """A number; for a depth, coloured by the share of needles found there."""
+    if value is None or not bucket.endswith("%"):
+        return number(value)
+    colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
+    return f"[{colour}]{number(value)}"
+
+
+def number(value: float | None) -> str:
+    """Three decimals below ten, one above; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def _by_position(
+    point: Path,
+    cfg: RunConfig,
+    rows: int | None,
+    file: str | None,
+    root: Path,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Evaluate the checkpoint ``point``, print the table and save the figure to the run's folder."""
+    from titans_core import LanguageModel
+    from titans_platform.cli.model import beyond_training
+    from titans_platform.report.figures.buckets import loss_picture
+    from titans_platform.report.figures.picture import save
+    from titans_platform.runs.load import load_checkpoint
+    from titans_platform.training.loop import deterministic
+
+    with deterministic(cfg.seed, cfg.threads):
+        model, step, objective = load_checkpoint(point, cfg)
+        if not isinstance(model, LanguageModel):
+            raise UsageError(
+                f"--by-position: objective {cfg.objective.kind} does not read text; next_token does"
+            )
+        with _data(objective, cfg, file, root, console) as data:
+            found = _read(model, data, cfg, rows, file, console)
+    folder = point.parents[1]
+    # the user's text must not overwrite the figure of the validation data
+    suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
+    picture = loss_picture(found, f"by-position{suffix}", f"Loss by position, run {folder.name}")
+    figures = save(picture, folder)
+    if as_json:
+        echo_json(
+            {"cell": folder.name, "step": step, **as_numbers(found), "figures": list(map(str, figures))}
+        )
+        return
+    console.print(position_table(found))
+    console.print(gain_line(found), highlight=False)
+    if found.length > cfg.trained_context:
+        console.print(beyond_training(found.length, cfg.trained_context), highlight=False)
+    console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _data(
+    objective: Objective[Any], cfg: RunConfig, file: str | None, root: Path, console: Console
+) -> Iterator[PreparedData]:
+    """The run's own data, or the user's text, held out whole and deleted afterwards."""
+    if file is None:
+        yield objective.open(root)
+        return
+    from titans_platform.config import SourceConfig
+    from titans_platform.data import prepare
+
+    source = SourceConfig(kind="files", path=file, weight=0, validation_fraction=1.0)
+    fields = {"sources": (source,), "store": None}
+    with TemporaryDirectory(prefix="titans-read-") as folder:
+        try:
+            with console.status(f"tokenising {file}"):
+                data = prepare(cfg.data.model_copy(update=fields), Path(folder))
+        except UsageError as error:
+            # the user wrote an option, not this field of a config
+            raise UsageError(re.sub(r"^data\.sources\.0(\.path)?: ", "--read: ", str(error))) from None
+        yield data
+
+
+def _read(
+    model: Any, data: PreparedData, cfg: RunConfig, rows: int | None, file: str | None, console: Console
+) -> ByPosition:
+    import torch
+
+    from titans_platform.cli.live import reading_display
+    from titans_platform.evals.runner import evaluating
+    from titans_platform.evals.scoring import Scorer
+    from titans_platform.evals.tasks.by_position import (
+        long_texts,
+        longest_text,
+        read_by_position,
+        tokens_to_read,
+    )
+
+    row = cfg.data.sequence_length
+    remedy = "give a longer text" if file else "raise a text source's validation_fraction"
+    field = "--rows" if rows else "--read" if file else "data.sources"
+    rows = rows or max(2, min(ROWS, longest_text(data) // row))
+    texts = long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
+    with evaluating(model), reading_display(tokens_to_read(len(texts), rows, row), console) as report:
+        return read_by_position(scorer, texts, row, report=report)
+
+
+def position_table(found: ByPosition) -> Table:
+    """Perplexities by position; the gain with its standard error, from the second row on."""
+    window = found.best_window
+    of = f"\n({plural(int(window.partition('-')[2]), 'row')})" if window else ""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)"):
+        table.add_column(heading, justify="right")
+    for first, last in found.buckets():
+        ppl = [
+            f"{math.exp(found.loss(way, first, last)[0]):,.2f}" if way else "-"
+            for way in ("carried", "fresh", window)
+        ]
+        mean, stderr = found.gain(first, last)
+        gain = f"{mean:+.3f} ± {stderr:.3f}" if first > found.row else "-"
+        table.add_row(f"{first:,}-{last:,}", *ppl, gain)
+    return table
+
+
+def gain_line(found: ByPosition) -> str:
+    """The summary line: what memory brings."""
+    mean, stderr = found.gain()
+    texts = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
+    parts = "; s.e. over 16 parts of it" if found.texts == 1 else ""
+    return (
+        f"what memory brings: {mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({texts}{parts})"
+    )
+
+
+def as_numbers(found: ByPosition) -> dict[str, Any]:
+    """The table as a JSON value; losses in nats."""
+    ways = {way.partition("-")[0]: way for way in found.shown}
+    buckets = []
+    for first, last in found.buckets():
+        losses = {name: found.loss(way, first, last)[0] for name, way in ways.items()}
+        gain, stderr = found.gain(first, last)
+        buckets.append({"first": first, "last": last, **losses, "gain": gain, "stderr": stderr})
+    gain, stderr = found.gain()
+    return {
+        "gain": gain,
+        "stderr": stderr,
+        "texts": found.texts,
+        "tokens": found.length,
+        "row": found.row,
+        "best_window": found.best_window and int(found.best_window.partition("-")[2]),
+        "loss": {name: found.loss(way)[0] for name, way in ways.items()},
+        "positions": buckets,
+    }
+
+
+@click.command()
+@click.argument("study", required=False)
+@click.option("--scale", help="Scale of the study  [default: the smallest except smoke]")
+@click.option(
+    "--task", "tasks", multiple=True, metavar="YAML", help="A task to measure instead of a study's."
+)
+@click.option(
+    "--length", type=click.IntRange(2), default=64, show_default=True, help="Row length for --task, in bytes."
+)
+@json_option
+def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: int, as_json: bool) -> None:
+    """Show the tasks of STUDY: chance, the score of each heuristic, and the floor.
+
+    A heuristic is a shortcut that a model could use instead of what the task is meant to measure; the best
+    one is the task's floor. Without STUDY and --task, all generated tasks are shown with their defaults.
+
+    \b
+    Example:
+      titans tasks state_tracking
+      titans tasks --task '{task: recall, options: {pairs: 8}}' --length 128
+    """
+    if study and tasks:
+        raise UsageError("--task: give either a study or --task")
+    asked = _of_study(study, scale) if study else _of_options(tasks, length)
+    found = [_measured(*one) for one in asked]
+    if as_json:
+        echo_json(found)
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("task@tokens, heuristics below it", no_wrap=True)
+    for heading in ("chance %", "floor %"):
+        table.add_column(heading, justify="right")
+    for task in found:
+        floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
+        table.add_row(
+            f"[bold]{task['task']}@{task['length']}", f"{100 * task['chance']:.1f}", f"[bold]{floor}"
+        )
+        for name, value in task["heuristics"].items():
+            table.add_row(f"  {name}", "", f"{100 * value:.1f}")
+    Console().print(table)
+
+
+def _measured(column: str, config: TaskConfig, length: int, tokenizer: Any) -> dict[str, Any]:
+    from titans_platform.evals import build_generated
+
+    task = build_generated(config)
+    floor = task.floor(length, tokenizer)
+    return {
+        "task": f"{column}/{task.label}" if column else task.label,
+        "options": task.options.model_dump(mode="json"),
+        "length": length,
+        "chance": task.chance,
+        "heuristics": floor.scores if floor else {},
+        "floor": floor and floor.value,
+        "heuristic": floor and floor.heuristic,
+    }
+
+
+def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
+    """The tasks given as YAML, or all whose options have defaults."""
+    from titans_platform.config import TaskConfig
+    from titans_platform.data import load_tokenizer
+    from titans_platform.evals import TASKS, GeneratedTask
+    from titans_platform.loading import parse_yaml, validate
+
+    tokenizer = load_tokenizer("byte")
+    configs = [validate(TaskConfig, parse_yaml(task, "--task"), "--task") for task in tasks]
+    if not tasks:
+        for name, kind in sorted(TASKS.items()):
+            needs = any(field.is_required() for field in kind.Options.model_fields.values())
+            if issubclass(kind, GeneratedTask) and not needs and name != "babilong_hub":
+                configs.append(TaskConfig(task=name))
+    for config in configs:
+        # RULER's sentences need longer rows than the other tasks
+        words = config.task in ("needle", "reasoning") and config.options.get("style") != "compact"
+        yield "", config, max(length, 512) if words else length, tokenizer
+
+
+def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
+    """Each task of the study's columns once, at each of its lengths."""
+    from titans_platform.data import load_tokenizer
+    from titans_platform.evals import GeneratedTask, build_task, row_length
+    from titans_platform.study.grid import expand, load_study
+
+    study = load_study(name)
+    if scale is None:
+        scale = next((known for known in study.scales if known != "smoke"), "smoke")
+    seen: set[tuple[str, int]] = set()
+    for cell in expand(study, scale):
+        for column, configs in cell.config.eval.columns.items():
+            for config in configs:
+                if not isinstance(build_task(config), GeneratedTask):
+                    continue
+                for multiple in config.lengths:
+                    length = row_length(multiple, cell.config.data.sequence_length)
+                    key = config.model_dump_json(exclude={"lengths", "weight"}), length
+                    if key not in seen:
+                        seen.add(key)
+                        yield column, config, length, load_tokenizer(cell.config.data.tokenizer)
