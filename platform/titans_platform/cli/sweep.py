@@ -141,7 +141,10 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 def _show(console: Console, study: Study, scale: str, configs: Sequence[RunConfig]) -> None:
     size = study.scale(scale)
     console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}")
-    runs = dict.fromkeys(_run_text(config) for config in configs)
+    runs = dict.fromkeys(
+        f"{config.optim.steps} steps of {config.optim.global_batch_size} rows of {config.row_tokens} tokens"
+        for config in configs
+    )
     console.print(f"{', '.join(runs)}; seeds {', '.join(map(str, size.seeds))}")
     columns = {key: tasks for config in configs for key, tasks in config.eval.columns.items()}
     for key, tasks in columns.items():
@@ -163,11 +166,6 @@ def _changes(sets: Mapping[str, Any]) -> str:
 
     shown = {field: value for field, value in flatten(dict(sets)).items() if not field.startswith(LONG)}
     return ", ".join(f"{field}={value}" for field, value in shown.items())
-
-
-def _run_text(config: RunConfig) -> str:
-    rows = f"{config.optim.global_batch_size} rows of {config.row_tokens} tokens"
-    return f"{config.optim.steps} steps of {rows}"
 
 
 def _task_text(task: TaskConfig) -> str:
@@ -362,13 +360,10 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     from titans_platform.study.status import read_status, status_of
 
     root = root.resolve()
-    if study is not None:
-        found = [read_status(study, scale, root)]
-    else:
-        found = [status_of(folder) for folder in StudyFolder.all(root)]
+    found = [read_status(study, scale, root)] if study else list(map(status_of, StudyFolder.all(root)))
     if as_json:
         records = [each.record() for each in found]
-        echo_json(records if study is None else records[0])
+        echo_json(records[0] if study else records)
         return
     for each in found:
         _print_status(each, Console())
@@ -457,7 +452,7 @@ def parse_seeds(text: str | None) -> list[int]:
     for part in text.split(","):
         low, dash, high = part.partition("-")
         try:
-            numbers = range(int(low), int(high) + 1) if dash else range(int(low), int(low) + 1)
+            numbers = range(int(low), int(high if dash else low) + 1)
         except ValueError:
             raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
         if len(seeds) + len(numbers) > MAX_SEEDS:
