@@ -69,6 +69,8 @@ class Attention(Projections):
         kernel, unit = config.conv_kernel if config.conv else None, "qk" if config.qk_norm else ""
         super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, config.silu)
         self.config = config
+        # switches of `titans_core.interventions`; the cache keeps the keys of config.window
+        self.window, self.muted, self.cut = config.window, False, False
         self.w_o = nn.Linear(d_model, d_model, bias=False)
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
 
@@ -96,18 +98,20 @@ class Attention(Projections):
         ``position_BT`` is [B, T] or [1, T]. Returns [B, T, D] and the state after it, None when packed.
         """
         prefix, first = self.start(prefix_PD)
-        state, window = state or first, self.config.window
+        state, window = state or first, self.window
         (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.conv_state, documents)
         rotary = self._rotary(position_BT)
-        plain_q, q, k = q, rotate(q, rotary), rotate(k, rotary)
+        plain_q, q, k = None if rotary is None else q, rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
             seen = _with_unrotated_prefix(plain_q, q, KeyCache(k, v), prefix)
-            return self._output(_packed(*seen, window, documents)[..., : self.head_dim]), None
+            return self._output(_packed(*seen, window, documents, self.cut)[..., : self.head_dim]), None
         keys = KeyCache(k, v) if state.keys is None else state.keys.extended(KeyCache(k, v))
         S, T = keys.k.shape[2], k.shape[2]
         seen = _with_unrotated_prefix(plain_q, q, keys, prefix)
-        y = _windowed(*seen, window, S - T, _hidden_keys(state.held_B, S - T, T))[..., : self.head_dim]
-        keep = S if window is None else min(S, window - 1)
+        hidden_BS = _hidden_keys(state.held_B, S - T, T)
+        cut_from = position_BT[:, :1] - (S - T) if self.cut else None
+        y = _windowed(*seen, window, S - T, hidden_BS, cut_from)[..., : self.head_dim]
+        keep = S if self.config.window is None else min(S, self.config.window - 1)
         # a row that has filled the window since its reset attends to all of it
         held = None if state.held_B is None or keep <= T else (state.held_B + T).clamp(max=keep)
         return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state, held)
@@ -178,9 +182,14 @@ class Attention(Projections):
 
     def _output(self, y_BHTE: Tensor) -> Tensor:
         """Heads merged and projected, [B, T, D]."""
+        if self.muted:
+            B, _, T, _ = y_BHTE.shape
+            return y_BHTE.new_zeros(B, T, self.w_o.out_features)
         return self.w_o(y_BHTE.transpose(1, 2).flatten(2))
 
-    def _rotary(self, position_BT: Tensor) -> RotaryEmbedding:
+    def _rotary(self, position_BT: Tensor) -> RotaryEmbedding | None:
+        if self.config.positions == "none":
+            return None
         weight = self.w_q.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return RotaryEmbedding.at(
@@ -189,16 +198,17 @@ class Attention(Projections):
 
 
 def _with_unrotated_prefix(
-    plain_q: Tensor, q: Tensor, keys: KeyCache, prefix: KeyCache | None
+    plain_q: Tensor | None, q: Tensor, keys: KeyCache, prefix: KeyCache | None
 ) -> tuple[Tensor, Tensor, Tensor, KeyCache | None]:
     """Queries, keys, values and prefix in twice the width, so that only tokens see rotated queries.
 
     Persistent tokens have no position. A rotated query would score them by its distance from the start of the
     text, beyond the training length out of distribution. So a query is its rotated and its plain version
     concatenated; keys of tokens are zero-padded in the second half, those of the prefix in the first.
+    ``plain_q`` None: no query is rotated.
     """
-    if prefix is None:
-        return q, keys.k, keys.v, None
+    if prefix is None or plain_q is None:
+        return q, keys.k, keys.v, prefix
     E = q.shape[-1]
     left, right = (lambda x: F.pad(x, (0, E))), (lambda x: F.pad(x, (E, 0)))
     # compensates for the attention scale, whose width has doubled
@@ -222,10 +232,19 @@ def _hidden_keys(held_B: Tensor | None, before: int, T: int) -> Tensor | None:
 
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, window: int | None, before: int,
-    hidden_BS: Tensor | None = None,
+    hidden_BS: Tensor | None = None, cut_from: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sliding-window attention of the last T of ``before + T`` tokens; [B, H, T, E]."""
+    """Sliding-window attention of the last T of ``before + T`` tokens; [B, H, T, E].
+
+    ``cut_from`` [B or 1, 1] is the position of the first key if attention is cut at multiples of the window.
+    """
     T = q.shape[2]
+    if cut_from is not None and window is not None:
+        key = torch.arange(before + T, device=q.device)
+        index_BS = (cut_from + key) // window
+        if hidden_BS is not None:
+            index_BS = index_BS.masked_fill(hidden_BS, -1)
+        return _blocked(F.pad(q, (0, 0, before, 0)), k, v, window, prefix, index_BS)[:, :, before:]
     if window is None or window >= before + T:
         return _dense(q, k, v, prefix, hidden_BS)
     if T == 1:  # a decode step attends to the whole window
@@ -292,9 +311,13 @@ def _blocked(
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, window: int | None, documents: Documents
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, prefix: KeyCache | None, window: int | None, documents: Documents,
+    cut: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention within each document of a packed batch."""
+    if cut and window is not None:
+        within_BT = documents.position_BT // window
+        return _blocked(q, k, v, window, prefix, documents.index_BT * q.shape[2] + within_BT)
     if window is not None and window < q.shape[2]:
         return _blocked(q, k, v, window, prefix, documents.index_BT)
     B, T = documents.index_BT.shape

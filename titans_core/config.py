@@ -52,6 +52,14 @@ class MemoryConfig(Frozen):
     decay to zero also erases M_0, and a deep memory at zero cannot learn any more; with initial, a memory
     that has
     forgotten everything is back at its start."""
+    max_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Maximum of alpha_t, as max_theta is theta's: 1 / 1024 keeps at least 37% of a write for 1,024 tokens.
+    A decay learnt on short rows may otherwise empty the memory of a longer text. 1 is the paper's."""
+    decay_horizons: (
+        Annotated[tuple[Annotated[float, Field(gt=1)], ...], Field(min_length=2, max_length=2)] | None
+    ) = None
+    """Shortest and longest 1 / alpha_t at the start, in tokens, with those of the other heads (or channels)
+    in equal ratios between them (chrono initialisation, arXiv 1804.11188); replaces alpha_bias."""
     conv: bool = True
     """Causal depthwise convolution after each of the q, k, v projections."""
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
@@ -85,6 +93,20 @@ class MemoryConfig(Frozen):
     rule_options: dict[str, float] = {}
     """Parameters of the rule by name: ``delta`` of huber and yaad."""
 
+    @model_validator(mode="after")
+    def _horizons_are_reachable(self) -> MemoryConfig:
+        if self.decay_horizons is None:
+            return self
+        shortest, longest = self.decay_horizons
+        if not 1 / self.max_alpha < shortest <= longest:
+            raise ValueError(
+                f"decay_horizons: {shortest:g} to {longest:g} tokens must ascend and be longer than "
+                f"1 / max_alpha = {1 / self.max_alpha:g}"
+            )
+        if not self.decay:
+            raise ValueError("decay_horizons: has no effect without decay; leave it out")
+        return self
+
 
 class AttentionConfig(Frozen):
     """The short-term memory: softmax attention with rotary positions."""
@@ -94,6 +116,8 @@ class AttentionConfig(Frozen):
     """Sliding window in tokens, including the query; None for full attention. MAC attends to segments."""
     segment_size: PositiveInt | None = None
     """Segment of MAC, in tokens; a multiple of the memory's chunk_size."""
+    positions: Literal["rotary", "none"] = "rotary"
+    """none: attention sees the order of tokens through the convolution and the causal mask alone."""
     rope_base: Annotated[float, Field(gt=0)] = 10_000.0
     silu: bool = True
     """SiLU after the projections of queries, keys and values (Section 4.4). This and the three fields below

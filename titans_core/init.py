@@ -10,6 +10,7 @@
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, to predict little; not under LN |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
 | alpha, eta, theta | weight 0.02, bias `MemoryConfig.alpha_bias`, `eta_bias`, `theta_bias` |
+| alpha, with `MemoryConfig.decay_horizons` | the bias that gives its head or channel its horizon, 1 / alpha |
 """
 
 from __future__ import annotations
@@ -75,3 +76,11 @@ def _initialize_memory(memory: Any) -> None:
         if gate is not None:
             nn.init.normal_(gate.weight, std=0.02)
             nn.init.constant_(gate.bias, bias)
+    if config.decay_horizons is not None:
+        # alpha = max_alpha * sigmoid(bias) = 1 / horizon
+        ends = torch.tensor(config.decay_horizons, dtype=torch.float64).log()
+        step = torch.linspace(0, 1, len(memory.alpha.bias), dtype=torch.float64)
+        if len(step) == 1:
+            step += 1  # a single head has the longest
+        horizons = torch.exp(ends[0] + step * (ends[1] - ends[0]))
+        memory.alpha.bias.copy_(-torch.log(config.max_alpha * horizons - 1))

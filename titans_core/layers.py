@@ -142,8 +142,10 @@ class RotaryEmbedding(NamedTuple):
         return RotaryEmbedding(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
-def rotate(x_BHTE: Tensor, rotary: RotaryEmbedding) -> Tensor:
-    """Queries or keys [B, H, T, E] turned by the angles of their positions."""
+def rotate(x_BHTE: Tensor, rotary: RotaryEmbedding | None) -> Tensor:
+    """Queries or keys [B, H, T, E] turned by the angles of their positions; as they are without any."""
+    if rotary is None:
+        return x_BHTE
     left, right = x_BHTE.chunk(2, -1)
     cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)

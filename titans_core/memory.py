@@ -114,6 +114,8 @@ class NeuralMemory(Projections):
         self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
+        # switches of `titans_core.interventions`
+        self.muted, self.decays = False, True
         if initialized:
             initialize(self, n_layers=1)
 
@@ -247,8 +249,12 @@ class NeuralMemory(Projections):
         found = dict(zip(gates, _project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
+        if self.config.max_alpha != 1.0:
+            alpha = self.config.max_alpha * alpha
         if self._forgets_by_channel:
             alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
+        if not self.decays:
+            alpha = torch.zeros_like(alpha)
         return q, Writes(k, v, alpha, eta, theta), conv_state
 
     @property
@@ -341,6 +347,8 @@ class NeuralMemory(Projections):
         return y, after
 
     def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+        if self.muted:
+            return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
         y, gate = y_BTHE, None
         if self.output_gate is not None:
             gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])

@@ -158,6 +158,19 @@ class OptimConfig(Frozen):
     so that M_0 and short contexts stay trained."""
     carry_after: Annotated[int, Field(ge=0)] = 0
     """data.rows: streams. Number of first steps without carried state."""
+    state_passing: Fraction = 0.0
+    """data.rows: streams. Probability that a document begins with the final state of another one, the one
+    before it in its stream, and not with the initial state (arXiv 2507.02782): it trains what a memory does
+    with a state that is no longer fresh."""
+    windows: tuple[PositiveInt, ...] = ()
+    """Stochastic windows: attention's window (MAC: segment) is drawn from these for each step, and is the
+    longest in the last tenth of the steps (SWAX, arXiv 2509.24552). The longest is the model's own, with
+    which it is evaluated. Empty: always the model's own."""
+    auxiliary_window: PositiveInt | None = None
+    """Each step has a second forward and backward pass with this attention window (MAC: segment), so that the
+    memory is trained where attention does not reach (arXiv 2610.06750). Doubles the cost of a step."""
+    auxiliary_weight: NonNegative = 0.25
+    """Weight of the auxiliary pass's loss; the published value."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     schedule: Literal["cosine", "linear", "constant", "wsd", "halving"] = "cosine"
     """Learning rate after the warm-up: decay to min_lr_ratio (cosine, linear), constant, constant with a
@@ -256,7 +269,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _streams_are_read(self) -> RunConfig:
-        for key in ("bptt_rows", "reset_probability", "carry_after"):
+        for key in ("bptt_rows", "reset_probability", "carry_after", "state_passing"):
             default = OptimConfig.model_fields[key].default
             if getattr(self.optim, key) != default and self.data.rows != "streams":
                 raise ValueError(

@@ -95,6 +95,7 @@ class Streams:
         rank, world_size: this worker has the streams rank, rank + world_size, ...
         reset_probability: probability of a random reset of a stream at a step.
         carry_after: all streams are reset at every step before this one.
+        state_passing: probability that the begin of a document does not reset its stream.
 
     Raises:
         UsageError: there are fewer streams than workers or sources, or a source has too few rows.
@@ -111,6 +112,7 @@ class Streams:
         *,
         reset_probability: float = 0.0,
         carry_after: int = 0,
+        state_passing: float = 0.0,
     ):
         if batch_size < world_size:
             raise UsageError(
@@ -119,6 +121,7 @@ class Streams:
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)
         self.reset_probability, self.carry_after = reset_probability, carry_after
+        self.state_passing = state_passing
         self.source = np.resize(interleave([source.weight for source in sources]), batch_size)
         """[B] the source of each stream."""
         self.tables: dict[int, RowTable] = {}
@@ -159,11 +162,13 @@ class Streams:
         if step == 0 or step < self.carry_after:
             return np.ones(self.batch_size, np.bool_)
         found = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
-        rows = self.rows(step)
+        rows, begins = self.rows(step), np.zeros(self.batch_size, np.bool_)
         for s, table in self.tables.items():
             here = self.source == s
-            found[here] |= table.begins[rows[here]]
-        return found
+            begins[here] = table.begins[rows[here]]
+        if self.state_passing:
+            begins &= uniform(self.batch_size, f"{self.seed}/passing/{step}") >= self.state_passing
+        return found | begins
 
     def batch(self, step: int) -> StreamBatch:
         """This worker's rows of ``step`` (0-based)."""

@@ -19,6 +19,7 @@ from titans_platform.evals import Task, build_task, eval_version, evaluate
 from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
 from titans_platform.training.loop import Stream
+from titans_platform.training.recipes import check_windows
 
 Report = Callable[[str, int, int, "float | None"], None]
 """Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""
@@ -130,7 +131,7 @@ class Objective(ABC, Generic[D]):
 
         Raises UsageError that names the field.
         """
-        self.build_small()
+        check_windows(self.build_small(), self.cfg.optim)
         if self.cfg.data.rows == "streams" and not self.carries:
             kind = self.cfg.objective.kind
             raise UsageError(f"data.rows: objective {kind} reads no streams; set it to shuffled")

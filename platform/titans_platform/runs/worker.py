@@ -94,6 +94,7 @@ class Worker:
                 self.device,
                 self.objective,
                 sequence_length=self.cfg.data.sequence_length,
+                seed=self.cfg.seed,
             )
         checkpoints = self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("checkpoint"):

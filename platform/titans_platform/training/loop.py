@@ -29,6 +29,7 @@ from titans_platform.data.streams import StreamBatch
 from titans_platform.training.divergence import REWINDS, SKIPS, WINDOW, Diverged, judge
 from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, rank, world_size
 from titans_platform.training.rates import learning_rate
+from titans_platform.training.recipes import drawn_window, passes
 from titans_platform.training.speed import device_metrics
 
 log = logging.getLogger(__name__)
@@ -186,13 +187,14 @@ class Trainer:
         objective: Loss | None = None,
         *,
         sequence_length: int,
+        seed: int = 0,
     ):
         self.device = torch.device(device)
         self.world_size = world_size()
         self._limits = healthy_limits(model)
         self._forward = parallelize(model, cfg, self.device)
         # the model for checkpoints and evaluation: not wrapped by DDP, sharded in place by FSDP2
-        self.model = model
+        self.model, self.seed = model, seed
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
         self.optimizer, self.progress = adamw(model, cfg), Progress()
         self.state: ModelState | None = None
@@ -316,29 +318,34 @@ class Trainer:
         batch = _to(batch, self.device)
         rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
         parts = list(_split(batch, self.cfg.micro_batch_size or len(batch[0])))
-        streams = isinstance(batch, StreamBatch)
         states = [None] * len(parts) if self.state is None else self.state.split([len(p[0]) for p in parts])
         after: list[ModelState] = []
         seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
+        window = drawn_window(self.cfg, self.seed, self.progress.step)
         for i, (part, state) in enumerate(zip(parts, states, strict=True)):
-            last = i == len(parts) - 1
-            watched = record(self.model) if telemetry and last else nullcontext()
-            with gradient_sync(self._forward, last), watched as recorded:
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-                    if streams:
-                        carrying = cast(CrossEntropy, self.objective)
-                        losses_B, state = carrying.carried_losses(self._forward, part, state)
-                        after.append(state.detach())
-                    else:
-                        losses_B = self.objective.losses(self._forward, part)
-                loss = losses_B.sum() / rows
-                # DDP and FSDP average gradients over ranks, but the sum is needed
-                (loss * self.world_size).backward()
-            total += loss.detach()
-            if recorded is not None:
-                seen = recorded.summary()
+            last, rounds = i == len(parts) - 1, passes(self.model, self.cfg, window)
+            for which, (weight, shortened) in enumerate(rounds):
+                main, final = which == 0, last and which == len(rounds) - 1
+                watched = record(self.model) if telemetry and last and main else nullcontext()
+                with gradient_sync(self._forward, final), shortened, watched as recorded:
+                    losses_B, ended = self._losses(part, state)
+                    loss = losses_B.sum() / rows
+                    # DDP and FSDP average gradients over ranks, but the sum is needed
+                    (loss * (weight * self.world_size)).backward()
+                if main:
+                    total += loss.detach()
+                    after += [ended.detach()] if ended else []
+                if recorded is not None:
+                    seen = recorded.summary()
         return self._over_workers(total).item(), ModelState.cat(after) if after else None, seen
+
+    def _losses(self, part: Any, state: ModelState | None) -> tuple[Tensor, ModelState | None]:
+        """[B] losses of a micro-batch, and the state after it if its rows are streams."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
+            if isinstance(part, StreamBatch):
+                return cast(CrossEntropy, self.objective).carried_losses(self._forward, part, state)
+            return self.objective.losses(self._forward, part), None
 
     def _speed(self, tokens_per_second: float) -> dict[str, float]:
         flops = self.flops_per_token
