@@ -56,6 +56,20 @@ def intervene(model: nn.Module, change: Intervention) -> Iterator[None]:
                 setattr(module, name, value)
 
 
+def has_effect(model: nn.Module, change: Intervention) -> bool:
+    """Whether the model has the parts that an intervention switches off."""
+    memories = [m for m in model.modules() if isinstance(m, NeuralMemory)]
+    attentions = [m for m in model.modules() if isinstance(m, Attention)]
+    in_segments = {m.attention for m in model.modules() if isinstance(m, MAC)}
+    return bool(
+        (not change.memory and memories)
+        or (not change.decay and any(m.alpha is not None for m in memories))
+        or (change.attention == "off" and attentions)
+        or (change.attention == "cut" and any(a.window and a not in in_segments for a in attentions))
+        or (change.window and attentions)
+    )
+
+
 def _switches(module: nn.Module) -> Iterator[tuple[str, object]]:
     for name in ("muted", "decays", "cut", "window", "segment_size"):
         if name in vars(module):

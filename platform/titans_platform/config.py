@@ -212,6 +212,11 @@ class EvalConfig(Frozen):
     """Items per task and length."""
     perplexity_tokens: PositiveInt = 65_536
     """Validation tokens on which perplexity is measured."""
+    pathways: tuple[Literal["memory", "attention", "cut", "decay"], ...] = ()
+    """Measure the columns of generated tasks again with a part of the model off: the memory's output,
+    attention, attention across multiples of its window (cut), decay. Shows which part an answer came from."""
+    pathway_items: PositiveInt | None = None
+    """Items per task and length of these measurements; None: ``items``."""
     batch_tokens: PositiveInt = 16_384
     """Tokens of one evaluation batch."""
     seed: int = 0

@@ -129,6 +129,19 @@ def test_streams_are_reset_by_chance_and_before_carry_after(tmp_path):
     assert never.resets(0).all()
 
 
+def test_a_document_begins_with_the_state_of_another_one_by_chance(tmp_path):
+    data = prepared(tmp_path, needles(), text(tmp_path, "t", *["x" * 12] * 50, weight=0.0))
+    plain, passing = (Streams(data.sources, 6, 8, 0, state_passing=p) for p in (0.0, 0.4))
+    before, after = (np.stack([s.resets(step) for step in range(800)]) for s in (plain, passing))
+    assert after[0].all(), "there is no state to pass at the first step"
+    assert not (after & ~before).any(), "only where a document begins"
+    assert abs(after[1:].sum() / before[1:].sum() - 0.6) < 0.05
+    parts = [Streams(data.sources, 6, 8, 0, rank, 2, state_passing=0.4) for rank in (0, 1)]
+    for step in (8, 16, 160):
+        assert torch.equal(parts[0].batch(step).reset, torch.from_numpy(after[step, ::2]))
+        assert torch.equal(parts[1].batch(step).reset, torch.from_numpy(after[step, 1::2]))
+
+
 def test_refusals(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     with pytest.raises(UsageError, match=r"data\.sources\.0: 30 rows of 8 tokens cannot be divided among 40"):

@@ -411,3 +411,28 @@ def test_a_model_without_a_memory_lists_none_of_its_fields():
     config = RunConfig.model_validate({"model": {"variant": "transformer"}})
     transformer = params(Cell("Transformer++", 0, config), rows)
     assert lmm.keys() - transformer.keys() == {"depth", "chunk_size"}
+
+
+def test_pathways_are_a_table_in_every_view(tmp_path):
+    table = measured(tmp_path, study([Row(name="MAG"), Row(name="LMM")]))
+    assert build_report(table).pathways is None
+    for row in table.rows:
+        for i, found in enumerate(row.results):
+            found.pathways["memory"] = {"acc": 0.1 + i / 10}
+            if row.row.name == "MAG":
+                found.pathways["cut"] = {"acc": 0.5}
+    report = build_report(table)
+    assert report.pathways is not None
+    assert report.pathways.heads == ("Reasoning (%)",)
+    assert [tuple(line) for line in report.pathways.lines] == [
+        ("MAG", "all on", ("25.5",)),
+        ("MAG", "memory's output off", ("15.0",)),
+        ("MAG", "attention cut at its window", ("50.0",)),
+        ("LMM", "all on", ("27.5",)),
+        ("LMM", "memory's output off", ("15.0",)),
+    ]
+    assert "| MAG | memory's output off | 15.0 |" in export.markdown(report)
+    assert export.pathways_csv(report).splitlines()[2] == "MAG,memory's output off,15.0"
+    text = report_page(report)
+    Tags(text)
+    assert "memory&#39;s output off" in text

@@ -99,6 +99,8 @@ DEFAULTS = {
         },
         "items": 200,
         "perplexity_tokens": 65_536,
+        "pathways": [],
+        "pathway_items": None,
         "batch_tokens": 16_384,
         "seed": 0,
         "every": None,

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from titans_platform.cli import echo_json, json_option, root_option, set_option
 from titans_platform.errors import UsageError
+from titans_platform.runs.result import PATHWAY_TITLES, PATHWAYS_EXPLAINED
 from titans_platform.text import plural
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ Asked = tuple[str, "TaskConfig", int, Any]
     "--by-position", is_flag=True, help="Loss by position in long texts, with and without carried state."
 )
 @click.option(
+    "--pathways", is_flag=True, help="Answers with memory, attention or decay off: which one carries them."
+)
+@click.option(
     "--rows", type=int, help="Of --by-position: length of a text in training rows  [default: at most 64]"
 )
 @click.option(
@@ -52,6 +56,7 @@ Asked = tuple[str, "TaskConfig", int, Any]
 def evaluate(
     run: str,
     by_position: bool,
+    pathways: bool,
     rows: int | None,
     file: str | None,
     overrides: tuple[str, ...],
@@ -67,10 +72,14 @@ def evaluate(
     carried from their start, with a fresh state every row, and with a fresh state that first reads a window
     of preceding rows. Prints a table and saves a figure to the run's folder.
 
+    --pathways measures the answers to generated tasks again with the memory's output off, with attention
+    off, with attention cut at multiples of its window, and with decay off (alpha = 0).
+
     \b
     Example:
       titans eval 3f2a91c0 --set eval.items=500
       titans eval 3f2a91c0 --by-position --rows 64 --read book.txt
+      titans eval 3f2a91c0 --pathways --set eval.pathway_items=50
     """
     import torch
 
@@ -83,6 +92,11 @@ def evaluate(
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
         raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
     cfg = read_config(point, overrides)
+    if pathways:
+        if by_position:
+            raise UsageError("--pathways: not with --by-position, which measures texts; run it on its own")
+        asked = {"pathways": tuple(PATHWAY_TITLES)}
+        cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update=asked)})
     if by_position:
         if rows is not None and rows < 2:
             raise UsageError(
@@ -102,6 +116,9 @@ def evaluate(
         console.print(measures_table(measures))
         for buckets in bucket_tables(measures):
             console.print(buckets)
+        if pathways:
+            console.print(pathway_grid(measures))
+            console.print(PATHWAYS_EXPLAINED, highlight=False)
         console.print(f"run {point.parents[1].name}, step {step:,}")
 
 
@@ -121,6 +138,18 @@ def measures_table(result: Measures) -> Table:
                 measured = map(number, (task.value, task.stderr, task.chance, task.floor))
                 last = (task.heuristic or "",) if heuristics else ()
                 table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
+    return table
+
+
+def pathway_grid(result: Measures) -> Table:
+    """The columns of generated tasks with each part switched off; a dash for a part that the model lacks."""
+    columns = list(next(iter(result.pathways.values()), {}))
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, heading in enumerate(("", *columns)):
+        table.add_column(heading, justify="right" if i else "left")
+    table.add_row("all on", *(number(result.columns[column]) for column in columns))
+    for part, title in PATHWAY_TITLES.items():
+        table.add_row(title, *(number(result.pathways.get(part, {}).get(column)) for column in columns))
     return table
 
 

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from titans_core.interventions import Intervention, has_effect, intervene
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.errors import UsageError
-from titans_platform.evals.registry import Context, Measurement, Task, build_task
+from titans_platform.evals.registry import Context, GeneratedTask, Measurement, Task, build_task
 from titans_platform.evals.scoring import Scorer, sharded_modules
+
+PATHWAYS = {
+    "memory": Intervention(memory=False),
+    "attention": Intervention(attention="off"),
+    "cut": Intervention(attention="cut"),
+    "decay": Intervention(decay=False),
+}
+"""What `EvalConfig.pathways` switches off."""
 
 
 def evaluate(
@@ -45,7 +54,8 @@ def evaluate(
 
     Returns:
         `columns` {column: value}, `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}},
-        `tasks` {column/task@tokens: {value, stderr, chance, floor, heuristic, items}}.
+        `tasks` {column/task@tokens: {value, stderr, chance, floor, heuristic, items}}, `pathways` {part of
+        `config.pathways` that was off: {column: value}}.
 
     Raises:
         UsageError: a task, option or length is not valid, or no unseen item is left.
@@ -54,7 +64,7 @@ def evaluate(
     # data other than tokens have no tokenizer, and their tasks need none
     tokenizer: Any = getattr(prepared, "tokenizer", None)
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
-    result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
+    result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}, "pathways": {}}
     known: dict[tuple[str, int], Measurement] = {}
     with evaluating(model):
         for column, labelled in tasks.items():
@@ -77,6 +87,19 @@ def evaluate(
                 chances.append(fmean(m.chance for m in found))
             result["columns"][column] = fmean(values)
             result["chance"][column] = _finite(fmean(chances))
+    answers = {
+        column: config.columns[column]
+        for column, labelled in tasks.items()
+        if all(isinstance(task, GeneratedTask) for _, task, _ in labelled)
+    }
+    again = {"columns": answers, "items": config.pathway_items or config.items, "pathways": ()}
+    for part in config.pathways:
+        if has_effect(model, change := PATHWAYS[part]):
+            with intervene(model, change):
+                measured = evaluate(
+                    model, prepared, config.model_copy(update=again), sequence_length, device=device
+                )
+            result["pathways"][part] = measured["columns"]
     return result
 
 

@@ -73,6 +73,13 @@ def verdict_csv(report: Report) -> str:
     return _csv(lines)
 
 
+def pathways_csv(report: Report) -> str:
+    """A line for each row and part that was switched off: the mean of each column, in its unit."""
+    found = report.pathways
+    heads, lines = (found.heads, found.lines) if found else ((), ())
+    return _csv([["row", "part", *heads], *([line.row, line.part, *line.values] for line in lines)])
+
+
 def _csv(lines: Iterable[Sequence[Any]]) -> str:
     out = io.StringIO()
     # None is written as an empty field
@@ -202,6 +209,10 @@ def markdown(report: Report, figures: str = "") -> str:
     if found := report.verdict:
         lines += ["", f"{found.sentence} {found.method}", "", _md(found.heads)]
         lines += ["|:--" * len(found.heads) + "|", *map(_md, found.body)]
+    if ways := report.pathways:
+        lines += ["", f"**Which part the answers came from.** {ways.explained}", ""]
+        lines += [_md(["", "", *ways.heads]), "|:--|:--|" + "--:|" * len(ways.heads)]
+        lines += [_md([line.row, line.part, *line.values]) for line in ways.lines]
     for picture in report.pictures if figures else ():
         lines += ["", f"![{picture.title}]({figures}/{picture.key}.png)", f"*{picture.title}*"]
     lines += ["", "<details><summary>Where each number comes from</summary>", ""]
@@ -225,7 +236,21 @@ def terminal(report: Report, width: int = 80) -> RenderableType:
     grids = _fitting(report, list(report.table.columns), width)
     notes = [Text(note, style="dim") for note in report.footnotes]
     found = ["; ".join(clauses) for clauses in report.discrimination]
-    return Group(report.title, *grids, *map(Text, found), *_verdict(report), "", *notes)
+    shown = [*map(Text, found), *_verdict(report), *_pathways(report)]
+    return Group(report.title, *grids, *shown, "", *notes)
+
+
+def _pathways(report: Report) -> list[RenderableType]:
+    if (found := report.pathways) is None:
+        return []
+    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i, head in enumerate(("", "", *found.heads)):
+        grid.add_column(head, justify="left" if i < 2 else "right", vertical="bottom")
+    before = ""
+    for row, part, values in found.lines:
+        grid.add_row("" if row == before else row, part, *values)
+        before = row
+    return ["", "Which part the answers came from", grid, Text(found.explained, style="dim")]
 
 
 def _verdict(report: Report) -> list[RenderableType]:

@@ -101,6 +101,7 @@ def write_report(report: Report, folder: Path) -> dict[str, Path]:
         "table.csv": export.summary_csv(report),
         "cells.csv": export.cells_csv(report),
         "verdict.csv": export.verdict_csv(report),
+        **({"pathways.csv": export.pathways_csv(report)} if report.pathways else {}),
     }
     for name, content in texts.items():
         write_text(folder / name, content)

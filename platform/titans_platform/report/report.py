@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from titans_platform.report.figures import pictures
@@ -21,7 +22,7 @@ from titans_platform.report.verdict import (
     discriminate,
     verdict_table,
 )
-from titans_platform.runs.result import Result
+from titans_platform.runs.result import PATHWAY_TITLES, PATHWAYS_EXPLAINED, Result
 from titans_platform.text import NONE, commit, flatten, number, plural
 
 DAGGERS = "†‡§¶"
@@ -44,6 +45,23 @@ class Number:
     def __str__(self) -> str:
         spread = f"±{self.sd}" if self.sd else ""
         return f"{self.mean}{spread} {self.seeds}".rstrip()
+
+
+class PathwayLine(NamedTuple):
+    """A row's values with everything on, or with one part off: of each column, as text."""
+
+    row: str
+    part: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PathwayTable:
+    """Which part of a model its answers came from, as text."""
+
+    heads: tuple[str, ...]
+    lines: tuple[PathwayLine, ...]
+    explained: str = PATHWAYS_EXPLAINED
 
 
 class CellLine(NamedTuple):
@@ -125,6 +143,7 @@ class Report:
     """How far each column tells the rows apart, in clauses."""
     comparisons: tuple[Comparison, ...]
     verdict: VerdictTable | None
+    pathways: PathwayTable | None
     pictures: tuple[Picture, ...]
     commit: str
     """The one commit that made every cell; empty where there are several."""
@@ -187,6 +206,7 @@ def build_report(
         discrimination=tuple(tuple(_clauses(table, each)) for each in found),
         comparisons=tuple(comparisons),
         verdict=verdict_table(comparisons, table.columns),
+        pathways=_pathways(table),
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
         commit=only,
         commands=tuple(commands),
@@ -219,6 +239,32 @@ def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mappi
     made = "".join(sorted({marks[commit] for commit in row.stale if commit in marks}))
     sizes = {size: row.size_of(size) for size in SIZES}
     return ReportRow(row.row.name, made, row.row.reference, numbers, sizes, tuple(cells))
+
+
+def _pathways(table: Table) -> PathwayTable | None:
+    """Means over the seeds that measured pathways; None where no cell did."""
+    measured = {row.row.name: [r for r in row.results if r.pathways] for row in table.rows}
+    found = [part for results in measured.values() for r in results for part in r.pathways.values()]
+    columns = [key for key in table.columns if any(key in part for part in found)]
+    lines = []
+    for name, results in measured.items():
+        values = {"all on": [r.columns for r in results]}
+        values |= {
+            title: [r.pathways[part] for r in results if part in r.pathways]
+            for part, title in PATHWAY_TITLES.items()
+        }
+        for part, cells in values.items():
+            if cells:
+                means = [_mean_of(table, key, cells) for key in columns]
+                lines.append(PathwayLine(name, part, tuple(means)))
+    if not lines:
+        return None
+    return PathwayTable(tuple(table.columns[key].titled() for key in columns), tuple(lines))
+
+
+def _mean_of(table: Table, key: str, cells: Sequence[Mapping[str, float]]) -> str:
+    column, values = table.columns[key], [cell[key] for cell in cells if key in cell]
+    return number(column.factor * fmean(values) if values else None, column.decimals)
 
 
 def _seeds(table: Table) -> str:

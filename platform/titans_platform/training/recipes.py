@@ -30,8 +30,8 @@ def passes(
 ) -> list[tuple[float, AbstractContextManager[None]]]:
     """The forward and backward passes of a step: the weight of each one's loss, and its window as a context.
 
-    With ``cfg.auxiliary_window`` there is a second pass with that window, where it is shorter than the first's
-    (arXiv 2610.06750).
+    With ``cfg.auxiliary_window`` there is a second pass with that window, where it is shorter than the
+    first's (arXiv 2610.06750).
     """
     main = intervene(model, Intervention(window=window)) if window else nullcontext()
     short = cfg.auxiliary_window

@@ -1,0 +1,203 @@
+"""Interventions: each is exactly the model without the part, and nothing is left of it afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.core.small import config, model, tokens
+from titans_core import LanguageModel, NeuralMemory
+from titans_core.attention import Attention
+from titans_core.interventions import Intervention, has_effect, intervene
+
+HYBRIDS = ["mac", "mag", "mal"]
+OFF = {
+    "memory": Intervention(memory=False),
+    "attention": Intervention(attention="off"),
+    "cut": Intervention(attention="cut"),
+    "decay": Intervention(decay=False),
+}
+
+
+def logits(net: LanguageModel, x: Tensor, change: Intervention = Intervention(), **kwargs) -> Tensor:  # noqa: B008
+    with torch.no_grad(), intervene(net, change):
+        return net(x, **kwargs).logits
+
+
+def without_output(net: LanguageModel, kind: type) -> LanguageModel:
+    """The model with the output projection of its memories, or of its attention, set to zero."""
+    for module in net.modules():
+        if isinstance(module, kind):
+            torch.nn.init.zeros_(module.w_o.weight)
+    return net
+
+
+@pytest.mark.parametrize("variant", ["lmm", *HYBRIDS])
+def test_memory_off_is_a_zero_output_projection(variant):
+    x = tokens(2, 45)
+    off = logits(model(variant), x, OFF["memory"])
+    torch.testing.assert_close(off, logits(without_output(model(variant), NeuralMemory), x), rtol=0, atol=0)
+    assert not torch.allclose(off, logits(model(variant), x))
+
+
+@pytest.mark.parametrize("variant", [*HYBRIDS, "transformer"])
+def test_attention_off_is_a_zero_output_projection(variant):
+    x = tokens(2, 45)
+    off = logits(model(variant), x, OFF["attention"])
+    torch.testing.assert_close(off, logits(without_output(model(variant), Attention), x), rtol=0, atol=0)
+    assert not torch.allclose(off, logits(model(variant), x))
+
+
+@pytest.mark.parametrize("decay_per", ["head", "channel"])
+@pytest.mark.parametrize("variant", ["lmm", *HYBRIDS])
+def test_decay_off_is_a_memory_without_decay(variant, decay_per):
+    net, x = model(variant, decay_per=decay_per, alpha_bias=-2.0), tokens(2, 45)
+    # the same weights in a model whose config has no decay
+    other = LanguageModel(config(variant, decay=False)).double()
+    other.load_state_dict({k: v for k, v in net.state_dict().items() if ".alpha." not in k})
+    off = logits(net, x, OFF["decay"])
+    torch.testing.assert_close(off, logits(other, x), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(off, logits(net, x))
+
+
+def cut_by_hand(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    T = q.shape[2]
+    at = torch.arange(T)
+    near = (at[:, None] >= at) & (at[:, None] - at < window) & (at[:, None] // window == at // window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=near)
+
+
+@pytest.mark.parametrize("length", [5, 12, 31])
+def test_cut_attention_does_not_cross_a_border(length, monkeypatch):
+    plain = {"attention": {"conv": False}, "persistent": 0}
+    net, x = model("transformer", options={"projections": "titans"}, **plain), tokens(2, length)
+    cut = logits(net, x, OFF["cut"])
+    by_hand = lambda q, k, v, prefix, window, *_: cut_by_hand(q, k, v, window)  # noqa: E731
+    monkeypatch.setattr("titans_core.attention._windowed", by_hand)
+    torch.testing.assert_close(cut, logits(net, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["mag", "mal"])
+def test_cut_layers_reach_one_window(variant):
+    """Without memory and convolution, what a token sees ends at the border however many layers there are."""
+    net = model(variant, attention={"conv": False})
+    x = tokens(1, 36)
+    other = x.clone()
+    other[0, 11] += 1  # the last token before the border of 12
+    change = Intervention(memory=False, attention="cut")
+    assert torch.equal(logits(net, x, change)[:, 12:], logits(net, other, change)[:, 12:])
+    through = Intervention(memory=False)
+    assert not torch.allclose(logits(net, x, through)[:, 12:], logits(net, other, through)[:, 12:])
+
+
+@pytest.mark.parametrize("name", [*OFF, "window"])
+@pytest.mark.parametrize("variant", HYBRIDS)
+def test_exact_under_cuts_and_packing(variant, name):
+    change = OFF.get(name, Intervention(window=8))
+    net, x = model(variant, alpha_bias=-2.0), tokens(2, 45)
+    whole = logits(net, x, change)
+    with torch.no_grad(), intervene(net, change):
+        parts, state = [], None
+        for part in x.split([1, 7, 16, 9, 1, 11], 1):
+            out = net(part, state)
+            state = out.state
+            parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-8, atol=1e-8)
+    starts = torch.zeros(2, 45, dtype=torch.bool)
+    starts[0, [0, 13, 14]] = starts[1, [0, 30]] = True
+    packed = logits(net, x, change, document_starts=starts)
+    torch.testing.assert_close(packed[1:, 30:], logits(net, x[1:, 30:], change), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(packed[:1, 14:], logits(net, x[:1, 14:], change), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("variant", HYBRIDS)
+def test_a_shorter_window_is_that_of_a_model_built_with_it(variant):
+    net, x = model(variant), tokens(2, 45)
+    other = model(variant, window=8, segment=8)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(logits(net, x, Intervention(window=8)), logits(other, x))
+
+
+def test_a_state_is_carried_across_windows():
+    """The cache keeps the keys of the model's own window, so the window may grow again."""
+    net, x = model("mag"), tokens(2, 40)
+    with torch.no_grad():
+        with intervene(net, Intervention(window=4)):
+            state = net(x[:, :24]).state
+        y = net(x[:, 24:], state).logits
+        assert state.blocks[0].attention.keys.k.shape[2] == 11
+    assert not torch.equal(y, logits(net, x)[:, 24:])
+
+
+def test_nothing_is_left_of_an_intervention():
+    net, x = model("mag"), tokens(2, 30)
+    before = logits(net, x)
+    with pytest.raises(RuntimeError), intervene(net, Intervention(False, "off", False, 4)):
+        raise RuntimeError
+    with intervene(net, OFF["memory"]):
+        with intervene(net, OFF["attention"]):
+            pass
+        assert torch.equal(logits(net, x), logits(net, x, OFF["memory"]))
+    assert torch.equal(logits(net, x), before)
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("lmm", {"memory", "decay"}),
+        ("mac", {"memory", "attention", "decay"}),
+        ("mag", set(OFF)),
+        ("transformer", {"attention", "cut"}),
+    ],
+)
+def test_which_interventions_have_an_effect(variant, expected):
+    assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "window", "why"), [("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer")]
+)
+def test_a_window_that_does_not_fit(variant, window, why):
+    with (
+        pytest.raises(ValueError, match=rf"^window: {window} .*{why}"),
+        intervene(model(variant), Intervention(window=window)),
+    ):
+        pass
+
+
+def test_horizons_of_heads_and_channels():
+    heads = LanguageModel(config("lmm", decay_horizons=(64.0, 4096.0)))
+    torch.testing.assert_close(1 / heads.blocks[0].memory.alpha.bias.sigmoid(), torch.tensor([64.0, 4096.0]))
+    fields = {"decay_per": "channel", "max_alpha": 0.125, "decay_horizons": (16.0, 2048.0)}
+    channels = LanguageModel(config("lmm", **fields))
+    horizons = 1 / (0.125 * channels.blocks[1].memory.alpha.bias.sigmoid())
+    torch.testing.assert_close(horizons, 16 * 2 ** torch.linspace(0, 7, 16), rtol=1e-4, atol=0)
+
+
+def test_alpha_is_bounded():
+    net = model("lmm", max_alpha=0.01, alpha_bias=20.0)
+    memory = net.blocks[0].memory
+    _, writes, _ = memory._project_tokens(torch.randn(1, 9, 16).double(), memory.zero_conv_state())
+    torch.testing.assert_close(writes.alpha, torch.full_like(writes.alpha, 0.01), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_alpha": 0.1, "decay_horizons": (8.0, 64.0)}, {"decay_horizons": (64.0, 8.0)}]
+)
+def test_horizons_that_cannot_be(fields):
+    with pytest.raises(ValueError, match="decay_horizons"):
+        config("lmm", **fields)
+
+
+@pytest.mark.parametrize("variant", ["mag", "mal"])
+def test_without_positions_the_order_in_a_window_does_not_count(variant):
+    """One layer of attention without a convolution: later tokens see a set."""
+    x = tokens(1, 8)
+    other = x[:, [1, 0, 2, 3, 4, 5, 6, 7]]
+    for positions in ("none", "rotary"):
+        net = model(variant, attention={"conv": False, "positions": positions})
+        net.blocks = net.blocks[:1]
+        a, b = (logits(net, ids, OFF["memory"])[:, 2:] for ids in (x, other))
+        assert torch.allclose(a, b, atol=1e-9) == (positions == "none")
