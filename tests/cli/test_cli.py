@@ -249,13 +249,12 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys):
     assert measured["step"] == 20
     point = str(next((tmp_path / "cells").glob("*/checkpoints/step-00000018")))
     assert run(["eval", point, *root, "--set", "eval.items=4", "--json"]) == 0
-    capsys.readouterr()
+    measured = json.loads(capsys.readouterr().out)
+    assert (measured["step"], measured["tasks"]["reasoning/recall@32"]["items"]) == (18, 4)
     assert run(["eval", point, *root, "--pathways", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pathways"].keys() == {"memory", "decay"}
     assert run(["eval", point, *root, "--pathways"]) == 0
     assert "memory's output off" in capsys.readouterr().out
-    measured = json.loads(capsys.readouterr().out)
-    assert (measured["step"], measured["tasks"]["reasoning/recall@32"]["items"]) == (18, 4)
     assert run(["eval", point, *root, "--set", "seed=4"]) == 2
     assert "only eval.* may be set" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from titans_core import LanguageModel
+from titans_core.interventions import Intervention, intervene
 from titans_core.model import LOGITS_PER_BLOCK
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
@@ -126,13 +127,15 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Reject a model whose state cannot be carried across rows. Raises UsageError."""
         model, length = self.build_small(), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-        state = model(tokens).state
-        try:
-            model(tokens, state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
-        except ValueError as error:
-            raise UsageError(
-                f"data.sequence_length: streams are reset between rows of {length} tokens, and {error}"
-            ) from None
+        for window in self.cfg.optim.windows or (None,):
+            try:
+                with intervene(model, Intervention(window=window)):
+                    state = model(tokens).state
+                    model(tokens, state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
+            except ValueError as error:
+                raise UsageError(
+                    f"data.sequence_length: streams are reset between rows of {length} tokens, and {error}"
+                ) from None
         if model.state_bytes(length << 20) != model.state_bytes(length << 21):
             raise UsageError(
                 f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "
