@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titans_platform import cli
-from titans_platform.runs import cost
+from titans_platform.runs import check
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ def test_rows_longer_than_their_text_are_refused(tiny_yaml, tmp_path, capsys):
 
 def test_timing_a_step_is_bounded(tiny_run, monkeypatch):
     """By operations and by memory: fewer rows are timed, or none."""
-    assert cost.seconds_per_token(tiny_run)
-    row = 3 * (cost.training_flops(tiny_run) or 0)
-    monkeypatch.setattr(cost, "TIMED_FLOPS", 2.5 * row)
-    assert cost.timed_rows(tiny_run) == 2
-    assert cost.seconds_per_token(tiny_run)
-    monkeypatch.setattr(cost, "TIMED_FLOPS", 0.5 * row)
-    assert cost.seconds_per_token(tiny_run) is None
-    monkeypatch.setattr(cost, "machine_memory", lambda: 2**10)
-    monkeypatch.setattr(cost, "training_flops", None)  # not counted for rows that do not fit
-    assert cost.seconds_per_token(tiny_run) is None
+    assert check.seconds_per_token(tiny_run)
+    row = 3 * (check.training_flops(tiny_run) or 0)
+    monkeypatch.setattr(check, "TIMED_FLOPS", 2.5 * row)
+    assert check.timed_rows(tiny_run) == 2
+    assert check.seconds_per_token(tiny_run)
+    monkeypatch.setattr(check, "TIMED_FLOPS", 0.5 * row)
+    assert check.seconds_per_token(tiny_run) is None
+    monkeypatch.setattr(check, "machine_memory", lambda: 2**10)
+    monkeypatch.setattr(check, "training_flops", None)  # not counted for rows that do not fit
+    assert check.seconds_per_token(tiny_run) is None
 
 
 def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):

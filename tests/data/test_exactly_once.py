@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titans_platform.data.order import WINDOW
 from titans_platform.data.reading import SourceRows
 from titans_platform.data.shards import Manifest, SplitInfo, SplitWriter, write_manifest
 from titans_platform.data.store import LocalShards
-from titans_platform.data.stream import RowStream
+from titans_platform.data.stream import WINDOW, RowStream
 
 COUNTS = (1, 2, 3, 8)
 BATCH, LENGTH = 24, 15

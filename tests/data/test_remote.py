@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from titans_platform.config import DataConfig
-from titans_platform.data import NotPrepared, cache, open_prepared, prepare, shards, store
-from titans_platform.data.cache import ShardCache
+from titans_platform.data import NotPrepared, open_prepared, prepare, shards, store
+from titans_platform.data.store import ShardCache
 from titans_platform.errors import TitansError, UsageError
 
 pytestmark = pytest.mark.slow
@@ -201,7 +201,7 @@ def test_files_are_fetched_ahead_in_order():
             done.set()
         return Path(info.file)
 
-    ahead = cache.Prefetcher(fetch)
+    ahead = store.Prefetcher(fetch)
     ahead.request([info_of(b"", name) for name in "abc"])
     assert done.wait(10)
     assert fetched == ["a", "b", "c"]

@@ -12,7 +12,7 @@ import torch
 
 from titans_platform.config import DataConfig
 from titans_platform.data import PreparedData, prepare
-from titans_platform.data.streams import RowTable, Streams, document_starts
+from titans_platform.data.stream import RowTable, Streams, document_starts
 from titans_platform.errors import UsageError
 
 BOS = 256

@@ -18,8 +18,7 @@ from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.kmer import kmer_regression
-from titans_platform.objectives.labelled import Items, Labelled, divide, kept, read_file
+from titans_platform.objectives.labelled import Items, Labelled, divide, kept, kmer_regression, read_file
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest

@@ -17,7 +17,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json
 from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
-from titans_platform.runs import check, cost
+from titans_platform.runs import check
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.spec import Resources
@@ -160,7 +160,7 @@ def test_a_series_is_not_prepared_as_text(run_yaml, capsys, command):
 
 
 def test_only_tokens_need_memory_for_logits(tiny_run, monkeypatch):
-    monkeypatch.setattr(check, "machine_memory", lambda: cost.PROCESS_BYTES + 50 * 2**20)
+    monkeypatch.setattr(check, "machine_memory", lambda: check.PROCESS_BYTES + 50 * 2**20)
 
     def wide(cfg: RunConfig) -> RunConfig:
         model = cfg.model.model_copy(update={"vocab_size": 2**16})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,13 @@ from tests.small import RUN
 from titans_platform.config import OptimConfig, RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.objectives import build_objective
 from titans_platform.runs.check import check_start, spec_for
-from titans_platform.runs.extend import resume_from_shorter
-from titans_platform.runs.load import load_run, located
+from titans_platform.runs.load import load_run, located, resume_from_run
+from titans_platform.runs.result import Result
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.runs.worker import Worker
 from titans_platform.tracking import open_store
-from titans_platform.training.rates import before_decay, equal_rates
+from titans_platform.training.optim import before_decay, equal_rates
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
 
@@ -36,14 +36,16 @@ def spec_of(cfg: RunConfig, root: Path, commit: str = "one", **fields) -> RunSpe
     return spec_for(located(cfg, root), root, commit=commit, **fields)
 
 
-def train(spec: RunSpec) -> dict:
+def train(spec: RunSpec) -> Result:
     with spec.folder.hold():
         spec.folder.begin(spec.commit)
-        return Worker(spec).run().result.record()
+        result = Worker(spec).run().result
+    assert isinstance(result, Result)
+    return result
 
 
-def fingerprint(cfg: RunConfig, root: Path) -> str:
-    return build_objective(cfg).open(root).fingerprint
+def resume(spec: RunSpec, shorter: RunConfig) -> str:
+    return resume_from_run(spec, spec_of(shorter, spec.root).name, spec.objective.open(spec.root).fingerprint)
 
 
 @pytest.fixture
@@ -65,9 +67,7 @@ def root(tmp_path) -> Path:
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
     spec = spec_of(then, root)
-    line = resume_from_shorter(spec, fingerprint(then, root))
-    assert line is not None
-    assert line.startswith(f"resuming from step {step} of run {spec_of(first, root).name}")
+    assert resume(spec, first).startswith(f"resuming from step {step} of run {spec_of(first, root).name}")
     extended = train(spec)
     elsewhere = tmp_path_factory.mktemp("straight")
     prepare(then.data, elsewhere)
@@ -78,46 +78,40 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
 
 
 @pytest.mark.parametrize(
-    ("then", "why"),
+    ("first", "then", "why"),
     [
         (
+            run_of(8, schedule="cosine"),
             run_of(60, schedule="cosine"),
             "optim.schedule cosine falls over all steps, so that rates differ from",
         ),
-        (run_of(60, lr=1e-3), None),
+        (
+            run_of(8, warmup_steps=None, warmup_fraction=0.25),
+            run_of(60, warmup_steps=None, warmup_fraction=0.25),
+            "its warm-up has 2 steps, this one's 15; optim.warmup_steps=2 makes them equal",
+        ),
+        (
+            run_of(8),
+            run_of(60, lr=1e-3),
+            "its optim.lr is 0.003, this run's 0.001; leave it out to",
+        ),
     ],
 )
-def test_a_run_that_cannot_be_resumed_is_named_with_the_reason(root, then, why):
-    first = then.model_copy(update={"optim": then.optim.model_copy(update={"steps": 8})})
-    if why is None:
-        first = run_of(8)
+def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, then, why):
     train(spec_of(first, root))
     spec = spec_of(then, root)
-    line = resume_from_shorter(spec, fingerprint(then, root))
+    with pytest.raises(UsageError, match=re.escape(why)) as refused:
+        resume(spec, first)
+    assert str(refused.value).startswith(f"--resume-from {spec_of(first, root).name}: ")
+    assert "\n" not in str(refused.value)
     assert not spec.folder.path.exists()
-    if why is None:
-        assert line is None
-    else:
-        assert line is not None
-        assert why in line
-        assert line.endswith("; training from the start")
-        assert "\n" not in line
-
-
-def test_a_warm_up_that_grows_with_the_steps_is_named_with_its_fix(root):
-    first, then = (run_of(n, warmup_steps=None, warmup_fraction=0.25) for n in (8, 60))
-    train(spec_of(first, root))
-    line = resume_from_shorter(spec_of(then, root), fingerprint(then, root))
-    assert line is not None
-    assert "its warm-up has 2 steps, this one's 15 (optim.warmup_steps=2 makes them equal)" in line
-    fixed = run_of(60, warmup_steps=2, warmup_fraction=0.25)
-    assert "resuming from step 8" in str(resume_from_shorter(spec_of(fixed, root), fingerprint(fixed, root)))
 
 
 def test_a_run_of_other_code_is_not_resumed(root):
     train(spec_of(run_of(8), root))
     spec = spec_of(run_of(60), root, commit="two")
-    assert "other code trained it" in str(resume_from_shorter(spec, fingerprint(spec.config, root)))
+    with pytest.raises(UsageError, match="other code trained it"):
+        resume(spec, run_of(8))
     assert not spec.folder.path.exists()
 
 
@@ -128,7 +122,7 @@ def test_a_damaged_checkpoint_is_passed_over(root):
     file = next(point.glob("*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
     then = spec_of(run_of(60), root)
-    assert "resuming from step 7" in str(resume_from_shorter(then, fingerprint(then.config, root)))
+    assert "resuming from step 7" in resume(then, run_of(8))
 
 
 def test_the_curve_in_mlflow_is_whole(root):
@@ -136,8 +130,8 @@ def test_the_curve_in_mlflow_is_whole(root):
     first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
     train(first)
     then = spec_of(run_of(60), root, tracking=Tracking(store.uri, "long"))
-    assert resume_from_shorter(then, fingerprint(then.config, root))
-    run_id = train(then)["mlflow_run_id"]
+    assert resume(then, run_of(8)).startswith("resuming")
+    run_id = train(then).mlflow_run_id
     assert [step for step, _ in store.curves([run_id])[run_id]] == list(range(1, 61))
     columns = store.client.get_metric_history(run_id, "reasoning")
     assert {point.step for point in columns} == {60}
@@ -172,13 +166,13 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
     names.add(spec_of(before, root).name)
     assert len(names) == 3
     check_start(child.config)
-    assert train(child)["config"]["start_from"] == str(parent.folder.path / "checkpoints" / "step-00000008")
+    assert train(child).config["start_from"] == str(parent.folder.path / "checkpoints" / "step-00000008")
     begun, _, _ = load_run(child.name, root)
     for ours, theirs in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
     # after a restart it resumes from its own checkpoint
     (child.folder.path / "result.json").unlink()
-    assert train(replace(child, labels={"row": "again"}))["tokens"] == 4 * 32
+    assert train(replace(child, labels={"row": "again"})).tokens == 4 * 32
 
 
 def test_a_start_that_does_not_fit_is_one_line(root):

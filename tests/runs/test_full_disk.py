@@ -19,8 +19,7 @@ from titans_platform.data import prepare
 from titans_platform.errors import StorageError, TitansError
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.journal import Journal
-from titans_platform.runs.reporter import Reporter
+from titans_platform.runs.reporter import Journal, Reporter
 from titans_platform.tracking import open_store
 
 CHECKPOINT_AT, LEFT = 21, 20_000

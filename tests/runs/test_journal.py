@@ -15,11 +15,10 @@ import pytest
 
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError
-from titans_platform.runs import journal
+from titans_platform.runs import reporter
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
-from titans_platform.runs.journal import Journal, unsent
-from titans_platform.runs.reporter import send_left
+from titans_platform.runs.reporter import Journal, send_left, unsent
 from titans_platform.runs.spec import Tracking
 
 
@@ -132,8 +131,8 @@ def opened(folder: Path, sink: Sink) -> Journal:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch) -> None:
-    monkeypatch.setattr(journal, "SEND_EVERY", 0.05)
-    monkeypatch.setattr(journal, "END_SECONDS", 5.0)
+    monkeypatch.setattr(reporter, "SEND_EVERY", 0.05)
+    monkeypatch.setattr(reporter, "END_SECONDS", 5.0)
 
 
 def test_what_is_logged_is_in_the_file_and_sent_in_order(tmp_path):
@@ -167,7 +166,7 @@ def test_a_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
 
 
 def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "END_SECONDS", 0.3)
+    monkeypatch.setattr(reporter, "END_SECONDS", 0.3)
     over = threading.Event()
     log = opened(tmp_path, Sink(lambda: over.wait(60)))
     started = time.monotonic()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.runs.test_journal import Server
 from titans_platform.data import prepare
-from titans_platform.runs import journal
+from titans_platform.runs import reporter
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.reporter import Reporter, send_left
@@ -59,8 +59,8 @@ def kill(process: subprocess.Popen) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_has_every_point_once(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "SEND_EVERY", 0.05)
-    monkeypatch.setattr(journal, "END_SECONDS", 1.0)
+    monkeypatch.setattr(reporter, "SEND_EVERY", 0.05)
+    monkeypatch.setattr(reporter, "END_SECONDS", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     port, on_step = Server().port, Reporter.on_step
     steps = tiny_run.optim.steps

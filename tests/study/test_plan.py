@@ -7,7 +7,7 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import write_json
-from titans_platform.runs import cost
+from titans_platform.runs import check
 from titans_platform.runs.spec import Machine
 from titans_platform.study import plan as module
 from titans_platform.study.grid import Cell, StudyRun
@@ -86,11 +86,11 @@ def test_finished_cells_replace_timed_steps(study):
 def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
     """What other processes take of the machine during single steps does not reach the estimate."""
     clock = iter([0.0, 9.0, 9.0, 9.5, 9.5, 12.5])
-    monkeypatch.setattr(cost.time, "process_time" if threads == 1 else "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(cost.Trainer, "step", lambda self: None)
+    monkeypatch.setattr(check.time, "process_time" if threads == 1 else "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(check.Trainer, "step", lambda self: None)
     rows = tiny_run.optim.global_batch_size
     timed = tiny_run.model_copy(update={"threads": threads})
-    assert cost.seconds_per_token(timed) == pytest.approx(0.5 / (rows * tiny_run.row_tokens))
+    assert check.seconds_per_token(timed) == pytest.approx(0.5 / (rows * tiny_run.row_tokens))
 
 
 def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):

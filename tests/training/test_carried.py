@@ -12,7 +12,7 @@ from tests.core.small import VARIANTS, config
 from titans_core import LanguageModel
 from titans_core.backbone import ModelState
 from titans_platform.config import OptimConfig
-from titans_platform.data.streams import StreamBatch
+from titans_platform.data.stream import StreamBatch
 from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import CrossEntropy, Trainer

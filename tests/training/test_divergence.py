@@ -13,8 +13,8 @@ from tests.training.small import Batch, Rows, Tied, trainer
 from tests.training.test_checkpoint import same, weights
 from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
-from titans_platform.training.divergence import REWINDS, SKIPS, Diverged, judge, save_batch
 from titans_platform.training.loop import Hooks, Trainer
+from titans_platform.training.optim import REWINDS, SKIPS, Diverged, judge, save_batch
 
 EVERY = 4
 

@@ -17,11 +17,10 @@ from titans_platform.training.loop import (
     Diverged,
     Hooks,
     Phases,
-    adamw,
     batches_ahead,
     deterministic,
 )
-from titans_platform.training.rates import learning_rate
+from titans_platform.training.optim import adamw, learning_rate
 
 
 def test_loss_weighs_rows_not_positions():

@@ -15,8 +15,8 @@ from titans_core.presets import preset
 from titans_kernels import forms_used
 from titans_platform.config import RunConfig
 from titans_platform.objectives import build_objective
-from titans_platform.runs.cost import training_flops
-from titans_platform.training import speed
+from titans_platform.runs.check import training_flops
+from titans_platform.training import parallel
 from titans_platform.training.loop import Hooks
 
 
@@ -53,10 +53,10 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     for name, share in (("NVIDIA H100 80GB HBM3", 0.4), ("a card of tomorrow", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        found = speed.device_metrics(torch.device("cuda"), 0.4 * 989e12)
+        found = parallel.device_metrics(torch.device("cuda"), 0.4 * 989e12)
         assert found == pytest.approx({"memory_gib": 3, "tflops": 395.6} | ({"mfu": share} if share else {}))
-    assert speed.device_metrics(torch.device("cuda"), None) == {"memory_gib": 3}
-    assert speed.device_metrics(torch.device("cpu"), 1e9) == {}
+    assert parallel.device_metrics(torch.device("cuda"), None) == {"memory_gib": 3}
+    assert parallel.device_metrics(torch.device("cpu"), 1e9) == {}
 
 
 def test_operations_of_a_step_are_shared_by_the_workers(monkeypatch):
@@ -88,7 +88,7 @@ def test_the_wait_for_data_is_part_of_a_step():
 
 def test_a_trace_is_of_three_steps(tmp_path):
     path = tmp_path / "profile" / "worker-0.json.gz"
-    with speed.profiled(path) as stepped:
+    with parallel.profiled(path) as stepped:
         trainer(steps=10).run(Hooks(on_step=lambda step, metrics: stepped()))
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}

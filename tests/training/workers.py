@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from titans_platform.config import EvalConfig, OptimConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer
-from titans_platform.data.streams import StreamBatch
+from titans_platform.data.stream import StreamBatch
 from titans_platform.evals import Request, Scorer, evaluate
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic

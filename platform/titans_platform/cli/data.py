@@ -161,8 +161,7 @@ def _labelled(config: Path, overrides: tuple[str, ...]) -> Classification | None
 
 
 def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_json: bool) -> None:
-    from titans_platform.objectives.kmer import kmer_regression
-    from titans_platform.objectives.labelled import PARTS
+    from titans_platform.objectives.labelled import PARTS, kmer_regression
 
     found = objective.prepare(root)
     counts = {part: found.class_counts(part) for part in PARTS}

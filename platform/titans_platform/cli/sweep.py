@@ -269,7 +269,7 @@ def _dry_run(
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON value: its cells with their sizes and states, and what is left of a search."""
-    from titans_platform.runs.cost import sizes
+    from titans_platform.runs.check import sizes
 
     study, search = plan.study, plan.study.search
     cells = [

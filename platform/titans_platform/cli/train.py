@@ -74,6 +74,7 @@ class Workers(click.ParamType):
     "--profile", is_flag=True, help="Write a trace of three steps to the run's folder, for Perfetto."
 )
 @click.option("--name", help="Run name in MLflow  [default: the config file's name]")
+@click.option("--resume-from", metavar="RUN", help="Start from a shorter run of the same config.")
 @dry_run_option
 @json_option
 def train(
@@ -85,13 +86,16 @@ def train(
     checkpoint_every: tuple[str, ...],
     profile: bool,
     name: str | None,
+    resume_from: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Train and evaluate the model of CONFIG (a YAML file), and log both to MLflow.
 
     The run's folder is named by a hash of its config, data and defaults version. Running the command again
-    shows a finished run's results, and resumes an interrupted run from its last checkpoint.
+    shows a finished run's results, and resumes an interrupted run from its last checkpoint. To train longer,
+    raise optim.steps and name the run so far with --resume-from: a schedule of constant or wsd and a warm-up
+    counted in steps (optim.warmup_steps) end in the numbers of a run from the start.
 
     \b
     Example:
@@ -111,7 +115,7 @@ def train(
     if dry_run:
         _plan(cfg, root, resources, as_json, console)
         return
-    result = _run(cfg, root, resources, name or config.stem, profile, console)
+    result = _run(cfg, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
         echo_json(result.record())
         return
@@ -126,13 +130,19 @@ def train(
 
 
 def _run(
-    cfg: RunConfig, root: Path, resources: Resources, name: str, profile: bool, console: Console
+    cfg: RunConfig,
+    root: Path,
+    resources: Resources,
+    name: str,
+    profile: bool,
+    resume_from: str | None,
+    console: Console,
 ) -> Result:
     from titans_platform.cli.live import run_display
     from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
-    from titans_platform.runs.extend import resume_from_shorter
+    from titans_platform.runs.load import resume_from_run
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import check_store
@@ -152,7 +162,8 @@ def _run(
     # report config errors before creating a store and starting a cluster
     objective.check(data)
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
-    if line := resume_from_shorter(spec, data.fingerprint):
+    if resume_from is not None:
+        line = resume_from_run(spec, resume_from, data.fingerprint)
         console.print(line, highlight=False, soft_wrap=True)
     alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
     with alone, run_display(spec.folder, console):
@@ -215,7 +226,7 @@ def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, conso
 
 def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
     """Size, memory, FLOPs and time of a run; unknown values are left out."""
-    from titans_platform.runs.cost import least_memory, seconds_per_token, sizes, training_flops
+    from titans_platform.runs.check import least_memory, seconds_per_token, sizes, training_flops
 
     flops = training_flops(cfg)
     cost = asdict(sizes(cfg)) | {"worker_bytes": least_memory(cfg, resources).total}

@@ -14,8 +14,7 @@ import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from titans_platform.data.order import Integers
-from titans_platform.data.shards import REPAIR, BoolArray, Manifest, ShardInfo, SplitInfo
+from titans_platform.data.shards import REPAIR, BoolArray, Integers, Manifest, ShardInfo, SplitInfo
 from titans_platform.data.store import ShardSource
 from titans_platform.errors import UsageError
 

@@ -26,6 +26,7 @@ HASHED_TOKENS = 2**20
 MANIFEST = "manifest.json"
 REPAIR = "delete its folder or run titans data prepare again"
 BoolArray = NDArray[np.bool_]
+Integers = NDArray[np.int64]
 
 
 class ShardInfo(Frozen):

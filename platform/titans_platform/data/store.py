@@ -1,26 +1,34 @@
 """Where prepared sources are kept: a folder, or a bucket that pyarrow.fs reads (`data.store`).
 
 A store holds a folder for each prepared source, `index/`, which maps a DataConfig to its folders, and
-`tokenizers/`. Shards in a bucket are prefetched to a cache on the node (`cache.py`).
+`tokenizers/`. Shards in a bucket are prefetched to a cache on a local disk,
+which the workers of a node share.
 """
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import mmap
+import os
 import random
 import shutil
+import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from titans_platform.data.cache import Prefetcher, ShardCache
-from titans_platform.data.shards import MANIFEST, ShardInfo, find_damage
+from filelock import FileLock
+
+from titans_platform.data.shards import MANIFEST, REPAIR, ShardInfo, find_damage
 from titans_platform.errors import TitansError, UsageError, one_line
-from titans_platform.files import write_bytes
+from titans_platform.files import write_bytes, write_error
 
 MAX_ATTEMPTS = 6
 FIRST_BACKOFF = 0.25
@@ -297,3 +305,104 @@ def _complete(content: bytes, wanted: int) -> bytes:
     if len(content) < wanted:
         raise OSError(f"{len(content)} of {wanted} bytes received")
     return content
+
+
+CACHE = "TITANS_CACHE"
+"""Environment variable with the cache's folder; it should be on a disk of the node."""
+
+
+class ShardCache:
+    """An LRU cache of files by the hash of their content, ``gigabytes`` at most.
+
+    A file is written under a temporary name, verified and renamed; one process downloads it while the others
+    wait. A file that is evicted while it is mapped stays readable.
+    """
+
+    def __init__(self, gigabytes: float, folder: Path | None = None):
+        given = os.environ.get(CACHE)
+        default = Path(tempfile.gettempdir()) / f"titans-cache-{getpass.getuser()}"
+        self.folder = folder or (Path(given) if given else default)
+        self.bytes = int(gigabytes * 1e9)
+
+    def fetch(self, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> Path:
+        """The cached file, written from ``chunks`` on a miss. Raises UsageError if its hash is not the
+        manifest's.
+        """
+        path = self.folder / f"{info.sha256}.arrow"
+        if not _touch(path):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with FileLock(self.folder / f"{info.sha256}.lock"):
+                if not _touch(path):
+                    self._evict(path, info.bytes)
+                    self._write(path, info, chunks, name)
+                    # other processes have written meanwhile
+                    self._evict(path)
+        return path
+
+    def _write(self, path: Path, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> None:
+        partial, found = path.with_suffix(".partial"), hashlib.sha256()
+        try:
+            with partial.open("wb") as file:
+                for chunk in chunks():
+                    found.update(chunk)
+                    file.write(chunk)
+            if found.hexdigest() != info.sha256:
+                raise UsageError(f"{name}: corrupted shard, its hash is not the manifest's; {REPAIR}")
+            os.replace(partial, path)
+        except FileNotFoundError:
+            raise UsageError(f"{name}: missing shard; {REPAIR}") from None
+        except OSError as error:
+            raise write_error(partial, error) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _evict(self, wanted: Path, needed: int = 0) -> None:
+        with FileLock(self.folder / "evict.lock"):
+            files = [(path, path.stat()) for path in self.folder.glob("*.arrow")]
+            held = sum(stat.st_size for _, stat in files)
+            for path, stat in sorted(files, key=lambda file: file[1].st_mtime_ns):
+                if held + needed <= self.bytes:
+                    return
+                if path != wanted:
+                    path.unlink(missing_ok=True)
+                    held -= stat.st_size
+
+
+def _touch(path: Path) -> bool:
+    """Mark a file as just used. Returns whether it exists."""
+    with suppress(FileNotFoundError):
+        os.utime(path)
+        return True
+    return False
+
+
+class Prefetcher:
+    """Downloads requested files in order, in a background thread that ends with an empty queue."""
+
+    def __init__(self, fetch: Callable[[ShardInfo], object]):
+        self._fetch, self._queue = fetch, deque[ShardInfo]()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def request(self, infos: Sequence[ShardInfo]) -> None:
+        """Replace the queue by these files."""
+        if self._process != os.getpid():
+            # a forked process inherits the lock, perhaps held, but not the thread
+            self._lock, self._thread, self._process = threading.Lock(), None, os.getpid()
+        with self._lock:
+            self._queue = deque(infos)
+            if self._thread is None and infos:
+                self._thread = threading.Thread(target=self._run, name="shard-prefetch")
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._thread = None
+                    return
+                info = self._queue.popleft()
+            # raised again where the shard is read
+            with suppress(Exception):
+                self._fetch(info)

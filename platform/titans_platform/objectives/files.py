@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from titans_platform.data.order import shuffled
+from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError, one_line
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}

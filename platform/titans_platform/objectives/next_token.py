@@ -14,7 +14,7 @@ from titans_core.model import LOGITS_PER_BLOCK
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
-from titans_platform.data.streams import Streams
+from titans_platform.data.stream import Streams
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.tasks.by_position import ByPositionTask

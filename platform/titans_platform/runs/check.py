@@ -1,24 +1,189 @@
-"""Checks before a run, in addition to `Objective.check`: does it fit its workers and its machine?
+"""Before a run: its cost without its data (size, FLOPs, memory, time), and checks beside `Objective.check`.
 
-A run that cannot work fails within a second rather than after hours.
+A run that does not fit its workers or its machine fails within a second rather than after hours.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from titans_platform.config import RunConfig
+from titans_core import Model
+from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
-from titans_platform.runs.cost import least_memory, machine_memory, sizes
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
+from titans_platform.training.loop import Trainer, deterministic
+
+PROCESS_BYTES = 300 * 2**20
+"""Memory of a worker before it builds a model: the interpreter, torch and Ray."""
+BYTES_A_PARAMETER = 16
+"""Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32."""
+TIMED_PARAMETERS = 50e6
+"""Models with more parameters are not timed."""
+TIMED_FLOPS = 5e11
+"""Limit on the floating-point operations of the timed steps, seconds on a few cores; larger steps are timed
+on fewer rows."""
+TIMED_ACTIVATIONS = 40
+"""Approximate number of values saved for a block's backward pass, per value of its input."""
+TIMED_STEPS, TIMED_SECONDS = 10, 1.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run's model."""
+
+    parameters: int
+    state_bytes: int
+    """Bytes of the state of one sequence after ``data.sequence_length`` tokens."""
+
+
+def sizes(cfg: RunConfig) -> Sizes:
+    """The sizes of the run's model, without building it at full depth. Raises UsageError."""
+    return _sizes(_model_alone(cfg).model_dump_json())
+
+
+def _model_alone(cfg: RunConfig) -> RunConfig:
+    """The config with seed, optim and eval at their defaults, as a cache key: a grid has many cells but few
+    models."""
+    return cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
+
+
+@cache
+def _sizes(text: str) -> Sizes:
+    """All blocks have the same size, so models of one and two blocks give the size at any depth."""
+    cfg = RunConfig.model_validate_json(text)
+    objective, further = build_objective(cfg), cfg.model.n_layers - 1
+    one, two = (objective.build_small(blocks) for blocks in (1, 2))
+
+    def of(measure: Callable[[Model], int]) -> int:
+        return measure(one) + further * (measure(two) - measure(one))
+
+    length = cfg.data.sequence_length
+    return Sizes(of(lambda m: m.num_parameters()), of(lambda m: m.state_bytes(length)))
+
+
+@cache
+def _forward_flops(text: str) -> int | None:
+    """Floating-point operations of the forward pass of one row, counted on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cfg = RunConfig.model_validate_json(text)
+    objective = build_objective(cfg)
+    if (batch := objective.sample_batch(1)) is None:
+        return None
+    batch = type(batch)(*(part.to("meta") for part in batch))
+
+    def of(blocks: int) -> int:
+        model = objective.build_small(blocks).requires_grad_(False)
+        with FlopCounterMode(display=False) as counter:
+            objective.losses(model, batch)
+        return counter.get_total_flops()
+
+    return of(1) + (cfg.model.n_layers - 1) * (of(2) - of(1))
+
+
+def training_flops(cfg: RunConfig) -> int | None:
+    """Floating-point operations of the forward and backward pass of one row; None without sample rows.
+
+    Counts matrix products, attention and the memory's inner gradients, but no recomputation. The backward
+    pass is taken as twice the forward pass.
+    """
+    forward = _forward_flops(_model_alone(cfg).model_dump_json())
+    return None if forward is None else 3 * forward
+
+
+class Needed(NamedTuple):
+    """Lower bound on the memory of a worker, in bytes."""
+
+    model: int
+    """Weights, gradients and optimiser moments; only the worker's shard of them under fsdp and hsdp."""
+    process: int
+    activations: int
+    """Activations saved for the backward pass of a micro-batch."""
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(self)
+
+
+def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
+    """Lower bound on the memory of each worker, in bytes."""
+    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.max_workers)
+    copies = {"ddp": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
+    return Needed(
+        BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
+        0 if resources.gpus_per_worker else PROCESS_BYTES,
+        4 * build_objective(cfg).least_activations(rows),
+    )
+
+
+def seconds_per_token(config: RunConfig) -> float | None:
+    """Seconds of training per token, timed on random rows after one warm-up step; no data are needed.
+
+    Takes the fastest of 2 to TIMED_STEPS steps within TIMED_SECONDS. A run with one thread is measured in CPU
+    time, which the load of other processes does not affect.
+
+    Returns None if the objective has no sample rows, the model has more than TIMED_PARAMETERS, or one row
+    exceeds TIMED_FLOPS or half of this machine's memory.
+    """
+    if sizes(config).parameters > TIMED_PARAMETERS:
+        return None
+    batch_size, length = config.optim.global_batch_size, config.data.sequence_length
+    rows = min(config.optim.micro_batch_size or batch_size, batch_size, timed_rows(config))
+    if not rows:
+        return None
+    optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
+    with deterministic(0, config.threads):
+        objective = build_objective(config)
+        if (batch := objective.sample_batch(rows)) is None:
+            return None
+        model = objective.build_model()
+        trainer = Trainer(model, optim, _Repeated(batch), objective=objective, sequence_length=length)
+        trainer.step()
+        clock = time.process_time if config.threads == 1 else time.perf_counter
+        seconds: list[float] = []
+        while len(seconds) < 2 or (len(seconds) < TIMED_STEPS and sum(seconds) < TIMED_SECONDS):
+            started = clock()
+            trainer.step()
+            seconds.append(clock() - started)
+    return min(seconds) / (rows * config.row_tokens)
+
+
+def timed_rows(config: RunConfig) -> int:
+    """Rows for which three timed steps stay within TIMED_FLOPS and half of this machine's memory."""
+    row = 4 * TIMED_ACTIVATIONS * build_objective(config).least_activations(1)
+    row += 2 * sizes(config).state_bytes
+    by_memory = machine_memory() // 2 // row
+    # counting the operations of a row that does not fit would also be slow
+    flops = training_flops(config) if by_memory else None
+    return min(by_memory, int(TIMED_FLOPS / (3 * flops)) if flops else by_memory)
+
+
+def machine_memory() -> int:
+    """Physical memory of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class _Repeated(NamedTuple):
+    """A stream that returns the same batch at every step."""
+
+    only: Any
+
+    def batch(self, step: int) -> Any:
+        """The batch, whatever the step."""
+        return self.only
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:

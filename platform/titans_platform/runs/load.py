@@ -1,9 +1,10 @@
-"""Find a trained run by name, folder, MLflow run id or checkpoint, and load its model."""
+"""Find a trained run by name, folder, MLflow run id or checkpoint; load its model, or resume from it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,20 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG
-from titans_platform.training.checkpoint import at_step, load_model, saved
+from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
+from titans_platform.runs.reporter import mlflow_run
+from titans_platform.runs.spec import RunSpec
+from titans_platform.text import flatten
+from titans_platform.training.checkpoint import at_step, copy_checkpoint, load_model, saved, step_of
+from titans_platform.training.loop import Progress
 from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest
+from titans_platform.training.optim import equal_rates, warmup_steps
 
 if TYPE_CHECKING:
     from titans_platform.data import Tokenizer
+
+SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
+"""Fields of `OptimConfig` that affect only the learning rate of each step."""
 
 
 def load_run(
@@ -104,3 +113,76 @@ def _folder_named(run: str, root: Path) -> Path:
 
         return cells / open_store(root).cell_of(run)
     raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
+
+
+def resume_from_run(spec: RunSpec, run: str, data_fingerprint: str) -> str:
+    """Start a run from the last checkpoint of ``run``, a shorter one of the same config. Returns a message.
+
+    Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
+    so the result is identical to training from the start. A run that has begun resumes its own checkpoint.
+
+    Raises UsageError that says why ``run`` cannot be resumed.
+    """
+    if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
+        return f"run {spec.name} has begun and resumes its own checkpoint"
+    path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
+    shorter, cfg = RunFolder(path.parents[1], path.name), load_config(path / CONFIG)
+    if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
+        raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
+    exact = equal_rates(cfg.optim, spec.config.optim)
+    # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
+    last = min(exact, int(0.95 * spec.config.optim.steps))
+    points = (point for point in saved(path / CHECKPOINTS) if step_of(point) <= last)
+    point = next((point for point in points if find_corruption(point) is None), None)
+    if point is None:
+        raise UsageError(f"--resume-from {run}: {_why_no_checkpoint(cfg, spec.config, exact)}")
+    with spec.folder.hold(wait=10):
+        spec.folder.begin(spec.commit)
+        copy_checkpoint(point, spec.folder.path / CHECKPOINTS, _without_tail)
+        result = shorter.result()
+        if spec.tracking and result and (logged := result.mlflow_run_id):
+            store, run_id = mlflow_run(spec.folder, spec.tracking)
+            store.copy_curves(logged, run_id, step_of(point))
+    return f"resuming from step {step_of(point)} of run {shorter.name}, which trained the same steps"
+
+
+def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
+    """Why the steps of another run are not those of this one; None if they may be."""
+    here, there = _what_trains(spec.config), _what_trains(cfg)
+    if other := next((key for key in sorted(here | there) if here.get(key) != there.get(key)), None):
+        return f"its {other} is {there.get(other)}, this run's {here.get(other)}"
+    if spec.config.eval.at == "best" or spec.config.eval.patience:
+        return "its best checkpoint (eval.at, eval.patience) may be one that this run would not have written"
+    # an equal name means equal data, evaluation and number of workers
+    if build_objective(cfg).run_name(data_fingerprint, spec.resources.hashed_workers) != shorter.name:
+        return "its data, versions of tasks or number of workers are not this run's"
+    if shorter.commit() != spec.commit:
+        return "other code trained it"
+    return "a process still trains it" if shorter.is_held() else None
+
+
+def _what_trains(cfg: RunConfig) -> dict[str, Any]:
+    """The fields that training depends on, without those of the schedule."""
+    fields = cfg.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "checkpoint": True, "log": True})
+    fields["eval"].pop("every")
+    if cfg.optim.on_divergence == "rewind":
+        # a rewind restores a checkpoint
+        fields["checkpoint"] = {"every": cfg.checkpoint_interval}
+    return flatten(fields)
+
+
+def _without_tail(progress: Progress) -> Progress:
+    """The progress of the longer run at this step: none of its last twentieth is done."""
+    return replace(progress, tail_loss=0.0, tail_steps=0)
+
+
+def _why_no_checkpoint(cfg: RunConfig, longer: RunConfig, exact: int) -> str:
+    one, target = warmup_steps(cfg.optim), warmup_steps(longer.optim)
+    if one != target:
+        return f"its warm-up has {one} steps, this one's {target}; optim.warmup_steps={one} makes them equal"
+    if longer.optim.schedule in ("constant", "wsd"):
+        return f"no checkpoint of its first {exact} steps is kept; give it a larger checkpoint.keep"
+    return (
+        f"optim.schedule {longer.optim.schedule} falls over all steps, so that rates differ from step "
+        f"{exact + 1} on; constant and wsd can be resumed with more steps"
+    )

@@ -16,7 +16,7 @@ from titans_core import Model
 from titans_kernels import forms_used
 from titans_platform.errors import TitansError
 from titans_platform.provenance import commit, environment
-from titans_platform.runs.cost import training_flops
+from titans_platform.runs.check import training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
 from titans_platform.runs.preemption import PreemptionGuard
 from titans_platform.runs.ray_session import die_with_parent
@@ -24,11 +24,9 @@ from titans_platform.runs.reporter import Reporter
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.divergence import Diverged, save_batch
 from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
-from titans_platform.training.parallel import rank, world_size
-from titans_platform.training.rates import before_decay
-from titans_platform.training.speed import profiled
+from titans_platform.training.optim import Diverged, before_decay, save_batch
+from titans_platform.training.parallel import profiled, rank, world_size
 
 TELEMETRY_RECORDS = 50
 """Number of steps per run at which the inner memory's telemetry is recorded."""

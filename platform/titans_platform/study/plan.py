@@ -16,8 +16,15 @@ from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.objectives import Data, build_objective
 from titans_platform.provenance import commit
-from titans_platform.runs.check import check_batch, check_resources, check_start
-from titans_platform.runs.cost import machine_memory, seconds_per_token, sizes, training_flops
+from titans_platform.runs.check import (
+    check_batch,
+    check_resources,
+    check_start,
+    machine_memory,
+    seconds_per_token,
+    sizes,
+    training_flops,
+)
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import available

@@ -21,27 +21,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from titans_core import Model
 from titans_core.backbone import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
-from titans_platform.data.streams import StreamBatch
-from titans_platform.training.divergence import REWINDS, SKIPS, WINDOW, Diverged, judge
-from titans_platform.training.parallel import clip_gradients, gradient_sync, parallelize, rank, world_size
-from titans_platform.training.rates import learning_rate
+from titans_platform.data.stream import StreamBatch
+from titans_platform.training.optim import REWINDS, SKIPS, WINDOW, Diverged, adamw, judge, learning_rate
+from titans_platform.training.parallel import (
+    clip_gradients,
+    device_metrics,
+    gradient_sync,
+    parallelize,
+    rank,
+    world_size,
+)
 from titans_platform.training.recipes import drawn_window, passes
-from titans_platform.training.speed import device_metrics
 
 log = logging.getLogger(__name__)
 
 AHEAD = 2
 """Number of batches to prefetch."""
-
-
-def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's own parameter groups: the model decides which weights have weight decay."""
-    groups = cast(Model, model).parameter_groups(cfg.weight_decay)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
 
 
 class Phases:

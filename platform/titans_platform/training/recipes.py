@@ -8,7 +8,7 @@ from torch import nn
 
 from titans_core.interventions import Intervention, intervene, longest_window
 from titans_platform.config import OptimConfig
-from titans_platform.data.order import uniform
+from titans_platform.data.stream import uniform
 from titans_platform.errors import UsageError
 
 

@@ -12,7 +12,6 @@ from titans_platform.evals.tasks import (  # noqa: F401
     perplexity,
     reasoning,
     recall,
-    resets,
     throughput,
     words,
 )

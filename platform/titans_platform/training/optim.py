@@ -1,0 +1,111 @@
+"""The optimiser, its learning-rate schedules, and steps that diverged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from titans_core import Model
+from titans_platform.config import OptimConfig
+from titans_platform.errors import TitansError
+
+
+def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the model's own parameter groups: the model decides which weights have weight decay."""
+    groups = cast(Model, model).parameter_groups(cfg.weight_decay)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+    "wsd": lambda done: min(1.0, 5 * (1 - done)),
+    "halving": lambda done: 0.5 ** int(10 * done),
+}
+"""Schedules from 1 at the end of the warm-up to 0 at the last step, as functions of the fraction in [0, 1] of
+these steps that is done. wsd (warm-up, stable, decay) decays linearly over the last fifth. halving is what
+the forecasting literature calls type1, for ten epochs."""
+
+
+def learning_rate(step: int, cfg: OptimConfig) -> float:
+    """Learning rate of optimiser step ``step`` (0 is the first): linear warm-up to lr, then ``cfg.schedule``,
+    scaled so that 1 is lr and 0 is min_lr_ratio * lr.
+    """
+    warmup = warmup_steps(cfg)
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, cfg.steps - 1 - warmup)
+    high = SCHEDULES[cfg.schedule](min(1.0, done))
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * high)
+
+
+def warmup_steps(cfg: OptimConfig) -> int:
+    """Number of warm-up steps; the last of them has the full learning rate."""
+    given = cfg.warmup_steps
+    return max(1, round(cfg.warmup_fraction * cfg.steps) if given is None else given)
+
+
+def equal_rates(one: OptimConfig, other: OptimConfig) -> int:
+    """Number of initial steps that have the same learning rate in both configs."""
+    both = min(one.steps, other.steps)
+    return next((s for s in range(both) if learning_rate(s, one) != learning_rate(s, other)), both)
+
+
+def before_decay(cfg: OptimConfig) -> int | None:
+    """Number of steps before a wsd run decays, from where it can be extended; None for other schedules."""
+    if cfg.schedule != "wsd":
+        return None
+    return next((s for s in range(warmup_steps(cfg), cfg.steps) if learning_rate(s, cfg) < cfg.lr), None)
+
+
+WINDOW = 64
+"""Number of recent losses whose median a spike is measured against."""
+JUDGED_FROM = 16
+"""Minimum number of recent losses to detect a spike: the loss falls steeply in the first steps."""
+SKIPS = 10
+"""Maximum number of consecutive batches to skip; beyond it the batch is not the cause."""
+REWINDS = 3
+"""Maximum number of rewinds to a checkpoint before a run stops."""
+
+
+class Diverged(TitansError):
+    """The loss or its gradient is not finite, or the loss spiked. Deterministic: a retry would fail too."""
+
+    loss = norm = math.nan
+
+
+def judge(loss: float, norm: float, recent: list[float], spike: float | None) -> str | None:
+    """Why a step has diverged, given its loss, gradient norm and the ``recent`` losses; None if it has not.
+
+    All ranks agree, because both numbers are reduced over ranks.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return f"loss {loss:.4g}, gradient norm {norm:.4g}"
+    if spike is None or len(recent) < JUDGED_FROM:
+        return None
+    usual = median(recent)
+    if 0 < spike * usual < loss:
+        return f"loss {loss:.4g} after a median of {usual:.4g}, gradient norm {norm:.4g}"
+    return None
+
+
+def save_batch(folder: Path, batch: Any, step: int, rank: int, error: Diverged) -> str:
+    """Save this rank's part of the batch as safetensors, with step, loss and norm. Returns a message."""
+    from safetensors.torch import save_file
+
+    path = folder / f"step-{step:08d}-rank{rank}.safetensors"
+    about = {"step": str(step), "loss": repr(error.loss), "grad_norm": repr(error.norm)}
+    tensors = {name: part.detach().cpu().contiguous() for name, part in batch._asdict().items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, about)
+    except OSError as failed:
+        return f"its batch could not be saved in {folder}: {failed.strerror}"
+    return f"its batch is in {path}"
