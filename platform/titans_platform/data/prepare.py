@@ -25,7 +25,7 @@ from titans_platform.data.parts import Job, Progress, Runner, by_processes, kept
 from titans_platform.data.reading import SourceRows, read_table
 from titans_platform.data.shards import MANIFEST, REPAIR, SCHEMA, Manifest, parse_manifest
 from titans_platform.data.sources import open_source
-from titans_platform.data.store import LocalStore, Store, open_store
+from titans_platform.data.store import Bucket, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
@@ -132,10 +132,14 @@ def prepare(
         where = f"{store.staging} cannot be written ({error.strerror})"
         raise UsageError(f"--root: {where}; give another") from error
     kept = _keep_tokenizer(tokenizer, store)
-    names = [
-        _prepare_source(data, i, tokenizer, store, kept, progress, repair, run or by_processes(cores()))
-        for i in range(len(data.sources))
-    ]
+    names = []
+    for i in range(len(data.sources)):
+        name = _name_of_source(data, i, tokenizer, store)
+        if not _is_whole(data, store, name, repair):
+            with FileLock(store.staging / "index" / f"{name}.lock"):
+                if not _is_whole(data, store, name, repair):
+                    make_source(Job(data, i, store, name, kept), run or by_processes(cores()), progress)
+        names.append(name)
     index = {"sources": names, "tokenizer": kept}
     store.write(_index_file(data), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     return _open_folders(data, store, kept, names)
@@ -158,20 +162,10 @@ def _keep_tokenizer(tokenizer: Tokenizer, store: Store) -> str:
     return kept
 
 
-def _prepare_source(
-    data: DataConfig,
-    i: int,
-    tokenizer: Tokenizer,
-    store: Store,
-    kept: str,
-    progress: Progress | None,
-    repair: bool,
-    run: Runner,
-) -> str:
-    """Prepare source ``i`` unless it is complete. Returns the name of its folder.
+def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store) -> str:
+    """Name of the folder of source ``i``: a hash of everything that determines its content.
 
-    The name is a hash of everything that determines the content; text is cut into rows only when it is
-    read.
+    The row length is no part of it for text, which is cut into rows only when it is read.
     """
     config, field = data.sources[i], f"data.sources.{i}"
     text = None if config.kind == "task" else open_source(config, field, store.staging / "huggingface")
@@ -183,13 +177,7 @@ def _prepare_source(
         "length": data.item_tokens(config) if text is None else None,
         "seed": data.seed,
     }
-    name = digest(identity)
-    if _is_whole(data, store, name, repair):
-        return name
-    with FileLock(store.staging / "index" / f"{name}.lock"):
-        if not _is_whole(data, store, name, repair):
-            make_source(Job(data, i, store, name, kept), run, progress)
-    return name
+    return digest(identity)
 
 
 def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
@@ -198,7 +186,7 @@ def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
     A repair also compares the hashes of local shards: a flipped bit changes neither size nor mtime.
     """
     try:
-        _manifest(data, store, name, verify=repair and isinstance(store, LocalStore))
+        _manifest(data, store, name, verify=repair and not isinstance(store, Bucket))
     except Missing:
         return False
     except UsageError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import io
 import mmap
 import os
 import random
@@ -16,13 +17,12 @@ import shutil
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock
 
@@ -38,74 +38,24 @@ CHUNK = 8 * 2**20
 T = TypeVar("T")
 
 
-class ShardSource(Protocol):
-    """The files of one prepared source."""
-
-    def open(self, info: ShardInfo) -> mmap.mmap:
-        """Memory-map a file, downloading it if necessary. Raises OSError, UsageError, TitansError."""
-        ...
-
-    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Prefetch these files in the background, in this order."""
-        ...
-
-    def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """The corrupt files by name, each with a message: those that differ from the manifest.
-
-        Sizes are always compared; with ``verify`` the hashes of all files too.
-        """
-        ...
-
-
-class Store(ABC):
-    """Prepared sources and what belongs to them, by name."""
-
-    staging: Path
-    """The local folder in which sources are made."""
-
-    @abstractmethod
-    def read(self, name: str) -> bytes:
-        """Read a small file. Raises FileNotFoundError, TitansError."""
-
-    @abstractmethod
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file atomically. Raises TitansError, UsageError."""
-
-    @abstractmethod
-    def shards(self, name: str, cache_gb: float) -> ShardSource:
-        """The files of the source ``name``."""
-
-    @abstractmethod
-    def publish(self, folder: Path) -> None:
-        """Publish a folder that is complete in ``staging``."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a folder if it exists."""
-
-    @abstractmethod
-    def discard(self, name: str) -> None:
-        """Remove a file if it exists."""
-
-    def __truediv__(self, name: str) -> str:
-        """How messages name a file."""
-        return f"{self}/{name}"
-
-
 class LocalShards:
-    """Files in a folder of this machine."""
+    """The files of one prepared source, in a folder of this machine."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def open(self, info: ShardInfo) -> mmap.mmap:
+        """Memory-map a file. Raises OSError."""
         return mapped(self.path / info.file)
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
         """No-op: the operating system reads ahead."""
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """Also compares the hashes of files whose mtime differs from the manifest."""
+        """The corrupt files by name, each with a message: those that differ from the manifest.
+
+        Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
+        """
         found = ((info.file, find_damage(self.path / info.file, info, verify)) for info in infos)
         return {name: problem for name, problem in found if problem}
 
@@ -113,43 +63,53 @@ class LocalShards:
         return str(self.path)
 
 
-class LocalStore(Store):
-    """A folder, by default `data/` under the storage root."""
+class Store:
+    """Prepared sources and what belongs to them, by name: a folder, by default `data/` under the root."""
 
-    def __init__(self, path: Path):
-        self.staging = path
+    def __init__(self, staging: Path):
+        self.staging = staging
+        """The local folder in which sources are made."""
 
     def read(self, name: str) -> bytes:
+        """Read a small file. Raises FileNotFoundError, TitansError."""
         with suppress(NotADirectoryError):
             return (self.staging / name).read_bytes()
         raise FileNotFoundError(self / name)
 
     def write(self, name: str, content: bytes) -> None:
+        """Write a small file atomically. Raises TitansError, UsageError."""
         write_bytes(self.staging / name, content)
 
-    def shards(self, name: str, cache_gb: float) -> LocalShards:
+    def shards(self, name: str, cache_gb: float) -> ShardSource:
+        """The files of the source ``name``."""
         return LocalShards(self.staging / name)
 
     def publish(self, folder: Path) -> None:
-        """No-op: the folder is already in place."""
+        """Publish a folder that is complete in ``staging``: here it is already in place."""
 
     def remove(self, name: str) -> None:
+        """Remove a folder if it exists."""
         shutil.rmtree(self.staging / name, ignore_errors=True)
 
     def discard(self, name: str) -> None:
+        """Remove a file if it exists."""
         (self.staging / name).unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return str(self.staging)
+
+    def __truediv__(self, name: str) -> str:
+        """How messages name a file."""
+        return f"{self}/{name}"
 
 
 class Bucket(Store):
     """An object store. Failed requests are retried; sources are prepared under ``staging``."""
 
     def __init__(self, uri: str, staging: Path):
+        super().__init__(staging)
         # credentials and endpoints may follow the question mark
-        self.uri, self.staging = uri, staging
-        self.shown = uri.partition("?")[0].rstrip("/")
+        self.uri, self.shown = uri, uri.partition("?")[0].rstrip("/")
 
     @cached_property
     def _files(self) -> tuple[Any, str]:
@@ -178,19 +138,12 @@ class Bucket(Store):
             yield self._retried(name, lambda at=at, n=wanted: _complete(file.read_at(n, at), n))
 
     def write(self, name: str, content: bytes) -> None:
+        self._upload(lambda: io.BytesIO(content), name)
+
+    def _upload(self, opened: Callable[[], BinaryIO], name: str) -> None:
         def put() -> None:
             files, base = self._files
-            with files.open_output_stream(f"{base}/{name}") as out:
-                out.write(content)
-
-        self._retried(name, put)
-
-    def upload(self, path: Path, name: str) -> None:
-        """Write a local file."""
-
-        def put() -> None:
-            files, base = self._files
-            with path.open("rb") as file, files.open_output_stream(f"{base}/{name}") as out:
+            with opened() as file, files.open_output_stream(f"{base}/{name}") as out:
                 shutil.copyfileobj(file, out, CHUNK)
 
         self._retried(name, put)
@@ -212,7 +165,7 @@ class Bucket(Store):
         """Upload the folder, the manifest last, and remove the local copy."""
         names = [path.relative_to(self.staging).as_posix() for path in folder.rglob("*") if path.is_file()]
         for name in sorted(names, key=lambda name: name.endswith(MANIFEST)):
-            self.upload(self.staging / name, name)
+            self._upload(lambda name=name: (self.staging / name).open("rb"), name)
         shutil.rmtree(folder)
 
     def remove(self, name: str) -> None:
@@ -256,16 +209,18 @@ class RemoteShards:
         return self.cache.fetch(info, lambda: self.bucket.chunks(name), self.bucket / name)
 
     def open(self, info: ShardInfo) -> mmap.mmap:
+        """Memory-map a file, downloading it if necessary. Raises UsageError, TitansError."""
         while True:
             # another process may evict it from the cache at this moment
             with suppress(FileNotFoundError):
                 return mapped(self.local(info))
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """Prefetch these files in the background, in this order."""
         self._prefetcher.request(infos)
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """With ``verify`` every file is fetched."""
+        """As that of `LocalShards`, without mtimes; with ``verify`` every file is fetched."""
         there, found = self.bucket.sizes(self.name), {}
         for info in infos:
             name = self.bucket / f"{self.name}/{info.file}"
@@ -284,14 +239,17 @@ class RemoteShards:
         return self.bucket / self.name
 
 
+ShardSource = LocalShards | RemoteShards
+
+
 def open_store(store: str | None, root: Path) -> Store:
     """The store that ``data.store`` names; by default `data/` under the root."""
     if store is None:
-        return LocalStore(Path(root) / "data")
+        return Store(Path(root) / "data")
     scheme, _, path = store.partition("://")
-    if not path:
-        return LocalStore(Path(store).expanduser())
-    return LocalStore(Path(path)) if scheme == "file" else Bucket(store, Path(root) / "data")
+    if path and scheme != "file":
+        return Bucket(store, Path(root) / "data")
+    return Store(Path(path or store).expanduser())
 
 
 def mapped(path: Path) -> mmap.mmap:

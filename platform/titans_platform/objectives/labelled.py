@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_platform.config import SourceConfig, digest
-from titans_platform.data import NotPrepared, Tokenizer
+from titans_platform.data import Tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
-from titans_platform.files import read_json, write_json
-from titans_platform.objectives.files import Places, opened
+from titans_platform.objectives.files import ItemStream, keep_copy, opened, read_copy
 
 PARTS = ("train", "validation", "test")
 READERS: dict[str, Callable[[Any], pa.Table]] = {
@@ -108,11 +106,11 @@ class LabelledData:
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-        if batch_size < world_size:
-            raise UsageError(
-                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
-            )
-        return ItemStream(self, batch_size, seed, rank, world_size)
+
+        def batch(step: int, which: NDArray[np.int64]) -> Labelled:
+            return self.batch("train", which, labelled=step >= self.pretrain_steps)
+
+        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, batch)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
         """Up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
@@ -130,19 +128,6 @@ class LabelledData:
         labels = torch.from_numpy(self.labels[part][which])
         lengths = torch.tensor([1 + len(ids) for ids in rows])
         return Labelled(tokens, lengths, labels if labelled else torch.full_like(labels, UNLABELLED))
-
-
-class ItemStream:
-    """The training batches of one worker."""
-
-    def __init__(self, data: LabelledData, batch_size: int, seed: int, rank: int, world_size: int):
-        self.data = data
-        self.places = Places(len(data.labels["train"]), batch_size, seed, rank, world_size)
-
-    def batch(self, step: int) -> Labelled:
-        """This worker's items of the global batch of ``step`` (0-based)."""
-        which = self.places.of(step)
-        return self.data.batch("train", which, labelled=step >= self.data.pretrain_steps)
 
 
 def divide(items: Items, fraction: float, seed: int) -> tuple[Items, Items]:
@@ -188,32 +173,21 @@ def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
 
 
 def keep(split: Split, index: Path) -> None:
-    """Save the items beside ``index`` in a content-addressed file that ``index`` points to."""
-    content = _content(split)
-    index.parent.mkdir(parents=True, exist_ok=True)
-    partial = index.with_name(f".{content}.{os.getpid()}")
+    """Save the items in a content-addressed file that ``index`` points to."""
     rows = [(text, label, part) for part in PARTS for text, label in zip(*split[part], strict=True)]
-    columns = map(list, zip(*rows, strict=True))
-    parquet.write_table(pa.table(dict(zip(("sequence", "label", "part"), columns, strict=True))), partial)
-    # also if it exists: this repairs a corrupt file
-    os.replace(partial, index.with_name(f"{content}.parquet"))
-    write_json(index, {"content": content})
+    columns = dict(zip(("sequence", "label", "part"), map(list, zip(*rows, strict=True)), strict=True))
+    keep_copy(index, _content(split), ".parquet", lambda path: parquet.write_table(pa.table(columns), path))
 
 
 def kept(index: Path) -> Split:
     """Load the items that ``index`` points to. Raises NotPrepared; UsageError if their file is corrupt."""
-    if (noted := read_json(index)) is None:
-        raise NotPrepared("objective.options: the sequences are not prepared; run titans train on them first")
-    path = index.with_name(f"{noted['content']}.parquet")
-    try:
+
+    def read(path: Path, noted: dict[str, Any]) -> Split:
         columns = parquet.read_table(path).to_pydict()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
-    items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
-    split = {name: items.take(part == name) for name in PARTS}
-    if _content(split) != noted["content"]:
-        raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
-    return split
+        items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
+        return {name: items.take(part == name) for name in PARTS}
+
+    return read_copy(index, ".parquet", read, _content)
 
 
 def _content(split: Split) -> str:

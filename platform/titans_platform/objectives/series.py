@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,10 +19,8 @@ from pyarrow import csv, parquet
 from torch import Tensor
 
 from titans_platform.config import digest
-from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import read_json, write_json
-from titans_platform.objectives.files import OPENERS, Places, opened
+from titans_platform.objectives.files import OPENERS, ItemStream, keep_copy, opened, read_copy
 
 
 class Table(NamedTuple):
@@ -111,13 +108,13 @@ class SeriesData:
         self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
         self.fingerprint = digest([_content(table), length], 16)
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> WindowStream:
+    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-        if batch_size < world_size:
-            raise UsageError(
-                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
-            )
-        return WindowStream(self, batch_size, seed, rank, world_size)
+
+        def batch(step: int, which: NDArray[np.int64]) -> Windows:
+            return self.cut(which, self.length)
+
+        return ItemStream(self.windows, batch_size, seed, rank, world_size, batch)
 
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"
@@ -144,41 +141,17 @@ class SeriesData:
         return Windows(whole[:, :length], whole[:, length:])
 
 
-class WindowStream:
-    """The training batches of one worker."""
-
-    def __init__(self, data: SeriesData, batch_size: int, seed: int, rank: int, world_size: int):
-        self.data, self.places = data, Places(data.windows, batch_size, seed, rank, world_size)
-
-    def batch(self, step: int) -> Windows:
-        """This worker's windows of the global batch of ``step`` (0-based)."""
-        return self.data.cut(self.places.of(step), self.data.length)
-
-
 def keep(table: Table, index: Path) -> None:
-    """Save the series beside ``index`` in a content-addressed file that ``index`` points to."""
-    content = _content(table)
-    index.parent.mkdir(parents=True, exist_ok=True)
-    partial = index.with_name(f".{content}.{os.getpid()}")
-    with partial.open("wb") as file:
-        np.save(file, table.values_NC)
-    # also if it exists: this repairs a corrupt file
-    os.replace(partial, index.with_name(f"{content}.npy"))
-    write_json(index, {"content": content, "channels": table.channels})
+    """Save the series in a content-addressed file that ``index`` points to."""
+    values = table.values_NC
+    keep_copy(index, _content(table), ".npy", lambda path: np.save(path, values), channels=table.channels)
 
 
 def kept(index: Path) -> Table:
     """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
-    if (noted := read_json(index)) is None:
-        raise NotPrepared("objective.options: the series is not prepared; run titans train on it first")
-    path = index.with_name(f"{noted['content']}.npy")
-    try:
-        table = Table(np.load(path), tuple(noted["channels"]))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
-    if _content(table) != noted["content"]:
-        raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
-    return table
+    return read_copy(
+        index, ".npy", lambda path, noted: Table(np.load(path), tuple(noted["channels"])), _content
+    )
 
 
 def _content(table: Table) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +151,8 @@ def seconds_per_token(config: RunConfig) -> float | None:
         if (batch := objective.sample_batch(rows)) is None:
             return None
         model = objective.build_model()
-        trainer = Trainer(model, optim, _Repeated(batch), objective=objective, sequence_length=length)
+        same: Any = SimpleNamespace(batch=lambda step: batch)
+        trainer = Trainer(model, optim, same, objective=objective, sequence_length=length)
         trainer.step()
         clock = time.process_time if config.threads == 1 else time.perf_counter
         seconds: list[float] = []
@@ -174,16 +176,6 @@ def timed_rows(config: RunConfig) -> int:
 def machine_memory() -> int:
     """Physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-class _Repeated(NamedTuple):
-    """A stream that returns the same batch at every step."""
-
-    only: Any
-
-    def batch(self, step: int) -> Any:
-        """The batch, whatever the step."""
-        return self.only
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
@@ -226,23 +218,19 @@ def check_start(cfg: RunConfig) -> None:
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:
     """Check that the rows of a step divide among workers and micro-batches. Raises UsageError."""
-    for workers in range(resources.min_workers, resources.max_workers + 1):
-        _check_share(cfg, workers)
-
-
-def _check_share(cfg: RunConfig, workers: int) -> None:
     rows, micro = cfg.optim.global_batch_size, cfg.optim.micro_batch_size
-    if rows < workers:
-        raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
-    if rows % workers and cfg.optim.parallel != "ddp":
-        # each forward pass gathers parameters from all workers, so all must run the same number of them
-        raise UsageError(
-            f"optim.global_batch_size: {rows} rows do not divide among {workers} workers, which "
-            f"optim.parallel {cfg.optim.parallel} needs; give a multiple"
-        )
-    share = -(-rows // workers)
-    if micro and share % micro:
-        raise UsageError(f"optim.micro_batch_size: {micro} does not divide the {share} rows of a worker")
+    for workers in range(resources.min_workers, resources.max_workers + 1):
+        if rows < workers:
+            raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
+        if rows % workers and cfg.optim.parallel != "ddp":
+            # each forward pass gathers parameters from all workers, so all must run the same number of them
+            raise UsageError(
+                f"optim.global_batch_size: {rows} rows do not divide among {workers} workers, which "
+                f"optim.parallel {cfg.optim.parallel} needs; give a multiple"
+            )
+        share = -(-rows // workers)
+        if micro and share % micro:
+            raise UsageError(f"optim.micro_batch_size: {micro} does not divide the {share} rows of a worker")
 
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:

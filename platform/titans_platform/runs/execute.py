@@ -54,10 +54,15 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             return done
         began, seconds = time.time(), {}
         if folder.begin(spec.commit) and spec.tracking:
-            _discard_log(spec)
+            # another commit had begun the run, which starts over
+            from titans_platform.tracking import open_store
+
+            open_store(spec.tracking.uri).discard_cell(spec.name)
+        # with several workers Train would install its own handler for Ctrl-C in the main thread
+        elsewhere = spec.resources.several and threading.current_thread() is threading.main_thread()
         try:
             with interruptible(folder):
-                outcome = _fit(spec, until) if not _from_main(spec) else _in_thread(lambda: _fit(spec, until))
+                outcome = _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
             seconds = outcome.seconds
         except Interrupted:
             raise
@@ -76,14 +81,6 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
 def last_checkpoint_step(spec: RunSpec) -> int:
     """The step of the run's newest checkpoint, intact or not; 0 if there is none."""
     return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
-
-
-def _discard_log(spec: RunSpec) -> None:
-    """Delete the MLflow run of a run that starts over because another commit had begun it."""
-    from titans_platform.tracking import open_store
-
-    assert spec.tracking
-    open_store(spec.tracking.uri).discard_cell(spec.name)
 
 
 def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
@@ -131,11 +128,6 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
     shutil.rmtree(storage / spec.name, ignore_errors=True)
     assert isinstance(outcome, Outcome)
     return outcome
-
-
-def _from_main(spec: RunSpec) -> bool:
-    """Whether Train would install its own handler for Ctrl-C: several workers, from the main thread."""
-    return spec.resources.several and threading.current_thread() is threading.main_thread()
 
 
 def _in_thread(call: Callable[[], Outcome]) -> Outcome:

@@ -18,7 +18,6 @@ from titans_platform.runs.reporter import mlflow_run
 from titans_platform.runs.spec import RunSpec
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import at_step, copy_checkpoint, load_model, saved, step_of
-from titans_platform.training.loop import Progress
 from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest
 from titans_platform.training.optim import equal_rates, warmup_steps
 
@@ -138,7 +137,10 @@ def resume_from_run(spec: RunSpec, run: str, data_fingerprint: str) -> str:
         raise UsageError(f"--resume-from {run}: {_why_no_checkpoint(cfg, spec.config, exact)}")
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
-        copy_checkpoint(point, spec.folder.path / CHECKPOINTS, _without_tail)
+        # none of the longer run's last twentieth is done
+        copy_checkpoint(
+            point, spec.folder.path / CHECKPOINTS, lambda p: replace(p, tail_loss=0.0, tail_steps=0)
+        )
         result = shorter.result()
         if spec.tracking and result and (logged := result.mlflow_run_id):
             store, run_id = mlflow_run(spec.folder, spec.tracking)
@@ -169,11 +171,6 @@ def _what_trains(cfg: RunConfig) -> dict[str, Any]:
         # a rewind restores a checkpoint
         fields["checkpoint"] = {"every": cfg.checkpoint_interval}
     return flatten(fields)
-
-
-def _without_tail(progress: Progress) -> Progress:
-    """The progress of the longer run at this step: none of its last twentieth is done."""
-    return replace(progress, tail_loss=0.0, tail_steps=0)
 
 
 def _why_no_checkpoint(cfg: RunConfig, longer: RunConfig, exact: int) -> str:

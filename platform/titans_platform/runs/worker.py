@@ -74,7 +74,11 @@ class Worker:
         try:
             with deterministic(self.cfg.seed, self.cfg.threads):
                 trainer = self._train(until)
-                result = self._at_rung(trainer, until) if until else self._finish(trainer)
+                if until is None:
+                    result = self._finish(trainer)
+                else:
+                    columns = self._measure(trainer, until.column)["columns"]
+                    result = self.reporter.reached(until, columns) if self.reporter else {}
         except BaseException as error:
             if self.reporter:
                 self.reporter.fail(error)
@@ -131,11 +135,22 @@ class Worker:
             stepped()
             guard.poll(saver, flush)
 
+        def on_divergence(batch: Any, error: Diverged) -> str:
+            folder = self.spec.folder.path / DIVERGED
+            return save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
+
+        def rewind() -> bool:
+            """Restore the last periodic checkpoint; False if there is none."""
+            saver.finish()
+            found = checkpoint.rewind(saver.folder, trainer, saver.every)
+            _record_world_size(trainer)
+            return found is not None
+
         return Hooks(
             on_step=on_step,
             on_checkpoint=lambda: saver.save(flush),
-            on_divergence=self._keep_batch(trainer),
-            rewind=lambda: self._rewind(saver, trainer),
+            on_divergence=on_divergence,
+            rewind=rewind,
             validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
             checkpoint_every=self.cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
@@ -146,25 +161,10 @@ class Worker:
             phases=self.phases,
         )
 
-    def _keep_batch(self, trainer: Trainer) -> Callable[[Any, Diverged], str]:
-        folder = self.spec.folder.path / DIVERGED
-        return lambda batch, error: save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
-
-    def _rewind(self, saver: checkpoint.Saver, trainer: Trainer) -> bool:
-        """Restore the last periodic checkpoint; False if there is none."""
-        saver.finish()
-        found = checkpoint.rewind(saver.folder, trainer, saver.every)
-        _record_world_size(trainer)
-        return found is not None
-
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """Evaluate these columns, all of them if none is given."""
         assert isinstance(trainer.model, Model)
         return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
-
-    def _at_rung(self, trainer: Trainer, rung: Rung) -> dict[str, float]:
-        measured = self._measure(trainer, rung.column)
-        return self.reporter.reached(rung, measured["columns"]) if self.reporter else {}
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()

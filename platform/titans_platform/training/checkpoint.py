@@ -281,10 +281,6 @@ def _restore(path: Path, trainer: Trainer) -> None:
     trainer.progress = retry_transient(lambda: read_manifest(path)).progress
 
 
-def _on(device: torch.device, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: x.to(device) for name, x in tensors.items()}
-
-
 def _chosen(choose: Callable[[], Path | None]) -> Path | None:
     choice = [choose() if rank() == 0 else None]
     if dist.is_initialized():
@@ -367,10 +363,10 @@ def _load_streams(path: Path, trainer: Trainer) -> ModelState | None:
         }
         saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
     _read({"streams": saved}, path, reader)
-    parts = [
-        restore_state(json.loads(part["structure"]), _on(trainer.device, part["tensors"]))
-        for part in saved.values()
-    ]
+    parts = []
+    for part in saved.values():
+        tensors = {name: x.to(trainer.device) for name, x in part["tensors"].items()}
+        parts.append(restore_state(json.loads(part["structure"]), tensors))
     if writers == trainer.world_size:
         return parts[0]
     streams = trainer.cfg.global_batch_size

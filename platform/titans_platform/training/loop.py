@@ -19,7 +19,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from titans_core.backbone import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
@@ -366,14 +365,6 @@ class Trainer:
         return error
 
 
-class _Steps(Dataset[Any]):
-    def __init__(self, stream: Stream):
-        self.stream = stream
-
-    def __getitem__(self, step: int) -> Any:
-        return self.stream.batch(step)
-
-
 def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generator[Any, None, None]:
     """Prefetch the batches of ``steps`` in order, in a thread; in pinned memory for a GPU.
 
@@ -381,27 +372,25 @@ def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generat
     forking a process that runs Ray's threads is unsafe. An exception of the stream is raised at its step.
     Close the iterator to end the thread.
     """
-    pinned = device.type == "cuda"
-    # a separate generator: DataLoader would otherwise draw its seed from the global one
-    own = torch.Generator()
-    loader = DataLoader(_Steps(stream), batch_size=None, sampler=steps, pin_memory=pinned, generator=own)
-    made = iter(loader)
-    thread = ThreadPoolExecutor(1, "loader", _on_device, (device,))
-    waiting = deque(thread.submit(next, made) for _ in steps[:AHEAD])
+
+    def load(step: int) -> Any:
+        batch = stream.batch(step)
+        if device.type != "cuda":
+            return batch
+        # pinning uses the thread's current device, which in a new thread is device 0
+        torch.cuda.set_device(device)
+        return type(batch)(*(part.pin_memory() for part in batch))
+
+    thread = ThreadPoolExecutor(1, "loader")
+    waiting = deque(thread.submit(load, step) for step in steps[:AHEAD])
     try:
-        for left in range(len(steps), 0, -1):
+        for i in range(len(steps)):
             batch = waiting.popleft().result()
-            if left > AHEAD:
-                waiting.append(thread.submit(next, made))
+            if i + AHEAD < len(steps):
+                waiting.append(thread.submit(load, steps[i + AHEAD]))
             yield batch
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def _on_device(device: torch.device) -> None:
-    """Set the thread's current device, which pinning uses; in a new thread it is device 0."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

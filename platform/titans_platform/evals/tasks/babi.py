@@ -71,18 +71,15 @@ class Babi(GeneratedTask):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Answers that the story mentions, whatever the question."""
-        return {"any answer named in the story": self._named, "the answer named last": self._named_last}
+        return {
+            "any answer named in the story": lambda before: sorted(set(self._words(before))),
+            "the answer named last": lambda before: self._words(before)[-1:],
+        }
 
     def _words(self, before: str) -> list[str]:
         """Words of the story that are the answer to some question, in order."""
         answers = distinct_answers(self._questions())
         return [word for word in re.findall(r"\w+", self._story(before)) if word in answers]
-
-    def _named(self, before: str) -> list[str]:
-        return sorted(set(self._words(before)))
-
-    def _named_last(self, before: str) -> list[str]:
-        return self._words(before)[-1:]
 
     def _story(self, before: str) -> str:
         """Text before an answer, without the question."""
@@ -202,7 +199,7 @@ class Babilong(Babi):
         shown = "".join(_shot(rng.choice(self._questions())) for _ in range(self.options.shots))
         apart = count_tokens(make_item([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
         drawn = super().item(rng, length - apart, tokenizer)
-        earlier = self._earlier(drawn)
+        earlier = previous_questions(self._questions())[drawn] if self.options.asked == "all" else ()
         while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - apart:
             earlier = earlier[1:]
         *hidden, last = _told(drawn, earlier)
@@ -216,9 +213,6 @@ class Babilong(Babi):
             return make_item([(shown, False), *scatter(book, hidden, spots), *last])
 
         return fill(build, length, tokenizer) if text else build(0)
-
-    def _earlier(self, item: Item) -> tuple[Item, ...]:
-        return previous_questions(self._questions())[item] if self.options.asked == "all" else ()
 
     def _questions(self) -> tuple[Item, ...]:
         found = super()._questions()

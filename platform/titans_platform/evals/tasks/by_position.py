@@ -364,13 +364,9 @@ def long_texts(
     for (split, begin, end), share in zip(stretches, np.bincount(drawn, minlength=len(fit)), strict=True):
         for i in range(share):
             each = (end - begin - 1) // int(share)
-            first = _document_start(split, begin + i * each, each - length)
+            first = begin + i * each
+            # the next document's start, if there is one within the room
+            first += int(split.read(first, first + min(each - length, SEARCH) + 1).starts.argmax())
             span = split.read(first, first + length + 1)
             texts.append(LongText(span.tokens.astype(np.int64), np.array(span.loss[1:])))
     return texts
-
-
-def _document_start(split: Any, first: int, room: int) -> int:
-    """First document start within ``room`` tokens from ``first``; otherwise ``first``."""
-    starts = split.read(first, first + min(room, SEARCH) + 1).starts
-    return first + int(starts.argmax())

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +109,9 @@ class Functions(Associative):
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """Examples of a new map."""
-        outputs = self._classes(self._map(rng))
+        # the class of each input, by the rank of its value
+        ranks = self._map(rng).argsort(kind="stable").argsort()
+        outputs = ranks * self.options.classes // len(ranks)
         shown, queries = self.options.examples, self.options.queries or self.options.examples
         drawn = rng.sample(range(len(outputs)), shown + queries)
         pairs = [(self._names[i], str(outputs[i])) for i in drawn]
@@ -122,10 +124,6 @@ class Functions(Associative):
             return self._points @ _gauss(rng, inputs)
         bent = np.tanh(BEND * (self._points @ _gauss(rng, inputs, hidden) + _gauss(rng, hidden)))
         return bent @ _gauss(rng, hidden)
-
-    def _classes(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Class of each input, by the rank of its value."""
-        return values.argsort(kind="stable").argsort() * self.options.classes // len(values)
 
 
 def _gauss(rng: random.Random, *shape: int) -> NDArray[np.float64]:

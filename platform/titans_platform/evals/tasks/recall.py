@@ -486,12 +486,16 @@ class Resets(KeyValue):
         return {
             "always -": lambda before: [NO_VALUE],
             "any value of this block if it has the key, else -": self._by_membership,
-            "the newest value of the key, in any block": lambda before: _newest_of_key(before),
+            "the newest value of the key, in any block": self._newest_of_key,
         }
 
     def _by_membership(self, before: str) -> list[str]:
         key, bound = key_and_pairs(before.rpartition(MARK)[2])
         return list(bound.values()) if key in bound else [NO_VALUE]
+
+    def _newest_of_key(self, before: str) -> list[str]:
+        key, bound = key_and_pairs(before)
+        return [bound[key]] if key in bound else [NO_VALUE]
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """As many blocks as fit; consecutive blocks share no key."""
@@ -505,8 +509,3 @@ class Resets(KeyValue):
             found.append((text, bound | dict.fromkeys(over, NO_VALUE)))
             over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
         return found
-
-
-def _newest_of_key(before: str) -> list[str]:
-    key, bound = key_and_pairs(before)
-    return [bound[key]] if key in bound else [NO_VALUE]
