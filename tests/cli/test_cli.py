@@ -56,7 +56,8 @@ FROZEN = {
     "sweep show": "STUDY --scale --set --json",
     "sweep status": "STUDY --scale --root --json",
     "tasks": "STUDY --scale --task --length --json",
-    "train": "CONFIG --set --root --workers --gpus --checkpoint-every --profile --name --dry-run --json",
+    "train": "CONFIG --set --root --workers --gpus --checkpoint-every --profile --name --resume-from "
+    "--dry-run --json",
     "ui": "--root --store --host --port --no-browser --dry-run",
 }
 
@@ -272,7 +273,7 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
         )
 
     _, first = cell("optim.steps=4")
-    shown, longer = cell("optim.steps=60")
+    shown, longer = cell("optim.steps=60", "--resume-from", first)
     assert f"resuming from step 4 of run {first}, which trained the same steps" in shown
     _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
     assert len({first, longer, begun}) == 3

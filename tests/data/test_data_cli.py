@@ -86,13 +86,6 @@ def test_info_before_prepare(config_file, tmp_path, capsys):
     assert "run titans data prepare" in err
 
 
-@pytest.mark.parametrize("command", ["prepare", "info"])
-def test_help_has_an_example(command, capsys):
-    code, out, _ = titans(capsys, "data", command, "--help")
-    assert code == 0
-    assert f"titans data {command} run.yaml" in out
-
-
 def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("the cat sat on the mat and the rat sat on the cat\n" * 20)
     made = []

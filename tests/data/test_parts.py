@@ -14,15 +14,7 @@ import pytest
 
 from titans_platform.cli import run as titans
 from titans_platform.config import DataConfig
-from titans_platform.data import (
-    PreparedData,
-    by_processes,
-    open_prepared,
-    parts,
-    prepare,
-    shards,
-    sources,
-)
+from titans_platform.data import PreparedData, by_processes, open_prepared, parts, prepare, shards, sources
 from titans_platform.errors import StorageError, UsageError
 
 FILES, DOCUMENTS = 6, 30

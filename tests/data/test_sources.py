@@ -78,12 +78,6 @@ def test_glob_and_single_file(tmp_path):
         assert documents_of(prepare(config(source), tmp_path / "root"), "train") == texts
 
 
-def test_another_text_field(tmp_path):
-    (tmp_path / "t.jsonl").write_text('{"body": "the text", "text": "not this"}\n')
-    source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "text_field": "body"}
-    assert documents_of(prepare(config(source), tmp_path / "root"), "train") == ["the text"]
-
-
 def write_many(folder: Path, n: int) -> str:
     folder.mkdir(exist_ok=True)
     for i in range(n):
@@ -163,16 +157,6 @@ def test_many_documents_keep_about_the_fraction():
     documents = (Document("text", str(i), None) for i in range(4000))
     kept = sum(validation for _, validation in split_documents(documents, 0.1, seed=0))
     assert 300 < kept < 500
-
-
-def test_max_tokens_is_exact(tmp_path):
-    path = write_many(tmp_path / "many", 20)
-    source = {"kind": "files", "path": path, "validation_fraction": 0.2}
-    whole, cut = (prepare(config(source | limit), tmp_path / "root") for limit in ({}, {"max_tokens": 137}))
-    count = cut.sources[0].train.info.tokens + cut.sources[0].validation.info.tokens
-    assert count == 137
-    everything = documents_of(whole, "train")
-    assert all(any(text.startswith(part) for text in everything) for part in documents_of(cut, "train"))
 
 
 def test_long_documents_are_tokenised_in_pieces(monkeypatch):

@@ -15,7 +15,6 @@ import pytest
 from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.errors import UsageError
 from titans_platform.evals import build_generated, build_task
 
 BYTE = load_tokenizer("byte")
@@ -256,18 +255,6 @@ def test_values_that_were_not_answered_yet_are_no_better_a_guess(task, options, 
     assert sum(hits) / len(hits) < level + 4 * math.sqrt(level / len(items))
 
 
-def test_half_a_key_of_a_grid_gets_one_over_its_side():
-    for part in (0, 1):
-        rng = random.Random(part)
-
-        def half(before, part=part, rng=rng):
-            key, bound = latest(before)
-            return rng.choice([value for other, value in bound.items() if other[part] == key[part]])
-
-        _, items = made("composition", {"side": 4, "queries": 5, "values": 36}, 128)
-        assert near(right(items, half)[0], 1 / 4, len(items))
-
-
 @pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "functions"])
 def test_the_output_seen_least_gets_what_the_heuristic_gets(task, options, length):
     task, items = made(task, options, length)
@@ -342,31 +329,3 @@ def test_noise_stands_between_pairs_and_never_inside_one():
 def test_queries_at_the_end_follow_all_of_the_filler():
     _, items = made("recall", {"pairs": 3, "gaps": "end"}, 64)
     assert all(re.fullmatch(r"([A-Z]\w){3}\.+([A-Z]\w){3}", item.text) for item in items)
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("recall", {"keys": 3000}, "options.keys"),
-        ("recall", {"noise": 1.0}, "options.noise"),
-        ("composition", {"side": 5}, "values: 16 are fewer than the 25 keys"),
-        ("composition", {"pairs": 5}, "no option 'pairs'"),
-        ("episodes", {"tokens": 15}, "tokens: 15 are fewer than the 16"),
-        ("episodes", {"keys": 5, "renewed": 0.5}, "renewed: an episode of 4 pairs needs more than 5 keys"),
-        ("resets", {"tokens": 16}, "tokens: 16 are fewer than the 17"),
-        ("resets", {"keys": 7}, "pairs: of 7 keys at most half are bound at a time, not 4"),
-        ("fuzzy_recall", {"pairs": 7}, "pairs: 7 exceed the 6 keys of 2 symbols"),
-        ("fuzzy_recall", {"key_length": 4}, "options.key_length"),
-        ("memorisation", {"entries": 10}, "queries: 16 exceed entries: 10"),
-        ("functions", {"levels": 9, "inputs": 4}, "levels: 9 to the power 4 are more than 4096"),
-        ("functions", {"examples": 60}, "examples: with the queries 68, of 64 inputs"),
-        ("functions", {"levels": 2, "inputs": 1, "examples": 1, "queries": 1}, "classes: 4 exceed the 2"),
-        ("words", {"group": "symmetric", "degree": 6}, "degree: the symmetric group of 6"),
-        ("words", {"degree": 11}, "options.degree"),
-        ("words", {"queries": 0}, "options.queries"),
-    ],
-)
-def test_bad_options_name_the_field(task, options, message):
-    with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        build_task(TaskConfig(task=task, options=options))
-    assert "\n" not in str(caught.value)

@@ -175,19 +175,6 @@ def test_equal_sequences_stay_together_and_a_split_is_that_of_its_seed():
     assert divide(whole, 0.25, seed=2) != (left, out)
 
 
-def test_every_item_comes_once_in_an_epoch_whatever_the_number_of_workers():
-    data = build_objective(config()).prepare(Path("runs"))
-    n = len(data.labels["train"])
-    assert (n, len(data.labels["validation"]), len(data.labels["test"])) == (240, 30, 30)
-    seen = {tuple(row) for row in data.train_stream(n, seed=0).batch(0).tokens.tolist()}
-    assert len(seen) == len(set(data.split["train"].sequences))
-    alone = data.train_stream(8, seed=0).batch(5)
-    parts = [data.train_stream(8, 0, rank, 2).batch(5) for rank in range(2)]
-    assert sorted(torch.cat([p.lengths for p in parts]).tolist()) == sorted(alone.lengths.tolist())
-    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 1 rows cannot be shared by 2"):
-        data.train_stream(1, 0, 0, 2)
-
-
 def test_a_run_is_named_by_what_its_files_hold(folder):
     write(folder / "same.csv", items())
     assert run_name(config(path="same.csv")) == run_name(config())

@@ -27,10 +27,7 @@ RUN: dict[str, Any] = {
     "data": {"sequence_length": 16},
     "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2, "horizon": 3}},
     "optim": {"steps": 40, "global_batch_size": 8, "lr": 1e-2},
-    "eval": {
-        "items": 20,
-        "columns": {"mse": [{"task": "mse"}], "mae": [{"task": "mae", "lengths": [1, 2]}]},
-    },
+    "eval": {"items": 20, "columns": {"mse": [{"task": "mse"}], "mae": [{"task": "mae", "lengths": [1, 2]}]}},
 }
 CLOCKS = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id"}
 
@@ -95,10 +92,7 @@ STUDY = {
     },
     "base": {key: value for key, value in RUN.items() if key != "objective"} | {"optim": RUN["optim"]},
     "scales": {"small": {"objective": RUN["objective"]}},
-    "rows": [
-        {"name": "next step", "set": {"objective.options.horizon": 1}},
-        {"name": "three steps"},
-    ],
+    "rows": [{"name": "next step", "set": {"objective.options.horizon": 1}}, {"name": "three steps"}],
 }
 
 

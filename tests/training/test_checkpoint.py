@@ -66,11 +66,6 @@ def test_restore_brings_every_rng_back(tmp_path):
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
 
 
-def test_only_the_last_two_are_kept(tmp_path):
-    interrupted(tmp_path, 9)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
-
-
 def test_nothing_to_restore(tmp_path):
     assert checkpoint.restore(tmp_path / "none", trainer()) is None
 
@@ -118,20 +113,6 @@ def test_one_flipped_bit_anywhere_is_seen(tmp_path):
     assert checkpoint.load_model(point, model) == 3
 
 
-def test_a_resume_after_a_flipped_bit_ends_in_the_same_weights(tmp_path, caplog):
-    interrupted(tmp_path, 6)
-    shard = tmp_path / "step-00000006" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 4
-    shard.write_bytes(content)
-    straight, resumed = trainer(5), trainer(6)
-    assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000003"
-    assert "step-00000006 is not whole (__0_0.distcp does not have the hash it was written" in caplog.text
-    straight.run(Hooks())
-    resumed.run(Hooks())
-    assert same(weights(straight), weights(resumed))
-
-
 def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
     interrupted(tmp_path, 3)
     (tmp_path / "step-00000003" / ".metadata").unlink()
@@ -174,20 +155,21 @@ def test_a_manifest_of_wrong_types_is_one_line(tmp_path, changes, reason):
         checkpoint.restore(tmp_path, trainer())
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "7", '"text"', "", "\x00"])
-def test_a_manifest_that_is_no_object_is_one_line(tmp_path, content):
+FIRST_FORMAT = '{"schema": 1, "progress": {"step": 3}, "files": {"__0_0.distcp": 10}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        *((text, r"manifest\.json (is not valid JSON|does not hold)") for text in ("[]", "7", "", "\x00")),
+        (FIRST_FORMAT, "written in format 1, without hashes; this version reads format 2"),
+    ],
+)
+def test_a_manifest_that_is_none_of_this_format_is_one_line(tmp_path, content, reason):
     interrupted(tmp_path, 3)
     (tmp_path / "step-00000003" / "manifest.json").write_text(content)
-    with pytest.raises(UsageError, match=r"manifest\.json (is not valid JSON|does not hold)"):
+    with pytest.raises(UsageError, match=reason):
         checkpoint.load_model(tmp_path / "step-00000003", Tied())
-
-
-def test_a_checkpoint_of_the_first_format_says_so(tmp_path):
-    interrupted(tmp_path, 3)
-    old = {"schema": 1, "progress": {"step": 3}, "files": {"__0_0.distcp": 10}}
-    (tmp_path / "step-00000003" / "manifest.json").write_text(json.dumps(old))
-    with pytest.raises(UsageError, match="written in format 1, without hashes; this version reads format 2"):
-        checkpoint.restore(tmp_path, trainer())
 
 
 class Disk:
@@ -315,20 +297,6 @@ def test_a_save_waits_for_the_one_before(tmp_path, disk):
         assert phases.seconds["checkpoint wait"] > 0.2
         assert (tmp_path / "step-00000000").exists()
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
-
-
-def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
-    t = trainer()
-    with (
-        pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*No space left"),
-        Saver(tmp_path, t, patience=0) as saver,
-    ):
-        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4))
-    assert t.progress.step == 8
 
 
 def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):

@@ -38,7 +38,7 @@ PLAN_LINES = {
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
-    from titans_platform.objectives import Data
+    from titans_platform.objectives import Data, Objective
     from titans_platform.runs.result import Result
     from titans_platform.runs.spec import Resources, Tracking
 
@@ -109,17 +109,17 @@ def train(
 
     console = Console(stderr=as_json)
     cfg = located(load_config(config, overrides + checkpoint_every), root)
+    objective = build_objective(cfg)
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
         console.print("this machine has a GPU that the run does not use; --gpus 1 trains on it")
     if dry_run:
-        _plan(cfg, root, resources, as_json, console)
+        _plan(objective, root, resources, as_json, console)
         return
-    result = _run(cfg, root, resources, name or config.stem, profile, resume_from, console)
+    result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
         echo_json(result.record())
         return
-    objective = build_objective(cfg)
     console.print(measures_table(result))
     console.print(
         f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} "
@@ -130,7 +130,7 @@ def train(
 
 
 def _run(
-    cfg: RunConfig,
+    objective: Objective[Any],
     root: Path,
     resources: Resources,
     name: str,
@@ -139,7 +139,6 @@ def _run(
     console: Console,
 ) -> Result:
     from titans_platform.cli.live import run_display
-    from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.load import resume_from_run
@@ -147,7 +146,7 @@ def _run(
     from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import check_store
 
-    objective = build_objective(cfg)
+    cfg = objective.cfg
     objective.check()
     check_resources(cfg, resources, shared=True)
     check_start(cfg)
@@ -186,14 +185,15 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
     return Tracking(open_store(root).uri, name, None, params(Cell(name, cfg.seed, cfg), ()), tags)
 
 
-def _plan(cfg: RunConfig, root: Path, resources: Resources, as_json: bool, console: Console) -> None:
+def _plan(
+    objective: Objective[Any], root: Path, resources: Resources, as_json: bool, console: Console
+) -> None:
     """Print the plan of a run. Raises what the run itself would raise before it trains."""
     from titans_platform.data import NotPrepared
-    from titans_platform.objectives import build_objective
     from titans_platform.runs.check import check_resources, check_start
     from titans_platform.runs.folder import RunFolder
 
-    objective = build_objective(cfg)
+    cfg = objective.cfg
     objective.check()
     try:
         data = objective.open(root)
