@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titans_platform.data.reading import SourceRows
-from titans_platform.data.shards import Manifest, SplitInfo, SplitWriter, write_manifest
+from titans_platform.data.shards import Manifest, SourceRows, SplitInfo, SplitWriter, write_manifest
 from titans_platform.data.store import LocalShards
 from titans_platform.data.stream import WINDOW, RowStream
 

@@ -13,8 +13,7 @@ import torch
 from titans_platform.config import DataConfig
 from titans_platform.data import PreparedData, load_tokenizer, open_prepared, prepare
 from titans_platform.data.encode import interleave
-from titans_platform.data.reading import Split
-from titans_platform.data.shards import SplitWriter
+from titans_platform.data.shards import Split, SplitWriter
 from titans_platform.data.store import LocalShards
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError

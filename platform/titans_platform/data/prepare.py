@@ -22,8 +22,15 @@ from numpy.typing import NDArray
 from titans_platform.config import DataConfig, digest
 from titans_platform.data.encode import task_identity
 from titans_platform.data.parts import Job, Progress, Runner, by_processes, kept_tokenizer, make_source
-from titans_platform.data.reading import SourceRows, read_table
-from titans_platform.data.shards import MANIFEST, REPAIR, SCHEMA, Manifest, parse_manifest
+from titans_platform.data.shards import (
+    MANIFEST,
+    REPAIR,
+    SCHEMA,
+    Manifest,
+    SourceRows,
+    parse_manifest,
+    read_table,
+)
 from titans_platform.data.sources import open_source
 from titans_platform.data.store import Bucket, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, validation_batches

@@ -80,7 +80,7 @@ class Store:
         """Write a small file atomically. Raises TitansError, UsageError."""
         write_bytes(self.staging / name, content)
 
-    def shards(self, name: str, cache_gb: float) -> ShardSource:
+    def shards(self, name: str, cache_gb: float) -> LocalShards | RemoteShards:
         """The files of the source ``name``."""
         return LocalShards(self.staging / name)
 
@@ -237,9 +237,6 @@ class RemoteShards:
 
     def __str__(self) -> str:
         return self.bucket / self.name
-
-
-ShardSource = LocalShards | RemoteShards
 
 
 def open_store(store: str | None, root: Path) -> Store:

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titans_platform.data.encode import interleave
-from titans_platform.data.reading import OPEN_SHARDS, SourceRows, Span, Split
-from titans_platform.data.shards import Integers
+from titans_platform.data.shards import OPEN_SHARDS, Integers, SourceRows, Span, Split
 from titans_platform.errors import UsageError
 
 WINDOW = 8
