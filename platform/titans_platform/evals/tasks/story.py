@@ -128,14 +128,14 @@ class Told(NamedTuple):
         return self.names[-1]
 
 
+Guess = Callable[[Told], Sequence[str]]
+"""The answers that a heuristic guesses among."""
+
+
 def commonest(names: Iterable[str]) -> list[str]:
     """The names that occur most often."""
     counts = Counter(names)
     return [name for name, count in counts.items() if count == max(counts.values())]
-
-
-def _thing_places(told: Told) -> list[str]:
-    return [visits[-1] for visits in told.world.visits.values()]
 
 
 def _place_before(told: Told, is_it: Callable[[Fact], bool]) -> list[str]:
@@ -179,21 +179,28 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     return Told(facts, history, world, names, words)
 
 
-HEURISTICS: dict[Kind, dict[str, Callable[[Told], Sequence[str]]]] = {
-    "one_fact": {
+def _counts(told: Told) -> list[str]:
+    """What each person carries, as numbers in words."""
+    return [told.words[str(len(told.world.carried(person)))] for person in told.world.place_of]
+
+
+def _place_guesses(one: str, all_of: str, places: Callable[[Told], list[str]]) -> dict[str, Guess]:
+    """Guesses among the places of all people or things; ``one`` and ``all_of`` name whose."""
+    return {
         "the place named last": lambda told: told.history[-1:],
-        "a person's place": lambda told: list(told.world.place_of.values()),
-        "the commonest of the people's places": lambda told: commonest(told.world.place_of.values()),
-        "the commonest of the people's places but the last": lambda told: commonest(
-            place for place in told.world.place_of.values() if place != told.world.latest_place
+        f"{one} place": places,
+        f"the commonest of {all_of} places": lambda told: commonest(places(told)),
+        f"the commonest of {all_of} places but the last": lambda told: commonest(
+            place for place in places(told) if place != told.world.latest_place
         ),
-    },
+    }
+
+
+HEURISTICS: dict[Kind, dict[str, Guess]] = {
+    "one_fact": _place_guesses("a person's", "the people's", lambda told: list(told.world.place_of.values())),
     "two_facts": {
-        "the place named last": lambda told: told.history[-1:],
-        "a thing's place": _thing_places,
-        "the commonest of the things' places": lambda told: commonest(_thing_places(told)),
-        "the commonest of the things' places but the last": lambda told: commonest(
-            place for place in _thing_places(told) if place != told.world.latest_place
+        **_place_guesses(
+            "a thing's", "the things'", lambda told: [visits[-1] for visits in told.world.visits.values()]
         ),
         "the place named before the thing": lambda told: _place_before(
             told, lambda fact: fact.target == told.subject
@@ -219,12 +226,8 @@ HEURISTICS: dict[Kind, dict[str, Callable[[Told], Sequence[str]]]] = {
         ),
     },
     "counting": {
-        "a person's count": lambda told: [
-            told.words[str(len(told.world.carried(person)))] for person in told.world.place_of
-        ],
-        "the commonest count": lambda told: commonest(
-            told.words[str(len(told.world.carried(person)))] for person in told.world.place_of
-        ),
+        "a person's count": _counts,
+        "the commonest count": lambda told: commonest(_counts(told)),
         "the largest count": lambda told: [
             told.words[str(max(len(told.world.carried(person)) for person in told.world.place_of))]
         ],
