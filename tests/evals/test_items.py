@@ -159,13 +159,6 @@ def test_other_tokenizers_come_within_a_word_of_it(task, options):
         assert answers[-1]
 
 
-def test_the_same_rng_gives_the_same_items():
-    made = build_generated(TaskConfig(task="reasoning", options={"style": "compact", "kind": "counting"}))
-    first, second = ([made.item(rng, 96, BYTE).text for _ in range(5)] for rng in map(random.Random, (7, 7)))
-    assert first == second
-    assert len(set(first)) == 5
-
-
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [

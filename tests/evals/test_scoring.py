@@ -73,18 +73,6 @@ def test_a_context_is_read_once(tiny_run, monkeypatch):
     assert read == [(1, len(context)), (4, 3)]
 
 
-def test_a_uniform_model_gives_every_token_the_same(tiny_run):
-    model = small(tiny_run, "lmm")
-    torch.nn.init.zeros_(model.embedding.weight)
-    asked = requests(1)
-    for request, score in zip(
-        asked, Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, 99), strict=True
-    ):
-        assert score.logprob == pytest.approx(
-            -len(request.continuation) * math.log(BYTE.vocab_size), rel=1e-6
-        )
-
-
 def test_every_row_is_in_one_group_and_shares_what_its_neighbours_have():
     rows = [[1, 2, 3, 4], [1, 2, 3, 5], [9], [1, 2, 3, 4, 6], [1, 7]]
     assert group_by_prefix(rows, [3, 3, 1, 3, 1]) == [Group(3, (0, 3, 1)), Group(0, (4,)), Group(0, (2,))]
