@@ -18,7 +18,14 @@ from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.labelled import Items, Labelled, divide, kept, kmer_regression, read_file
+from titans_platform.objectives.labelled import (
+    Items,
+    Labelled,
+    divide,
+    kmer_regression,
+    load_items,
+    read_file,
+)
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest
@@ -220,7 +227,7 @@ def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
     (stored,) = index.parent.glob("*.parquet")
     stored.write_bytes(b"not parquet")
     with pytest.raises(UsageError, match="cannot be read"):
-        kept(index)
+        load_items(index)
 
 
 @pytest.mark.parametrize(

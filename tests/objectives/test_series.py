@@ -10,7 +10,7 @@ import torch
 
 from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError
-from titans_platform.objectives.series import SeriesData, Table, keep, kept, read_series, sines
+from titans_platform.objectives.series import SeriesData, Table, load_series, read_series, save_series, sines
 
 CSV = "date,load,note,oil\n2016-07-01,1,a,4.5\n2016-07-02,2,b,5.5\n2016-07-03,3,c,6.5\n"
 
@@ -102,9 +102,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path, name, content, columns, says)
 def test_a_kept_series_is_read_again_and_checked(tmp_path):
     index, table = tmp_path / "series" / "x.json", sines(50, 2, seed=0)
     with pytest.raises(NotPrepared):
-        kept(index)
-    keep(table, index)
-    again = kept(index)
+        load_series(index)
+    save_series(table, index)
+    again = load_series(index)
     assert again.channels == table.channels
     assert np.array_equal(again.values_NC, table.values_NC)
     (stored,) = index.parent.glob("*.npy")
@@ -112,6 +112,6 @@ def test_a_kept_series_is_read_again_and_checked(tmp_path):
     values[3, 1] += 1e-9
     np.save(stored, values)
     with pytest.raises(UsageError, match="damaged"):
-        kept(index)
-    keep(table, index)
-    assert np.array_equal(kept(index).values_NC, table.values_NC)
+        load_series(index)
+    save_series(table, index)
+    assert np.array_equal(load_series(index).values_NC, table.values_NC)

@@ -32,10 +32,10 @@ from titans_platform.objectives.labelled import (
     LabelledData,
     Split,
     divide,
-    keep,
-    kept,
+    load_items,
     read_file,
     read_hub,
+    save_items,
 )
 
 OPTIONS = "objective.options"
@@ -115,12 +115,12 @@ class Classification(Objective[LabelledData]):
     def prepare(self, root: Path, report: Report | None = None) -> LabelledData:
         """Read the sequences again and save a copy."""
         split = self._read(root)
-        keep(split, self._index(root))
+        save_items(split, self._index(root))
         return self._data(split)
 
     def open(self, root: Path) -> LabelledData:
         """Open the copy that `prepare` saved."""
-        return self._data(kept(self._index(root)))
+        return self._data(load_items(self._index(root)))
 
     def build_model(self) -> Model:
         """The backbone with a classification head, or the convolutional baseline."""

@@ -74,7 +74,7 @@ class ItemStream:
         return self.make(step, np.array([self._order(epoch)[place] for epoch, place in drawn]))
 
 
-def keep_copy(index: Path, content: str, suffix: str, write: Callable[[Path], object], **about: Any) -> None:
+def save_copy(index: Path, content: str, suffix: str, write: Callable[[Path], object], **about: Any) -> None:
     """Save a copy beside ``index`` in a file named by the hash of its ``content``, to which ``index`` points.
 
     The copy is written also if it exists, which repairs a corrupt one.
@@ -86,7 +86,7 @@ def keep_copy(index: Path, content: str, suffix: str, write: Callable[[Path], ob
     write_json(index, {"content": content, **about})
 
 
-def read_copy(
+def load_copy(
     index: Path, suffix: str, read: Callable[[Path, dict[str, Any]], R], content_of: Callable[[R], str]
 ) -> R:
     """Load the copy to which ``index`` points. Raises NotPrepared; UsageError if it is corrupt."""

@@ -25,7 +25,7 @@ from titans_platform.data import Tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
-from titans_platform.objectives.files import ItemStream, keep_copy, opened, read_copy
+from titans_platform.objectives.files import ItemStream, load_copy, opened, save_copy
 
 PARTS = ("train", "validation", "test")
 READERS: dict[str, Callable[[Any], pa.Table]] = {
@@ -172,14 +172,14 @@ def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
     return Items(sequences, [str(label) for label in labels])
 
 
-def keep(split: Split, index: Path) -> None:
+def save_items(split: Split, index: Path) -> None:
     """Save the items in a content-addressed file that ``index`` points to."""
     rows = [(text, label, part) for part in PARTS for text, label in zip(*split[part], strict=True)]
     columns = dict(zip(("sequence", "label", "part"), map(list, zip(*rows, strict=True)), strict=True))
-    keep_copy(index, _content(split), ".parquet", lambda path: parquet.write_table(pa.table(columns), path))
+    save_copy(index, _content(split), ".parquet", lambda path: parquet.write_table(pa.table(columns), path))
 
 
-def kept(index: Path) -> Split:
+def load_items(index: Path) -> Split:
     """Load the items that ``index`` points to. Raises NotPrepared; UsageError if their file is corrupt."""
 
     def read(path: Path, noted: dict[str, Any]) -> Split:
@@ -187,7 +187,7 @@ def kept(index: Path) -> Split:
         items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
         return {name: items.take(part == name) for name in PARTS}
 
-    return read_copy(index, ".parquet", read, _content)
+    return load_copy(index, ".parquet", read, _content)
 
 
 def _content(split: Split) -> str:

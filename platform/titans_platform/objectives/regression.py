@@ -29,10 +29,10 @@ from titans_platform.objectives.series import (
     SeriesData,
     Table,
     Windows,
-    keep,
-    kept,
+    load_series,
     read_dataset,
     read_series,
+    save_series,
     sines,
 )
 
@@ -116,12 +116,12 @@ class Regression(Objective[SeriesData]):
     def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
         """Read the series again and save a copy."""
         table = self._read()
-        keep(table, self._index(root))
+        save_series(table, self._index(root))
         return self._cut(table)
 
     def open(self, root: Path) -> SeriesData:
         """Open the copy that `prepare` saved."""
-        return self._cut(kept(self._index(root)))
+        return self._cut(load_series(self._index(root)))
 
     def build_model(self) -> SeriesModel | Forecaster:
         """A series model, or the forecaster that the options name."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titans_platform.config import digest
 from titans_platform.errors import UsageError, one_line
-from titans_platform.objectives.files import OPENERS, ItemStream, keep_copy, opened, read_copy
+from titans_platform.objectives.files import OPENERS, ItemStream, load_copy, opened, save_copy
 
 
 class Table(NamedTuple):
@@ -141,15 +141,15 @@ class SeriesData:
         return Windows(whole[:, :length], whole[:, length:])
 
 
-def keep(table: Table, index: Path) -> None:
+def save_series(table: Table, index: Path) -> None:
     """Save the series in a content-addressed file that ``index`` points to."""
     values = table.values_NC
-    keep_copy(index, _content(table), ".npy", lambda path: np.save(path, values), channels=table.channels)
+    save_copy(index, _content(table), ".npy", lambda path: np.save(path, values), channels=table.channels)
 
 
-def kept(index: Path) -> Table:
+def load_series(index: Path) -> Table:
     """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
-    return read_copy(
+    return load_copy(
         index, ".npy", lambda path, noted: Table(np.load(path), tuple(noted["channels"])), _content
     )
 
