@@ -19,7 +19,6 @@ TABLES = {
     "dna.csv": ("docs/comparisons.md", "DNA: two tasks of GUE"),
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
-    "language-convolution.csv": ("docs/comparisons.md", "With a short convolution"),
     "far-needle.csv": ("docs/results.md", "How far a memory holds"),
     "forgetting.csv": ("docs/results.md", "Forgetting what is over"),
     "throughput.csv": ("docs/comparisons.md", "Throughput: fifteen models, 1K to 32K tokens"),
