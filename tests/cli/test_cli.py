@@ -24,6 +24,7 @@ from titans_platform.errors import ClusterError, TitansError, UsageError
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
 # is there changes only by addition.
 FROZEN = {
+    "audit": "TARGET --variant --dim --length --kwargs --adapter --only --skip --json --html --badge",
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
     "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",

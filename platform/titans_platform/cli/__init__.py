@@ -32,6 +32,7 @@ AFTER_INTERRUPT = {
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
     "clean": ("runs", "clean", "Delete old checkpoints of finished runs, and dead Ray sessions."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
@@ -123,14 +124,15 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def echo_json(value: Any) -> None:
     """Print a value as strict JSON: nan and inf become null."""
-    click.echo(json.dumps(_finite(value), indent=2, default=str))
+    click.echo(json.dumps(finite(value), indent=2, default=str))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with nan and inf replaced by None, in dicts and lists too."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,211 @@
+"""`titans audit`: hold a sequence layer to what it says."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from titans_platform.errors import UsageError, one_line
+from titans_platform.files import write_text
+
+if TYPE_CHECKING:
+    from titans_core.audit import Check, Report, Result
+
+WIDTH = 80
+"""Columns of the table."""
+PLAIN_EVERY = 10.0
+"""Seconds between lines of progress when the output is not a terminal."""
+file_type = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("target", required=False)
+@click.option("--variant", metavar="NAME", help="A variant of this library instead of TARGET.")
+@click.option("--dim", type=click.IntRange(1), default=32, show_default=True, help="Width of the layer.")
+@click.option(
+    "--length",
+    type=click.IntRange(8),
+    default=144,
+    show_default=True,
+    help="Tokens of the inputs; more than two of the layer's chunks.",
+)
+@click.option(
+    "--kwargs",
+    default="{}",
+    metavar="JSON",
+    help="Arguments of the layer, or fields of the variant's model config.",
+)
+@click.option(
+    "--adapter",
+    metavar="MODULE:FUNCTION",
+    help="A function that takes the layer and returns a titans_core.audit.Adapter.",
+)
+@click.option("--only", multiple=True, metavar="CHECK", help="Run this check only. May be repeated.")
+@click.option("--skip", multiple=True, metavar="CHECK", help="Leave this check out. May be repeated.")
+@click.option(
+    "--json", "json_file", type=file_type, help="Write the results to this JSON file; - prints them."
+)
+@click.option("--html", "html_file", type=file_type, help="Write the results to this HTML page.")
+@click.option("--badge", is_flag=True, help="Print a line of Markdown for a README instead of the table.")
+def audit(
+    target: str | None, variant: str | None, dim: int, length: int, kwargs: str, adapter: str | None,
+    only: tuple[str, ...], skip: tuple[str, ...], json_file: Path | None, html_file: Path | None, badge: bool,
+) -> int:  # fmt: skip
+    """Check that TARGET, a layer, is causal and trained, and the same in pieces, packed and decoded.
+
+    TARGET is package.module:Class, or a function that makes the layer: an nn.Module that maps [B, T, D] to
+    [B, T, E] or tokens to logits, or an adapter. docs/audit.md lists the checks. Exit code 1: a check failed.
+
+    \b
+    Example:
+      titans audit my_lab.layers:MyLayer --dim 64
+      titans audit --variant mac --kwargs '{"memory": {"rule": "yaad"}}'
+    """
+    if (target is None) == (variant is None):
+        raise UsageError("audit: give either TARGET, package.module:Class, or --variant NAME")
+    arguments = _arguments(kwargs)
+    from titans_core.audit import AuditError
+    from titans_core.audit import audit as run
+    from titans_core.audit.variants import variant_factory
+
+    progress = Progress()
+    try:
+        if variant is not None:
+            factory, name = variant_factory(variant, dim, **arguments), variant
+        else:
+            assert target is not None
+            factory, name = _factory(target, dim, arguments, adapter), target.partition(":")[2]
+        with progress.console.status("audit") as status:
+            progress.update = status.update
+            report = run(
+                factory, name=name, length=length, width=None if variant else dim, only=only, skip=skip,
+                on_check=progress,
+            )  # fmt: skip
+    except AuditError as error:
+        raise UsageError(f"{variant or target}: {error}") from None
+    _write(report, json_file, html_file)
+    if badge:
+        click.echo(report.badge)
+    elif str(json_file) != "-":
+        _show(report)
+    return 0 if report.passed else 1
+
+
+class Progress:
+    """The running check on standard error; without a terminal, a line every few seconds."""
+
+    def __init__(self) -> None:
+        self.console, self.done = Console(stderr=True), 0
+        self.update: Callable[[str], None] = lambda line: None
+        self.began = self.shown = time.perf_counter()
+
+    def __call__(self, check: Check, result: Result | None) -> None:
+        """A check begins, or ended with a result."""
+        self.done += result is not None
+        now = time.perf_counter()
+        line = f"{self.done} checks done, {check.name} running"
+        self.update(line)
+        if not self.console.is_terminal and result is None and now - self.shown > PLAIN_EVERY:
+            self.shown = now
+            click.echo(f"[{now - self.began:.0f}s] {line}", err=True)
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--kwargs: not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise UsageError(f"--kwargs: {text} is not an object of names and values")
+    return arguments
+
+
+def _found(option: str, path: str) -> Any:
+    if ":" not in path:
+        raise UsageError(f"{option}: {path} is not an import path; write package.module:name")
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:
+        raise UsageError(f"{option}: {path}: {type(error).__name__}: {one_line(error)}") from None
+
+
+def _factory(target: str, dim: int, arguments: dict[str, Any], adapter: str | None) -> Callable[[], Any]:
+    """What makes the layer, tried once. Raises UsageError: it cannot be imported or built."""
+    kind, adapt = _found("TARGET", target), _found("--adapter", adapter) if adapter else lambda layer: layer
+    if not callable(kind) or not callable(adapt):
+        raise UsageError(f"{target if callable(adapt) else adapter}: is not a class or a function")
+    positional, named = _sized(kind, dim, arguments)
+
+    def factory() -> Any:
+        return adapt(kind(*positional, **named))
+
+    try:
+        factory()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UsageError(f"{target}: cannot be built: {reason}; --kwargs gives more arguments") from None
+    return factory
+
+
+def _sized(kind: Callable[..., Any], dim: int, arguments: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """The arguments with the width, under each usual name that is required, else the first optional one."""
+    from titans_core.audit.adapter import WIDTHS
+
+    try:
+        parameters = list(inspect.signature(kind).parameters.values())
+    except (TypeError, ValueError):
+        return [dim], arguments
+    open_ones = [
+        p
+        for p in parameters
+        if p.name not in arguments and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    required = [p.name for p in open_ones if p.default is p.empty]
+    widths = [name for name in required if name in WIDTHS]
+    widths = widths or [p.name for p in open_ones if p.name in WIDTHS and not required][:1]
+    if widths or not required:
+        return [], {**dict.fromkeys(widths, dim), **arguments}
+    return [dim], arguments
+
+
+def _write(report: Report, json_file: Path | None, html_file: Path | None) -> None:
+    if json_file is not None:
+        from titans_platform.cli import finite
+
+        text = json.dumps(finite(report.to_dict()), indent=2)
+        click.echo(text) if str(json_file) == "-" else write_text(json_file, text + "\n")
+    if html_file is not None:
+        from titans_platform.report.render.html import render
+
+        counts = {"passed": len(report.of("pass")), "failed": len(report.of("fail"))}
+        write_text(html_file, render("audit.html", report=report, **counts))
+
+
+def _show(report: Report) -> None:
+    table = Table(box=box.SIMPLE_HEAD, width=WIDTH)
+    table.add_column("check", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    styles = {"pass": "green", "fail": "bold red", "not applicable": "dim"}
+    for result in report.results:
+        verdict = "-" if result.verdict == "not applicable" else result.verdict
+        table.add_row(result.check, f"[{styles[result.verdict]}]{verdict}[/]", result.finding)
+    console = Console(width=WIDTH)
+    console.print(table)
+    passed, failed = len(report.of("pass")), len(report.of("fail"))
+    click.echo(
+        f"{report.layer}: {passed} of {passed + failed} checks pass, "
+        f"{len(report.of('not applicable'))} do not apply; {report.seconds:.0f} s"
+    )
+    for result in report.of("fail"):
+        click.echo(f"fail {result.check}; expected: {result.proves}")

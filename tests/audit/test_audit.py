@@ -1,0 +1,34 @@
+"""The audit finds every planted fault by the check that is meant to, and accuses no correct twin."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.audit.planted import FAULTS, TWINS
+from titans_core.audit import audit
+
+LENGTH = 40
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 25
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name):
+    fault = FAULTS[name]
+    report = audit(lambda: fault.adapt(fault.layer()), width=8, length=LENGTH, only=[fault.check])
+    result = report[fault.check]
+    assert result.verdict == "fail", result.finding
+    assert result.example is not None
+    assert not math.isnan(result.example.difference)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_no_correct_twin_is_accused(name):
+    layer, adapt = TWINS[name]
+    report = audit(lambda: adapt(layer()), width=8, length=LENGTH)
+    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
+    assert report.precision == "float64"

@@ -1,0 +1,172 @@
+"""`titans audit` and the tests that somebody's own repository makes of the checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from titans_core.audit import Adapter, AuditError, Outcome, audit, registry
+from titans_core.audit.variants import variant_factory
+from titans_platform.cli import run
+
+LAYERS = "tests.audit.planted"
+QUICK = [
+    "--dim",
+    "8",
+    "--length",
+    "40",
+    "--only",
+    "causal_gradient",
+    "--only",
+    "repeatable",
+    "--only",
+    "pieces",
+]
+
+TESTS = '''
+import torch
+from torch import nn
+from titans_core.audit import Adapter, checks
+
+
+class Shift(nn.Module):
+    """Each token sees the one before it."""
+
+    def __init__(self, dim=8, ahead=False):
+        super().__init__()
+        self.linear, self.ahead = nn.Linear(2 * dim, dim), ahead
+
+    def forward(self, x, before=None):
+        before = torch.zeros_like(x[:, :1]) if before is None else before
+        other = x.roll(-1, 1) if self.ahead else torch.cat([before, x[:, :-1]], 1)
+        return self.linear(torch.cat([x, other], -1)), x[:, -1:].clone()
+
+
+def adapted(**options):
+    layer = Shift(**options)
+    return Adapter(layer, lambda x: layer(x)[0], width=8, step=layer, state_grows="constant", time_grows="linear")
+
+
+test_shift = checks(adapted, length=24, skip=["impossible_retrieval"])
+test_leak = checks(lambda: adapted(ahead=True), length=24, only=["causal_gradient"], known=["causal_gradient"])
+test_found = checks(lambda: adapted(ahead=True), length=24, only=["causal_gradient"])
+'''
+
+
+def call(*arguments: str) -> int:
+    return run(["audit", *arguments])
+
+
+def test_a_correct_layer_passes_with_a_table_json_a_page_and_a_badge(tmp_path, capsys):
+    page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
+    assert call(f"{LAYERS}:Blocks", *QUICK, "--html", str(page), "--json", str(numbers)) == 0
+    out, _ = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    assert "causal_gradient" in out
+    assert "2 of 2 checks pass, 1 do not apply" in out
+    found = json.loads(numbers.read_text())
+    assert [r["check"] for r in found["results"]] == ["causal_gradient", "repeatable", "pieces"]
+    assert found["passed"]
+    assert found["precision"] == "float64"
+    assert "causal_gradient" in page.read_text()
+    assert "http" not in page.read_text()
+    assert call(f"{LAYERS}:Blocks", *QUICK, "--badge") == 0
+    assert capsys.readouterr().out.startswith("![titans audit: 2 of 2 checks](https://")
+
+
+def test_a_finding_is_exit_code_1_with_the_smallest_example(capsys):
+    assert call(f"{LAYERS}:ConvolutionOneAhead", *QUICK) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fail 2 tokens, output 0, input 1" in out
+    assert call(f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta", "--json", "-") == 0
+    assert {r["verdict"] for r in json.loads(capsys.readouterr().out)["results"]} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "audit: give either TARGET, package.module:Class, or --variant NAME"),
+        (["no_module:Layer"], "TARGET: no_module:Layer: ModuleNotFoundError: No module named 'no_module'"),
+        ([f"{LAYERS}:Block"], "has no attribute 'Block'"),
+        (["torch.nn:Linear"], "torch.nn:Linear: cannot be built: TypeError"),
+        ([f"{LAYERS}:Blocks", "--kwargs", "{"], "--kwargs: not JSON"),
+        ([f"{LAYERS}:Blocks", "--kwargs", "[1]"], "--kwargs: [1] is not an object of names and values"),
+        ([f"{LAYERS}:Blocks", "--dim", "8", "--only", "causal"], "'causal' is not one of causal_gradient, "),
+        ([f"{LAYERS}:Blocks", "--dim", "5"], "cannot be called without an adapter"),
+        (["--variant", "mca"], "did you mean mac?"),
+        (["--variant", "mac", "--kwargs", '{"memory": {"rule": "yad"}}'], "did you mean yaad?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert call(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
+    (tmp_path / "test_layers.py").write_text(TESTS)
+    root = Path(__file__).parents[2]
+    paths = f"import sys; sys.path[:0] = {[str(root), str(root / 'kernels')]}; import pytest; "
+    code = f"{paths}sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-rs', '-rf']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "1 failed, 17 passed, 2 skipped, 1 xfailed" in done.stdout, done.stdout[-3000:]
+    assert "test_found[causal_gradient]" in done.stdout
+    assert "causal_gradient: fail: 2 tokens, output 0, input 1" in done.stdout
+
+
+def test_a_new_check_is_one_function(monkeypatch):
+    monkeypatch.setattr(registry, "CHECKS", kept := list(registry.CHECKS))
+    monkeypatch.setattr("titans_core.audit.run.CHECKS", kept)
+
+    @registry.check("the number of parameters")
+    def small(s):
+        """The layer is small."""
+        return Outcome(sum(p.numel() for p in s.build().module.parameters()), 100)
+
+    result = audit(lambda: nn.Linear(8, 8), width=8, length=8, only=["small"])["small"]
+    assert (result.verdict, result.value, result.proves) == ("pass", 72, "The layer is small")
+
+
+def test_a_layer_that_cannot_be_called_is_one_line():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("only on Tuesdays")
+
+    for factory in (Broken, lambda: Adapter(Broken(), Broken(), width=4)):
+        with pytest.raises(AuditError, match="only on Tuesdays"):
+            audit(factory, width=4, length=16)
+    with pytest.raises(AuditError, match="batch_first=True"):
+        audit(lambda: nn.GRU(4, 4), width=4)
+    with pytest.raises(AuditError, match="either width"):
+        Adapter(nn.Identity(), torch.relu)
+
+
+@pytest.mark.parametrize("name", ["lmm", "mac", "mamba2"])
+def test_a_variant_passes_what_is_quick(name):
+    skip = ["impossible_retrieval", "time_growth", "state_growth", "finite_differences", "long_inputs"]
+    report = audit(variant_factory(name, 16), length=40, skip=skip)
+    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
+    assert len(report.of("not applicable")) <= 1
+
+
+def test_a_layer_that_casts_to_float32_is_still_checked_in_float64():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x).float().cumsum(1).to(x.dtype)
+
+    report = audit(Casts, width=8, length=24, only=["finite_differences"])
+    assert report.precision == "float64"
+    assert report["finite_differences"].verdict == "pass"

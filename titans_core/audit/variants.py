@@ -1,0 +1,119 @@
+"""This library's own variants and memory rules, with state, documents and a reference form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titans_core.audit.adapter import Adapter
+from titans_core.audit.report import AuditError
+from titans_core.blocks import BLOCKS, find
+from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
+from titans_core.model import LanguageModel
+
+VOCAB = 32
+MEMORIES = ("lmm", "mac", "mag", "mal")
+SMALL: dict[str, dict[str, Any]] = {
+    "based": {"heads": 2, "feature": 4, "window": 24},
+    "gated_deltanet_h2": {"head_dim": 8, "state": 8},
+    "gla": {"heads": 2},
+    "hgrn2": {"heads": 2},
+    "hyena": {"length": 4096, "filter_width": 8},
+    "mamba2": {"head_dim": 8, "state": 8},
+    "retnet": {"heads": 2},
+}
+"""Options of variants whose defaults are too large for the audit's width."""
+QUADRATIC = ("transformer", "hyena")
+"""Variants that attend to the whole past, whose state grows with it."""
+
+
+def variant_factory(name: str, width: int = 32, **fields: Any) -> Callable[[], Adapter]:
+    """A factory of one block of a variant in a language model, for `audit`.
+
+    Args:
+        name: a variant, or the import path of a block class.
+        width: d_model.
+        fields: of `ModelConfig`, such as ``memory={"rule": "yaad"}``.
+
+    Raises:
+        AuditError: there is no such variant, or it refuses the fields; one line.
+    """
+    try:
+        config = _config(name, width, fields)
+        LanguageModel(config)
+    except ValueError as error:
+        raise AuditError(" ".join(str(error).split())) from None
+    return lambda: adapt(LanguageModel(config))
+
+
+def _config(name: str, width: int, fields: Mapping[str, Any]) -> ModelConfig:
+    block = find(name)
+    window = None if name in ("mac", *QUADRATIC) else 32
+    base = {
+        "variant": name,
+        "options": SMALL.get(name, {}),
+        "vocab_size": VOCAB,
+        "d_model": width,
+        "n_layers": 1,
+        "mlp_expansion": 1.0,
+        "memory": {
+            "heads": 2,
+            "chunk_size": 16,
+            "max_theta": 0.5,
+            "write_budget": 2.0,
+            **block.preset_memory,
+        },
+        "attention": {"heads": 2, "window": window, "segment_size": 32},
+    }
+    parts = {"memory": MemoryConfig, "attention": AttentionConfig}
+    merged = {**base, **fields}
+    for part, schema in parts.items():
+        merged[part] = schema.model_validate({**base[part], **dict(fields.get(part, {}))})
+    return ModelConfig.model_validate(merged)
+
+
+def adapt(model: LanguageModel) -> Adapter:
+    """An adapter of a language model of this library, with every form that it has."""
+    name, slow = model.config.variant, None
+    rule = model.config.memory.rule
+    if name in MEMORIES:
+        memory = model.config.memory.model_copy(update={"backend": "reference"})
+        slow = LanguageModel(model.config.model_copy(update={"memory": memory}))
+
+    def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        out = model(x, state)
+        assert out.logits is not None
+        return out.logits, out.state
+
+    def packed(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        starts = torch.zeros_like(x, dtype=torch.bool)
+        starts[0, cu_seqlens[:-1].long()] = True
+        return model(x, document_starts=starts).logits
+
+    def reference(x: Tensor) -> Tensor:
+        assert slow is not None
+        # the same parameter objects, so that gradients reach them
+        return torch.func.functional_call(slow, dict(model.named_parameters()), (x,)).logits
+
+    whole = name in QUADRATIC
+    return Adapter(
+        model,
+        forward=lambda x: model(x).logits,
+        vocab=VOCAB,
+        embedding=model.embedding,
+        step=step,
+        packed=packed,
+        reference=reference if slow is not None else None,
+        state_grows="linear" if whole else "constant",
+        time_grows="quadratic" if whole else "linear",
+        notes=f"one block, chunk_size {model.config.memory.chunk_size}"
+        + (f", rule {rule}" if name in MEMORIES else ""),
+    )
+
+
+def variant_names() -> list[str]:
+    """The variants of this library."""
+    return sorted(BLOCKS)
