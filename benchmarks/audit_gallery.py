@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,6 +34,7 @@ D = 32
 
 
 def gru() -> Any:
+    """A GRU of torch."""
     return nn.GRU(D, D, batch_first=True)
 
 
@@ -48,6 +48,7 @@ def titans_pytorch() -> Adapter:
 
 
 def titans_pytorch_mac() -> Adapter:
+    """Two blocks, segments of 32."""
     from titans_pytorch import MemoryAsContextTransformer
 
     model = MemoryAsContextTransformer(
@@ -58,18 +59,21 @@ def titans_pytorch_mac() -> Adapter:
 
 
 def titans_memory() -> Any:
+    """Chunks of 16."""
     from titans.memory.neural_memory import NeuralMemory
 
     return NeuralMemory(D, d_hidden=D, chunk_size=16)
 
 
 def titans_trainer() -> Any:
+    """Chunks of 16."""
     from titans_trainer import NeuralMemory
 
     return NeuralMemory(D, chunk_size=16)
 
 
 def x_transformers() -> Adapter:
+    """One block with rotary positions."""
     from x_transformers import Decoder
 
     layer = Decoder(dim=D, depth=1, heads=2, attn_dim_head=16, rotary_pos_emb=True)
@@ -77,12 +81,14 @@ def x_transformers() -> Adapter:
 
 
 def local_attention() -> Any:
+    """A causal window of 16."""
     from local_attention.transformer import LocalMHA
 
     return LocalMHA(dim=D, window_size=16, heads=2, dim_head=16, causal=True)
 
 
 def mambapy() -> Adapter:
+    """One block; decoding by its `step`."""
     from mambapy.mamba import Mamba, MambaConfig
 
     model = Mamba(MambaConfig(d_model=D, n_layers=1))
@@ -97,6 +103,7 @@ def mambapy() -> Adapter:
 
 
 def mingru() -> Adapter:
+    """The hidden state carried."""
     from minGRU_pytorch import minGRU
 
     layer = minGRU(D)
@@ -105,6 +112,7 @@ def mingru() -> Adapter:
 
 
 def minlstm() -> Adapter:
+    """The hidden state carried."""
     from minGRU_pytorch.minLSTM import minLSTM
 
     layer = minLSTM(D)
@@ -113,12 +121,14 @@ def minlstm() -> Adapter:
 
 
 def s5() -> Any:
+    """As many states as channels."""
     from s5 import S5
 
     return S5(D, D)
 
 
 def mega() -> Adapter:
+    """A causal layer."""
     from mega_pytorch import MegaLayer
 
     layer = MegaLayer(dim=D, ema_heads=4, attn_dim_qk=16, attn_dim_value=32, causal=True)
@@ -126,6 +136,7 @@ def mega() -> Adapter:
 
 
 def gss() -> Adapter:
+    """32 states."""
     from gated_state_spaces_pytorch.gss import GSS
 
     layer = GSS(dim=D, dss_kernel_N=32, dss_kernel_H=16)
@@ -133,6 +144,7 @@ def gss() -> Adapter:
 
 
 def xlstm_block() -> Adapter:
+    """One mLSTM block; decoding by its `step`."""
     from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMBlockStack, xLSTMBlockStackConfig
 
     config = xLSTMBlockStackConfig(
@@ -163,6 +175,7 @@ def _transformers(model: Any, cache: str, **claims: Any) -> Adapter:
 
 
 def transformers_mamba() -> Adapter:
+    """One block."""
     from transformers import MambaConfig, MambaModel
 
     config = MambaConfig(vocab_size=32, hidden_size=D, num_hidden_layers=1, state_size=8)
@@ -170,6 +183,7 @@ def transformers_mamba() -> Adapter:
 
 
 def transformers_mamba2() -> Adapter:
+    """One block, chunks of 16."""
     from transformers import Mamba2Config, Mamba2Model
 
     config = Mamba2Config(
@@ -193,6 +207,7 @@ def transformers_gated_deltanet() -> Adapter:
 
 
 def transformers_recurrent_gemma() -> Adapter:
+    """Two recurrent blocks and one of attention."""
     from transformers import RecurrentGemmaConfig, RecurrentGemmaModel
 
     config = RecurrentGemmaConfig(
@@ -206,6 +221,7 @@ def transformers_recurrent_gemma() -> Adapter:
 
 
 def transformers_rwkv() -> Adapter:
+    """One block."""
     from transformers import RwkvConfig, RwkvModel
 
     config = RwkvConfig(vocab_size=32, hidden_size=D, num_hidden_layers=1, attention_hidden_size=D)
@@ -213,6 +229,7 @@ def transformers_rwkv() -> Adapter:
 
 
 def transformers_llama() -> Adapter:
+    """One block."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -234,6 +251,7 @@ class _Projected(nn.Module):
         )
 
     def forward(self, x: Tensor, run: Callable[..., Any] | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]; ``run`` replaces the operator."""
         q, k, v = self.qkv(x).unflatten(-1, (6, 16)).chunk(3, -2)
         gates = self.gates(x).sigmoid().unflatten(-1, (-1, 2))
         o = (run or self.run)(q, F.normalize(k, dim=-1), v, *gates.unbind(-2))
@@ -305,7 +323,7 @@ def main() -> None:
     """Audit the layers, each result written as it comes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("audit-gallery"), help="folder of JSON files")
-    parser.add_argument("--only", nargs="+", default=[], help="parts of names")
+    parser.add_argument("--only", nargs="+", default=[], help="first letters of names")
     parser.add_argument("--check", nargs="+", default=[], help="names of checks")
     parser.add_argument("--table", action="store_true", help="print the Markdown table of the folder")
     options = parser.parse_args()
@@ -314,13 +332,13 @@ def main() -> None:
         table(options.out)
         return
     wanted = [(name, dist, factory) for name, (dist, factory) in PUBLIC.items()]
-    if any("ours" in part for part in options.only) or not options.only:
+    if any(part.startswith("ours") for part in options.only) or not options.only:
         try:
             wanted += [(name, "", factory) for name, factory in ours().items()]
         except ImportError as error:
             print(f"ours: {error}", file=sys.stderr)
     for name, dist, factory in wanted:
-        if options.only and not any(part in name for part in options.only):
+        if options.only and not any(name.startswith(part) for part in options.only):
             continue
         one(name, dist, factory, options)
 

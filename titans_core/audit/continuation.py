@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from titans_core.audit.adapter import Adapter
 from titans_core.audit.registry import check
 from titans_core.audit.report import Example, NotApplicable, Outcome
-from titans_core.audit.subject import Subject, compare, tensors_in, worst
+from titans_core.audit.subject import Subject, compare, one_line, tensors_in, worst
 
 DECODED = 80
 """Tokens that are decoded one at a time."""
@@ -51,7 +52,11 @@ def pieces(s: Subject) -> Outcome:
             ways[-1].append(rest)
         for sizes in ways if length > 1 else []:
             fresh = s.build()
-            pieced = _in_pieces(s, fresh, x, _step(fresh), sizes)
+            try:
+                pieced = _in_pieces(s, fresh, x, _step(fresh), sizes)
+            except Exception as error:  # a cut that it refuses
+                yield math.inf, Example(length, math.inf, source=sizes[0], note=one_line(error))
+                continue
             yield compare(pieced, y, s.tolerance, f"pieces {' + '.join(map(str, sizes))}", sizes[0])
 
     return s.smallest(lambda length: worst(cuts(length), s.tolerance))

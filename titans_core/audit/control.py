@@ -14,9 +14,9 @@ from titans_core.audit.report import Example, NotApplicable, Outcome
 from titans_core.audit.subject import Subject, cast
 
 SYMBOLS = 4
-STEPS = 150
+STEPS = 100
 ROWS = 8
-MEASURED = 48
+MEASURED = 32
 """Batches on which the trained layer is scored."""
 LENGTH = 68
 """Tokens of a row: more than a chunk of the usual 64."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from titans_core.audit.adapter import Adapter
 from titans_core.audit.registry import check
 from titans_core.audit.report import Example, NotApplicable, Outcome
-from titans_core.audit.subject import Subject, compare, difference, worst
+from titans_core.audit.subject import Subject, compare, difference, one_line, worst
 
 MODES = (False, True)
 """Evaluation and training mode: statistics of a batch are used in training only."""
@@ -32,7 +32,7 @@ def _future_gradients(s: Subject, length: int, training: bool) -> Iterator[tuple
     adapter = s.build(training=training)
     y, x = differentiable(s, adapter, s.inputs(adapter, length))
     weights = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(3)).to(y)
-    for t in sorted({0, *s.positions(length)}):
+    for t in [0, *s.positions(length)][:: 3 if training else 1]:
         (grad,) = torch.autograd.grad((y[0, t] * weights).sum(), x, retain_graph=True, allow_unused=True)
         if grad is None:
             raise NotApplicable("no derivative with respect to the inputs; see causal_perturbation")
@@ -69,7 +69,7 @@ def differentiable(s: Subject, adapter: Adapter, x: Tensor) -> tuple[Tensor, Ten
     return y, embedded[0]
 
 
-@check("tokens from p on are replaced, also by ones ten times larger; outputs before p must not move")
+@check("tokens from p on are replaced, by ones ten times larger too; outputs before p must not move")
 def causal_perturbation(s: Subject) -> Outcome:
     """No output depends on a later token, derivative or not."""
 
@@ -84,12 +84,12 @@ def _future_changes(s: Subject, length: int, training: bool) -> Iterator[tuple[f
     x = s.inputs(adapter, length)
     y = _first_call(s, adapter, x, training)
     mode = "in training mode" if training else ""
-    for p in s.positions(length):
-        for scale in (1.0,) if adapter.vocab is not None else (1.0, 10.0):
-            changed = torch.cat([x[:, :p], s.other(adapter, x, scale=scale)[:, p:]], 1)
-            new = s.forward(s.build(training=True) if training else adapter, changed)
-            size, example = compare(new[:, :p], y[:, :p], s.tolerance, mode, source=p)
-            yield size, Example(length, size, example.position, p, mode)
+    for i, p in enumerate(s.positions(length)[:: 3 if training else 1]):
+        scale = 10.0 if i % 2 and adapter.vocab is None else 1.0
+        changed = torch.cat([x[:, :p], s.other(adapter, x, scale=scale)[:, p:]], 1)
+        new = _first_call(s, adapter, changed, training)
+        size, example = compare(new[:, :p], y[:, :p], s.tolerance, mode, source=p)
+        yield size, Example(length, size, example.position, p, mode)
 
 
 def _first_call(s: Subject, adapter: Adapter, x: Tensor, training: bool) -> Tensor:
@@ -117,9 +117,7 @@ def rows(s: Subject) -> Outcome:
     return s.smallest(lambda length: worst(changes(length), s.tolerance))
 
 
-@check(
-    "y(x[:n]) = y(x)[:n], n = 1, 2, 3 ... and around usual chunk borders; d y(x[:n])[-1] / d x[:n-1] is not 0"
-)
+@check("y(x[:n]) = y(x)[:n], n = 1, 2, 3 ... and around chunk borders; earlier tokens reach the last output")
 def short_inputs(s: Subject) -> Outcome:
     """An input of any length gives the outputs of the start of a longer one, also below a chunk."""
     adapter = s.build()
@@ -131,7 +129,7 @@ def short_inputs(s: Subject) -> Outcome:
             try:
                 short = s.forward(s.build(), x[:, :n])
             except Exception as error:
-                yield torch.inf, Example(n, torch.inf, note=_message(error))
+                yield torch.inf, Example(n, torch.inf, note=one_line(error))
                 continue
             yield compare(short, y[:, :n], s.tolerance, "the outputs of a shorter input differ")
             if n > 1:
@@ -145,11 +143,7 @@ def short_inputs(s: Subject) -> Outcome:
     return worst(prefixes(), s.tolerance)
 
 
-def _message(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
-
-
-@check("in evaluation mode twice, then after calls with other inputs, of other lengths, and in training mode")
+@check("in evaluation mode twice, then after calls with other inputs and of another length")
 def repeatable(s: Subject) -> Outcome:
     """The same input gives the same output: nothing random, nothing kept from earlier calls."""
 

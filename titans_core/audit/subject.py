@@ -242,6 +242,11 @@ class Subject:
         return outcome
 
 
+def one_line(error: Exception) -> str:
+    """The exception's type and message, cut."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
+
+
 def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = "") -> Outcome:
     """The outcome of several measured differences: the largest, and the first that exceeds the tolerance."""
     largest, example = 0.0, None
