@@ -337,10 +337,10 @@ def main() -> None:
             wanted += [(name, "", factory) for name, factory in ours().items()]
         except ImportError as error:
             print(f"ours: {error}", file=sys.stderr)
-    for name, dist, factory in wanted:
-        if options.only and not any(name.startswith(part) for part in options.only):
-            continue
-        one(name, dist, factory, options)
+    for part in options.only or [""]:
+        for name, dist, factory in wanted:
+            if name.startswith(part):
+                one(name, dist, factory, options)
 
 
 def one(name: str, dist: str, factory: Callable[[], Any], options: argparse.Namespace) -> None:
