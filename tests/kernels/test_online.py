@@ -110,3 +110,11 @@ def test_float32_at_length_is_near_float64():
     exact, *_ = computed(given, "online")
     rounded, *_ = computed([x.detach().float().requires_grad_() for x in given], "online")
     assert (rounded - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_the_state_keeps_no_more_than_itself_in_memory():
+    for T in (31, 320):
+        *tokens, W, S = made(T)
+        _, state = neural_memory(*tokens, (W,), (S,), backend="online", **ONLINE)
+        for x in (*state.weights, *state.momentum):
+            assert x.untyped_storage().nbytes() == x.nbytes

@@ -85,7 +85,8 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, decayed: bool) -> tupl
     states = _states(block, torch.cat([W, S], 1))
     starts = states[:, :-1]
     y = reads @ starts + among @ (X - seen @ starts)
-    return y.flatten(1, 2), states[:, -1, :width], states[:, -1, width:]
+    # copies: a view would keep the states of all blocks in memory
+    return y.flatten(1, 2), states[:, -1, :width].clone(), states[:, -1, width:].clone()
 
 
 class _Blocks(NamedTuple):
