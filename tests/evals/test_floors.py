@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from statistics import fmean
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from titans_platform.cli import cli
-from titans_platform.config import TaskConfig
+from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.evals import TASKS, GeneratedTask, Item, build_generated
-from titans_platform.evals.registry import Floor, Heuristic
+from titans_platform.evals import TASKS, GeneratedTask, Item, Scorer, build_generated
+from titans_platform.evals.registry import Context, Floor, Heuristic
 
 BYTE = load_tokenizer("byte")
 NEEDLE = {"style": "compact", "kind": "number"}
@@ -133,10 +136,37 @@ def test_a_floor_is_the_best_heuristic_or_chance():
 def test_a_floor_is_the_same_for_every_model():
     floor = Heads().floor(2, BYTE)
     assert isinstance(floor, Floor)
-    assert Heads().floor(2, BYTE) is floor
+    # the next run of a process has a tokenizer of its own
+    assert Heads().floor(2, load_tokenizer("byte")) is floor
     assert [item.text for item in Heads().floor_items(9, BYTE)] == [
         item.text for item in Heads().floor_items(9, BYTE)
     ]
+
+
+@pytest.mark.parametrize("fingerprint", ["abc", None])
+def test_items_are_drawn_once_for_all_runs_on_the_same_data(monkeypatch, fingerprint):
+    drawn = []
+    item = Coin.item
+    monkeypatch.setattr(Coin, "item", lambda *args: drawn.append(1) or item(*args))
+    texts = []
+    for hashes in (frozenset(), frozenset()):
+        data = SimpleNamespace(item_hashes=hashes, fingerprint=fingerprint)
+        context = Context(
+            Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64),
+            data,
+            EvalConfig(items=2),
+            9,
+        )
+        texts.append([one.text for one in Coin()._fresh_items(context)])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 2
+    first = len(drawn)
+    other = replace(context, config=EvalConfig(items=2, seed=5))
+    list(Coin()._fresh_items(other))
+    assert len(drawn) > first
+    drawn.clear()
+    list(Coin()._fresh_items(context))
+    assert bool(drawn) == (fingerprint is None)
 
 
 def test_answers_of_words_are_counted_by_letters_since_the_last_answer():

@@ -45,6 +45,13 @@ class Tokenizer(ABC):
     path: Path | None = None
     """The file it was read from."""
 
+    # by content: what is computed for a tokenizer (floors, items) serves the next run's too
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, islice
@@ -28,6 +28,9 @@ FLOOR_ITEMS, MIN_FLOOR_ITEMS = 1000, 50
 """Most and fewest items that heuristics are measured on."""
 FLOOR_TOKENS, FLOOR_ANSWERS = 2**19, 3000
 """Tokens and answers after which sampling stops, once it has the fewest items."""
+
+KEPT_TOKENS = 2**18
+"""Most tokens of a task's items that are kept for the next run."""
 
 Heuristic = Callable[[str], Sequence[str]]
 """Maps the text before an answer to the answers that it guesses among with equal probability."""
@@ -150,7 +153,7 @@ class GeneratedTask(Task):
         The standard error takes the item, not the answer, as what is drawn independently; with one answer
         an item it is sqrt(p (1 - p) / n).
         """
-        rows, items = context.scorer.parallel_rows(context.length), self._fresh_items(context)
+        rows, items = context.scorer.parallel_rows(context.length), iter(self._fresh_items(context))
         batches = iter(lambda: list(islice(items, rows)), [])
         measured = measure_distributed(batches, partial(_graded, context))
         shares: list[float] = []
@@ -172,27 +175,58 @@ class GeneratedTask(Task):
             floor and floor.heuristic,
         )
 
-    def _fresh_items(self, context: Context) -> Iterator[Item]:
+    def _fresh_items(self, context: Context) -> Iterable[Item]:
         """Up to `config.items` distinct items that do not occur in the training rows.
+
+        A process that measures many runs on the same data draws them once, unless they are long.
 
         Raises:
             UsageError: not one unseen item was found.
         """
-        config, length = context.config, context.length
-        options = self.options.model_dump(mode="json")
-        identity = digest({"seed": config.seed, "task": self.name, "options": options, "length": length})
-        rng = random.Random(identity)
-        given: set[str] = set()
-        misses = 0
-        while len(given) < config.items and misses < PATIENCE:
-            item = self.item(rng, length, context.scorer.tokenizer)
-            known = item.hash in given or item.hash in context.prepared.item_hashes
-            misses = misses + 1 if known else 0
-            if not known:
-                given.add(item.hash)
-                yield item
-        if not given:
-            raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
+        config, length, data = context.config, context.length, context.prepared
+        draw = _Draw(
+            self, type(self), self.options, length, context.scorer.tokenizer, config.seed, config.items,
+            getattr(data, "fingerprint", None), data.item_hashes,
+        )  # fmt: skip
+        known = draw.data is not None and length * config.items <= KEPT_TOKENS
+        return _drawn(draw) if known else _draw(draw)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What a draw of items depends on; ``data`` is the fingerprint of the data with these hashes."""
+
+    task: GeneratedTask = field(compare=False)
+    kind: type[GeneratedTask]
+    options: Any
+    length: int
+    tokenizer: Tokenizer
+    seed: int
+    items: int
+    data: str | None
+    item_hashes: Any = field(compare=False)
+
+
+def _draw(draw: _Draw) -> Iterator[Item]:
+    """The items of `GeneratedTask._fresh_items`."""
+    task, length, options = draw.task, draw.length, draw.options.model_dump(mode="json")
+    rng = random.Random(digest({"seed": draw.seed, "task": task.name, "options": options, "length": length}))
+    given: set[str] = set()
+    misses = 0
+    while len(given) < draw.items and misses < PATIENCE:
+        item = task.item(rng, length, draw.tokenizer)
+        known = item.hash in given or item.hash in draw.item_hashes
+        misses = misses + 1 if known else 0
+        if not known:
+            given.add(item.hash)
+            yield item
+    if not given:
+        raise UsageError(f"task: every item of {task.label} at {length} tokens occurs in training")
+
+
+@lru_cache(maxsize=64)
+def _drawn(draw: _Draw) -> tuple[Item, ...]:
+    return tuple(_draw(draw))
 
 
 def _natural(name: str) -> tuple[int, str]:
