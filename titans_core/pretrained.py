@@ -16,19 +16,19 @@ from safetensors.torch import load_file, save_file
 from titans_core.config import ModelConfig
 from titans_core.model import LanguageModel
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, GENERATION = "config.json", "model.safetensors", "generation_config.json"
 MODEL_TYPE, CLASS, PREFIX = "titans", "TitansForCausalLM", "model."
 """Of a folder: its ``model_type``, its class, the prefix of the weights' names."""
 HEAD = "head.weight"
 
 
 def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] | None = None) -> None:
-    """Write a model's config and weights.
+    """Write a model's config, weights and generation config.
 
     Args:
         folder: created if missing.
         model: a head tied to the embedding is saved once.
-        special: additional entries of config.json, such as ``bos_token_id``.
+        special: additional entries of config.json and generation_config.json, such as ``bos_token_id``.
 
     Raises:
         OSError: the folder cannot be written.
@@ -44,7 +44,10 @@ def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] |
     about |= {"vocab_size": config.vocab_size, "hidden_size": config.d_model}
     about |= {"num_hidden_layers": config.n_layers, "tie_word_embeddings": tied}
     about |= {"titans": config.model_dump(mode="json", exclude_defaults=True), **(special or {})}
-    (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for name, entries in ((CONFIG, about), (GENERATION, {"do_sample": False, **(special or {})})):
+        (folder / name).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # safetensors writes a file that only its owner may read
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
 
 
 def load_folder(folder: Path) -> LanguageModel:

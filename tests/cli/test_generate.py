@@ -127,10 +127,13 @@ def test_a_run_that_nobody_has_is_one_line(tmp_path, capsys):
 def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(["export", str(cell), str(out)]) == 0
-    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    names = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    names += ["tokenizer_config.json"]
     assert [Path(line.split()[0]).name for line in capsys.readouterr().out.splitlines()] == names
     tokenizer = load_tokenizer(str(out / "tokenizer.json"))
-    assert json.loads((out / "config.json").read_text())["bos_token_id"] == tokenizer.bos
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["bos_token_id"] == tokenizer.bos
+    assert len({(out / name).stat().st_mode for name in names}) == 1
     tokens = tokenizer.encode("Call me")
     model, byte, _ = load_run(cell)
     assert tokens == byte.encode("Call me")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from titans_core import LanguageModel, Reading, Sampling
     from titans_platform.config import RunConfig
     from titans_platform.data import Tokenizer
+    from titans_platform.runs.result import Result
 
 
 @click.command()
@@ -201,7 +202,7 @@ def _save(path: Path, reading: Reading, model: LanguageModel) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @root_option
 def export(run: str, folder: Path, root: Path) -> None:
-    """Write RUN's model and tokenizer to FOLDER: config.json, model.safetensors, tokenizer.json.
+    """Write RUN's model, tokenizer and model card to FOLDER, as Hugging Face lays them out.
 
     After `import titans_core.huggingface`, AutoModelForCausalLM.from_pretrained(FOLDER) loads it. RUN is a
     run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
@@ -212,6 +213,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     """
     from titans_core.pretrained import save_folder
     from titans_platform.data.tokenizer import write_tokenizer
+    from titans_platform.runs.load import load_result
 
     model, tokenizer, cfg = _language_model(run, root, "can be exported")
     if model.added:
@@ -224,10 +226,54 @@ def export(run: str, folder: Path, root: Path) -> None:
     try:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
+        card = _model_card(model, cfg, load_result(run, root))
+        (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None
     for path in sorted(folder.iterdir()):
         click.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def _model_card(model: LanguageModel, cfg: RunConfig, result: Result | None) -> str:
+    """The model card: what the model is, what it was trained on, what was measured, how to load it.
+
+    ``result`` is None for a run that has not finished.
+    """
+    data, optim = cfg.data, cfg.optim
+    sources = ", ".join(f"{source.kind} ({source.weight:g})" for source in data.sources)
+    lines = [
+        *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [titans]", "---", ""),
+        f"# Titans, variant {model.config.variant}",
+        "",
+        f"A language model of {model.num_parameters():,} parameters, of the architectures of "
+        '"Titans: Learning to Memorize at Test Time" (arXiv 2501.00663).',
+        "",
+        f"Trained for {optim.steps:,} steps of {cfg.tokens_per_step:,} tokens, in rows of "
+        f"{data.sequence_length:,}; tokenizer {data.tokenizer}; seed {cfg.seed}; "
+        f"sources by weight: {sources}.",
+    ]
+    if result:
+        scores = [
+            f"| {name} | {task.value:.4g} | {task.stderr or 0:.2g} |" for name, task in result.tasks.items()
+        ]
+        lines += [
+            f"Run {result.cell}, commit {result.commit}, data {result.data_fingerprint}.",
+            "",
+            "| task, tokens | value | standard error |",
+            "|:--|--:|--:|",
+            *scores,
+        ]
+    lines += [
+        "",
+        "```python",
+        "import titans_core.huggingface  # registers the architecture",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 @click.command()

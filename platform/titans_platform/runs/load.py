@@ -13,8 +13,9 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, RunFolder
 from titans_platform.runs.reporter import mlflow_run
+from titans_platform.runs.result import Result
 from titans_platform.runs.spec import RunSpec
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import at_step, copy_checkpoint, load_model, saved, step_of
@@ -42,6 +43,11 @@ def load_run(
     point = find_checkpoint(str(path_or_name), Path(root or os.environ.get("TITANS_HOME") or "titans-runs"))
     model, _, objective = load_checkpoint(point, read_config(point))
     return model.eval(), objective.tokenizer(), objective.cfg
+
+
+def load_result(run: str, root: Path) -> Result | None:
+    """The result of the run whose checkpoint `find_checkpoint` finds; None if it has not finished."""
+    return Result.read(find_checkpoint(run, root).parent.parent / RESULT)
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
