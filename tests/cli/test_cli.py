@@ -59,7 +59,7 @@ FROZEN = {
     "tasks": "STUDY --scale --task --length --json",
     "train": "CONFIG --set --root --workers --gpus --checkpoint-every --profile --name --resume-from "
     "--dry-run --json",
-    "ui": "--root --store --host --port --no-browser --dry-run",
+    "ui": "--root --store --adopt --host --port --no-browser --dry-run",
 }
 
 

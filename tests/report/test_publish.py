@@ -11,12 +11,14 @@ from rich.console import Console
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import write_json
+from titans_platform.report import publish
 from titans_platform.report.publish import log_report, make, write_report
 from titans_platform.report.report import build_report
 from titans_platform.report.table import build_table
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.tracking import Store, open_store
+from titans_platform.tracking.store import adopt
 
 ACC = Column(title="Reasoning", unit="%", factor=100)
 
@@ -69,13 +71,24 @@ def test_a_cells_run_has_the_units_of_the_table(study_run, store):
 
 def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
+    (study_run.cells[0].folder(root).path / "mlflow.jsonl").write_text(
+        '{"step": 1, "time": 0, "values": {"loss": 3.0}}\n'
+    )
     shutil.copytree(root, copy)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     with pytest.raises(UsageError, match="copied or moved") as caught:
         open_store(copy)
     assert "\n" not in str(caught.value)
     run = replace(study_run, root=copy)
-    make(run, Console())
+    table = make(run, Console())
     assert (run.folder.path / "table.csv").is_file()
+    # the report of a copy has the learning curves too
+    assert list(publish._curves(table, copy, None).values()) == [[(1, 3.0)]]
     assert "copied or moved" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    adopt(copy)
+    adopt(copy)  # idempotent
+    adopted = open_store(copy)
+    (found,) = adopted.client.search_runs([adopted.experiment], "tags.`titans.cell` = 'abc'")
+    assert found.info.artifact_uri.startswith(copy.as_uri())
+    assert open_store(root).client.get_run(found.info.run_id).info.artifact_uri.startswith(root.as_uri())

@@ -18,8 +18,8 @@ from titans_platform.errors import StorageError
 from titans_platform.runs import reporter
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
-from titans_platform.runs.reporter import Journal, send_left, unsent
-from titans_platform.runs.spec import Tracking
+from titans_platform.runs.reporter import Journal, Reporter, curve, send_left, unsent
+from titans_platform.runs.spec import RunSpec, Tracking
 
 
 class Server:
@@ -150,12 +150,28 @@ def test_what_is_logged_is_in_the_file_and_sent_in_order(tmp_path):
     assert not unsent(tmp_path)
 
 
+def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_path):
+    """Most of a store is metrics: 200 losses of a run, and 50 values of each other metric."""
+    cfg = tiny_run.model_copy(update={"optim": tiny_run.optim.model_copy(update={"steps": 1000})})
+    reporter = Reporter(RunSpec(cfg, tmp_path, "run", "c0ffee"))
+    reporter._log = Journal(tmp_path, lambda: pytest.fail("connected"))
+    for step in range(1, 1001):
+        validated = {"validation_loss": 2.0} if step == 333 else {}
+        reporter.on_step(step, {"loss": 1.0, "lr": 0.1, "tokens_per_second": 9.0} | validated)
+    losses = [step for step, _ in curve(tmp_path)]
+    assert losses == sorted({*range(5, 1001, 5), 333})
+    assert [step for step, _ in curve(tmp_path, "lr")] == list(range(20, 1001, 20))
+    assert curve(tmp_path, "validation_loss") == [(333, 2.0)]
+
+
 def test_a_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
     first = Journal(tmp_path, lambda: pytest.fail("connected"))
     for step in (1, 2, 3):
         first.metrics(step, {"loss": 1.0})
     with (tmp_path / "mlflow.jsonl").open("a") as file:
         file.write('{"step": 4, "ti')
+    assert curve(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert curve(tmp_path, "surprise") == curve(tmp_path / "none") == []
     sink = Sink()
     log = opened(tmp_path, sink)
     # the checkpoint was of step 1

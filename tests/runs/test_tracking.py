@@ -46,6 +46,28 @@ def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.slow
+def test_a_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
+    """MLflow's migrations of a new file take seconds: they are run once for a user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    open_store(tmp_path / "first").cell_run("abc", "lmm")
+    (template,) = (tmp_path / "cache" / "titans").iterdir()
+    before = template.read_bytes()
+    monkeypatch.setattr("mlflow.store.db.utils._upgrade_db", lambda engine: pytest.fail("migrated"))
+    second = open_store(tmp_path / "second")
+    assert second.find("titans.cell", "abc") is None
+    run_id = second.cell_run("def", "lmm")
+    assert second.client.get_run(run_id).info.artifact_uri.startswith((tmp_path / "second").as_uri())
+    assert template.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_without_a_cache_folder_mlflow_makes_the_store(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert open_store(tmp_path / "runs").cell_run("abc", "lmm")
+
+
 def test_cells_are_children_of_their_study(store):
     parent = store.study_run("ablation-smoke")
     child = store.cell_run(

@@ -32,11 +32,14 @@ QUIET = {
     metavar="ADDRESS",
     help="MLflow server or sqlite:/// address to use instead of the store under --root.",
 )
+@click.option("--adopt", is_flag=True, help="Take over a root that was copied or moved here.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 @click.option("--no-browser", is_flag=True, help="Print the address without opening a browser.")
 @dry_run_option
-def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dry_run: bool) -> int:
+def ui(
+    root: Path, store: str | None, adopt: bool, host: str, port: int, no_browser: bool, dry_run: bool
+) -> int:
     """Open the MLflow UI on the runs, studies and figures under --root, or on a running MLflow server.
 
     \b
@@ -46,7 +49,10 @@ def ui(root: Path, store: str | None, host: str, port: int, no_browser: bool, dr
     """
     from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import open_store
+    from titans_platform.tracking.store import adopt as adopt_store
 
+    if adopt:
+        adopt_store(root)
     opened = open_store(store or _local(root))
     for line in [] if dry_run else send_left(root):
         click.echo(line, err=True)

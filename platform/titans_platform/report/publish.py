@@ -18,6 +18,8 @@ from titans_platform.report import export, html
 from titans_platform.report.figures.picture import save
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
+from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.reporter import curve
 from titans_platform.runs.result import Result
 from titans_platform.study.paper import read_paper
 from titans_platform.study.plan import open_study
@@ -51,7 +53,7 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
     store = _open_store(run) if link or table.results else None
     report = build_report(
         table,
-        store.curves(_runs(table)) if store else {},
+        _curves(table, run.root, store),
         run.folder.search(),
         commands(run.folder.path),
         _links(store, address),
@@ -81,8 +83,17 @@ def _open_store(run: StudyRun) -> Store | None:
     try:
         return open_store(run.root if not kept or os.environ.get(STORE) else str(kept))
     except UsageError as error:
-        click.echo(f"without learning curves and links: {error}", err=True)
+        click.echo(f"without links to MLflow: {error}", err=True)
         return None
+
+
+def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tuple[int, float]]]:
+    """Training loss of every cell by the id of its MLflow run; from the journal in the cell's folder where
+    MLflow lacks it, as for a copied root.
+    """
+    runs = _runs(table)
+    found = store.curves(runs) if store else {}
+    return {run: found.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
 
 
 def _links(store: Store | None, address: str | None) -> Links | None:

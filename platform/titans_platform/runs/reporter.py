@@ -43,8 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOGGED = 200
-"""Approximate number of steps per run that are logged to MLflow."""
+_LOSSES = 200
+"""Approximate number of steps per run whose losses are logged to MLflow."""
+DETAILED = 50
+"""Number of steps per run whose other metrics are logged too, the inner memory's telemetry among them."""
+LOSSES = frozenset({"loss", "validation_loss"})
 _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
@@ -93,10 +96,12 @@ class Reporter:
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:
             self._write()
-        every = max(1, self.steps // _LOGGED)
-        rare = {"surprise", "validation_loss"} & metrics.keys()
-        if self._log and (step % every == 0 or step == self.steps or rare):
+        if not self._log:
+            return
+        if _due(step, self.steps, DETAILED):
             self._log.metrics(step, metrics)
+        elif _due(step, self.steps, _LOSSES) or "validation_loss" in metrics:
+            self._log.metrics(step, {key: metrics[key] for key in LOSSES & metrics.keys()})
 
     def flush(self) -> None:
         """Make the log durable. Called before a checkpoint is committed, so that no logged step is lost."""
@@ -242,6 +247,11 @@ def _send_rest(folder: RunFolder) -> str | None:
     return journal.close(lambda run: run.close(status, folder.ended()), status)
 
 
+def _due(step: int, steps: int, times: int) -> bool:
+    """Whether a step is one of about ``times`` evenly spaced ones, the last of ``steps`` among them."""
+    return step % max(1, steps // times) == 0 or step == steps
+
+
 def _average(before: float, now: float) -> float:
     return _MEMORY * before + (1 - _MEMORY) * now if before else now
 
@@ -380,6 +390,17 @@ class Journal:
     def _keep(self, **state: Any) -> None:
         self._state |= state
         write_json(self._state_file, self._state)
+
+
+def curve(folder: Path, metric: str = "loss") -> list[tuple[int, float]]:
+    """A metric of a run by step, from its journal; empty if the folder has none."""
+    path, found = folder / JOURNAL, {}
+    # a process that was killed may leave half a line at the end
+    with suppress(ValueError):
+        for entry, _ in _lines(path, 0, path.stat().st_size) if path.exists() else ():
+            if metric in entry["values"]:
+                found[entry["step"]] = entry["values"][metric]
+    return sorted(found.items())
 
 
 def unsent(folder: Path) -> bool:

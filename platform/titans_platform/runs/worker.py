@@ -20,16 +20,13 @@ from titans_platform.runs.check import training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
 from titans_platform.runs.preemption import PreemptionGuard
 from titans_platform.runs.ray_session import die_with_parent
-from titans_platform.runs.reporter import Reporter
+from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import profiled, rank, world_size
-
-TELEMETRY_RECORDS = 50
-"""Number of steps per run at which the inner memory's telemetry is recorded."""
 
 
 class Outcome(NamedTuple):
@@ -157,7 +154,7 @@ class Worker:
             checkpoint_best=self.cfg.checkpoint.best,
             validate_every=self.cfg.eval.every or 0,
             patience=self.cfg.eval.patience or 0,
-            telemetry_every=max(1, self.cfg.optim.steps // TELEMETRY_RECORDS),
+            telemetry_every=max(1, self.cfg.optim.steps // DETAILED),
             phases=self.phases,
         )
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -14,9 +15,11 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
+import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
@@ -75,11 +78,63 @@ def open_store(where: Path | str) -> Store:
         _check_sqlite(path)
         # concurrent first writers on a new file break the migration
         with FileLock(f"{path}.lock"):
+            _start_from_template(path)
             return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
     if uri.startswith(("http://", "https://")):
         _check_server(uri)
         return _connect(uri, None)
     raise UsageError(f"tracking store {uri}: should start with sqlite:///, http:// or https://")
+
+
+def adopt(root: Path) -> None:
+    """Make the store that was copied or moved to ``root`` its own, with its artifacts below ``root``.
+
+    Raises UsageError if there is no store, or it cannot be opened.
+    """
+    path = root.resolve() / "mlflow.db"
+    if not path.exists():
+        raise UsageError(f"{path}: no store there to adopt")
+    _check_sqlite(path)
+    here = f"{root.resolve().as_uri()}/artifacts"
+    try:
+        with FileLock(f"{path}.lock"), closing(sqlite3.connect(path, timeout=30)) as connection, connection:
+            of = "SELECT artifact_location FROM experiments WHERE name = ?"
+            for (there,) in connection.execute(of, (EXPERIMENT,)).fetchall():
+                for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                    connection.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
+                        f"WHERE substr({column}, 1, ?) = ?",
+                        (here, len(there) + 1, len(there), there),
+                    )
+    except sqlite3.Error as error:
+        raise _refused(path, "cannot be changed", "is it a store of MLflow?", error) from None
+
+
+def _start_from_template(path: Path) -> None:
+    """Begin a new SQLite store as a copy of an empty one in the user's cache folder.
+
+    MLflow's migrations of a new file take 2 s of CPU. Without a cache folder MLflow creates the file.
+    """
+    # `_check_sqlite` has created the file
+    if path.stat().st_size:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans"
+    template = cache / f"mlflow-{mlflow.__version__}.db"
+    copy = path.with_name(f"{path.name}.new")
+    # whatever goes wrong here, MLflow may still create the file, and reports its own error if not
+    with suppress(Exception):
+        if not template.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=cache) as aside:
+                made = Path(aside) / template.name
+                MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
+                made.replace(template)
+        shutil.copyfile(template, copy)
+        with closing(sqlite3.connect(copy)) as connection, connection:
+            # MLflow's default experiment, which is not used, was given the folder that it was made in
+            connection.execute("UPDATE experiments SET artifact_location = ?", (f"{path.parent}/mlruns/0",))
+        copy.replace(path)
+    copy.unlink(missing_ok=True)
 
 
 def _connect(uri: str, artifacts: str | None) -> Store:
@@ -89,7 +144,7 @@ def _connect(uri: str, artifacts: str | None) -> Store:
         there = found.artifact_location if found else ""
         if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
             # MLflow would overwrite the original's artifacts
-            fix = "move mlflow.db away to begin a new store, or work in the original --root"
+            fix = "titans ui --adopt --root HERE makes it the copy's own; or work in the original --root"
             raise _refused(uri, f"was copied or moved here: its artifacts are in {there}", fix)
         # show the UI of training runs, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
