@@ -30,7 +30,7 @@ def _trainable(adapter: Adapter) -> dict[str, nn.Parameter]:
 @check("each trainable parameter has a finite gradient that is not 0 for a random loss of all outputs")
 def parameters(s: Subject) -> Outcome:
     """Every parameter is trained."""
-    adapter = s.build()
+    adapter = s.build(training=True)
     trainable = _trainable(adapter)
     if not trainable:
         raise NotApplicable("no trainable parameter")
@@ -54,7 +54,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-@check("central finite differences along random directions of each parameter and of the inputs")
+@check("finite differences along random directions of each parameter and the inputs, in training mode")
 def finite_differences(s: Subject) -> Outcome:
     """Gradients are the derivatives of what is computed, an inner loop's too: nothing is detached."""
     exact = s.precision is torch.float64
@@ -69,7 +69,7 @@ def finite_differences(s: Subject) -> Outcome:
 def _directions(
     s: Subject, length: int, tolerance: float, steps: tuple[float, ...]
 ) -> Iterator[tuple[float, Example]]:
-    adapter = s.build()
+    adapter = s.build(training=True)
     x = s.inputs(adapter, length, 2)
     leaves: dict[str, Tensor] = dict(_trainable(adapter))
     if adapter.vocab is None:

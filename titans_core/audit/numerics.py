@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titans_core.audit.registry import check
 from titans_core.audit.report import Example, NotApplicable, Outcome
-from titans_core.audit.subject import SeenPrecisions, Subject, bytes_kept, tensors_in, worst
+from titans_core.audit.subject import SeenPrecisions, Subject, bytes_kept, cast, tensors_in, worst
 
 LONG = 16
 """Length of long inputs, over that of the audit."""
@@ -34,7 +34,7 @@ def _rounded(s: Subject, dtype: torch.dtype, tolerance: float) -> Outcome:
     low, exact, seen = s.build(dtype), s.build(dtype), SeenPrecisions()
     x = s.inputs(low)
     x = x.to(dtype) if x.is_floating_point() else x
-    exact.module._apply(lambda t: t.to(s.dtype) if t.is_floating_point() else t)
+    cast(exact.module, s.dtype)
     try:
         with seen:
             y = s.forward(low, x)
