@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents, reset_rows
-from titans_core.layers import Linear, RotaryEmbedding, rotate
+from titans_core.layers import RotaryEmbedding, rotate
 from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import document_borders
 
@@ -71,7 +71,7 @@ class Attention(Projections):
         self.config = config
         # switches of `titans_core.interventions`; the cache keeps the keys of config.window
         self.window, self.muted, self.cut = config.window, False, False
-        self.w_o = Linear(d_model, d_model)
+        self.w_o = nn.Linear(d_model, d_model, bias=False)
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
 
     def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:

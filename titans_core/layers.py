@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_kernels import linear, rms_norm
+from titans_kernels import rms_norm
 
 EPS = 1e-6
 """Epsilon of every norm."""
@@ -27,17 +27,6 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
         return rms_norm(x, self.weight, EPS)
-
-
-class Linear(nn.Linear):
-    """A linear layer without a bias, by `titans_kernels.linear`."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] to [..., outputs]."""
-        return linear(x, self.weight)
 
 
 class HeadNorm(nn.Module):
@@ -95,9 +84,9 @@ class SwiGLU(nn.Module):
         super().__init__()
         # a multiple of 16 that tensor cores like, at every scale
         hidden = max(16, 16 * round(expansion * d_model / 16))
-        self.gate = Linear(d_model, hidden)
-        self.up = Linear(d_model, hidden)
-        self.down = Linear(hidden, d_model)
+        self.gate = nn.Linear(d_model, hidden, bias=False)
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.down = nn.Linear(hidden, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm
+from titans_core.layers import EPS, HeadNorm, RMSNorm
 from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import (
     DecodeState,
@@ -110,8 +110,8 @@ class NeuralMemory(Projections):
         self.initial_weights = nn.ParameterList(torch.empty(config.heads, *pair) for pair in pairwise(widths))
         self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
-        self.output_gate = Linear(d_model, channels) if config.output_gate else None
-        self.w_o = Linear(channels, d_model)
+        self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
+        self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         # switches of `titans_core.interventions`

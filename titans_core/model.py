@@ -14,7 +14,6 @@ from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import EMPTY_READING, GREEDY, Reading, Sampling, Writing, read
-from titans_core.layers import Linear
 
 LOGITS_PER_BLOCK = 2**24
 """Most logits in memory at a time when losses are computed: 64 MiB of float32."""
@@ -39,7 +38,7 @@ class LanguageModel(Backbone):
 
     def __init__(self, config: ModelConfig):
         embedding = nn.Embedding(config.vocab_size, config.d_model)
-        head = Linear(config.d_model, config.vocab_size)
+        head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         super().__init__(config, embedding, head)
         if config.tie_embeddings:
             head.weight = embedding.weight

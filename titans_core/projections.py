@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv
-from titans_kernels import linear, short_convolution, state_dtype
+from titans_kernels import short_convolution, state_dtype
 
 ConvState = dict[str, Tensor]
 """For q, k and v the last inputs of the convolution, [B, K - 1, C] each; empty without a convolution."""
@@ -59,7 +59,7 @@ class Projections(nn.Module):
         the start of every document. Returns also the state after the last token, meaningless when packed.
         """
         # one product and one convolution for all names, with concatenated weights
-        y = linear(x_BTD, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
+        y = F.linear(x_BTD, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
         if self.silu and (fused := self._fused(y, names, conv_state, documents)):
             return fused
         parts = list((F.silu(y) if self.silu else y).unflatten(-1, (len(names), -1)).unbind(-2))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from titans_kernels.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from titans_kernels.layers import linear, rms_norm, short_convolution
+    from titans_kernels.layers import rms_norm, short_convolution
     from titans_kernels.memory.budget import write_budget
     from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
     from titans_kernels.memory.forms.autograd import OpenChunk
@@ -41,7 +41,6 @@ __all__ = [
     "find_class",
     "find_rule",
     "forms_used",
-    "linear",
     "linear_attention",
     "near",
     "neural_memory",

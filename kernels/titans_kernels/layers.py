@@ -1,7 +1,6 @@
-"""Layers around the memory: the short convolution with its normalisation, gated RMSNorm, linear layers.
+"""Fused layers around the memory: the short convolution with its normalisation, and gated RMSNorm.
 
-The fused ones are in C++ on a CPU if the library is available (`titans_kernels.native`), otherwise they use
-PyTorch's operators.
+In C++ on a CPU if the library is available (`titans_kernels.native`), otherwise with PyTorch's operators.
 
 Shapes: B batch, T tokens, K convolution width, G parts (q, k, v) of H heads of width E, C = G H E channels.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,86 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.native import (
-    disabled,
-    library,
-    numbers,
-    parallel_for,
-    plain_cpu,
-    pointer,
-    pointers,
-    processor,
-    serves,
-)
+from titans_kernels.native import library, numbers, parallel_for, pointer, pointers, serves
 
 NORM_EPS = 1e-6
 """Lower bound of the norm by which a vector is divided."""
-ROWS = 1024
-"""`linear` calls oneDNN for multiples of this many rows. oneDNN generates code for each new shape, which
-takes about 1 ms and 1 MB; evaluation and packed documents have many shapes, training batches few."""
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``: `torch.nn.functional.linear` without a bias, faster in training on some CPUs.
-
-    PyTorch multiplies float32 matrices with MKL, which does not use AVX-512 on AMD processors. There oneDNN,
-    which comes with PyTorch too, takes half the time (measured on Zen 5).
-
-    Args:
-        x: [..., D].
-        weight: [E, D].
-
-    Returns:
-        [..., E].
-    """
-    training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if training and x.numel() and plain_cpu(x, weight) and _onednn_serves(x, weight):
-        return _Linear.apply(x, weight)  # pyright: ignore[reportReturnType]
-    return F.linear(x, weight)
-
-
-def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
-    rows = x.numel() // x.shape[-1]
-    return (
-        rows % ROWS == 0
-        and x.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
-        and _onednn_is_faster()
-    )
-
-
-@cache
-def _onednn_is_faster() -> bool:
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    return wide and "AuthenticAMD" in processor() and not disabled()
-
-
-def _product(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
-    """x @ weight.T by oneDNN."""
-    return torch.ops.mkldnn._linear_pointwise(x_ND, weight_ED, None, "none", [], "")
-
-
-class _Linear(torch.autograd.Function):
-    """`linear` by oneDNN, forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return _product(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        dy_NE, x_ND = dy.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = _product(dy_NE, weight.t()).view_as(x)
-        if ctx.needs_input_grad[1]:
-            # oneDNN copies its first argument, so that is the smaller one
-            small = weight.shape[0] <= weight.shape[1]
-            dweight = _product(dy_NE.t(), x_ND.t()) if small else _product(x_ND.t(), dy_NE.t()).t()
-        return dx, dweight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = None) -> Tensor:

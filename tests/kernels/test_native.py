@@ -156,38 +156,3 @@ def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     options = op.Options(4, "silu", None, None)
     assert op.choose("auto", inputs, case.weights, options).name == "native"
     assert op.choose("chunked", inputs, case.weights, options).name == "chunked"
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
-@pytest.mark.parametrize("outputs", [24, 200], ids=["fewer_outputs", "more_outputs"])
-def test_products_of_linear_layers_by_onednn(monkeypatch, outputs):
-    """Output and gradients of float32 `linear`, within rounding of float64."""
-    calls = []
-    by_onednn = layers._product
-    monkeypatch.setattr(layers, "_onednn_is_faster", lambda: True)
-    monkeypatch.setattr(layers, "_product", lambda *args: calls.append(args) or by_onednn(*args))
-    x, weight = torch.randn(8, 128, 64, requires_grad=True), torch.randn(outputs, 64, requires_grad=True)
-    dy = torch.randn(8, 128, outputs)
-    layers.linear(x, weight).backward(dy)
-    assert len(calls) == 3  # forward, and the gradients of both
-    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-    torch.nn.functional.linear(*exact).backward(dy.double())
-    torch.testing.assert_close(
-        layers.linear(x, weight).double(), torch.nn.functional.linear(*exact), rtol=1e-5, atol=1e-4
-    )
-    for found, wanted in zip((x, weight), exact, strict=True):
-        torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-5, atol=1e-3)
-
-
-def test_onednn_is_for_training_batches_in_float32(monkeypatch):
-    """Evaluation, other shapes and dtypes use PyTorch's own product: oneDNN keeps code for every shape."""
-    monkeypatch.setattr(layers, "_onednn_is_faster", lambda: True)
-    monkeypatch.setattr(layers, "_product", lambda *args: pytest.fail("by oneDNN"))
-    weight = torch.randn(16, 8, requires_grad=True)
-    with torch.no_grad():
-        layers.linear(torch.randn(layers.ROWS, 8), weight)
-    layers.linear(torch.randn(layers.ROWS + 1, 8), weight)
-    layers.linear(torch.randn(0, 8), weight)
-    layers.linear(torch.randn(layers.ROWS, 8).double(), weight.detach().double().requires_grad_())
-    with torch.autocast("cpu"):
-        layers.linear(torch.randn(layers.ROWS, 8), weight)

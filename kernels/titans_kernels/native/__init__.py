@@ -34,15 +34,12 @@ log = logging.getLogger("titans_kernels")
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the library supports the tensors: on the CPU, of one supported dtype, in eager mode."""
-    return plain_cpu(*tensors) and library(tensors[0].dtype) is not None
-
-
-def plain_cpu(*tensors: Tensor) -> bool:
-    """Whether the tensors are on the CPU, of one dtype, of no subclass, and in eager mode."""
     first = tensors[0]
-    return not torch.compiler.is_compiling() and all(
-        x.device.type == "cpu" and x.dtype == first.dtype and type(x) in _PLAIN for x in tensors
-    )
+    if torch.compiler.is_compiling() or any(
+        x.device.type != "cpu" or x.dtype != first.dtype or type(x) not in _PLAIN for x in tensors
+    ):
+        return False
+    return library(first.dtype) is not None
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -52,18 +49,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The library compiled for a dtype, or None if it is not available."""
-    if disabled() or dtype not in TYPES:
+    if os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
         return None
     try:
         return ctypes.CDLL(str(build(TYPES[dtype], cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
         log.info("PyTorch's operators in place of compiled ones: %s", error)
         return None
-
-
-def disabled() -> bool:
-    """Whether ``TITANS_NATIVE=0`` is in the environment."""
-    return os.environ.get("TITANS_NATIVE") == "0"
 
 
 def cache_folder() -> Path:
@@ -83,7 +75,7 @@ def build(real: str, folder: Path) -> Path:
         raise FileNotFoundError("no C++ compiler")
     command = [compiler, *FLAGS, f"-DReal={real}", *(str(FOLDER / name) for name in SOURCES)]
     texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
-    parts = (*texts, compiler, *FLAGS, _features(), str(os.stat(compiler).st_mtime_ns))
+    parts = (*texts, compiler, *FLAGS, _processor(), str(os.stat(compiler).st_mtime_ns))
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     target = folder / f"native-{real}-{name}.so"
     if not target.exists():
@@ -97,17 +89,12 @@ def build(real: str, folder: Path) -> Path:
     return target
 
 
-def _features() -> str:
+def _processor() -> str:
     """CPU features, on which ``-march=native`` depends; different machines may share a home folder."""
-    lines = processor().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), processor())
-
-
-def processor() -> str:
-    """What Linux says of the first processor (vendor, model, features); elsewhere what Python says."""
     try:
-        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
         return f"{platform.machine()} {platform.processor()}"
 
 
