@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 TASK: dict[str, Any] = {"task": "recall", "options": {"pairs": 2}}
@@ -31,3 +33,18 @@ def study(steps: int = 20, items: int = 8, more_rows: tuple[dict, ...] = (), **f
         "scales": {"small": {"seeds": [0]}},
         "rows": rows,
     } | fields
+
+
+def trained(root: Path, **fields: Any) -> Path:
+    """The folder of a finished run; ``fields`` are put in place of its config's own."""
+    # here, because the kernels' tests also run where the platform's packages are not installed
+    from titans_platform.config import RunConfig
+    from titans_platform.objectives import build_objective
+    from titans_platform.runs.check import spec_for
+    from titans_platform.runs.execute import execute
+
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
+    build_objective(cfg).prepare(root)
+    spec = spec_for(cfg, root)
+    execute(spec)
+    return spec.folder.path

@@ -18,7 +18,7 @@ import click
 import pytest
 
 from titans_platform import provenance
-from titans_platform.cli import COMMANDS, cli, run
+from titans_platform.cli import COMMANDS, RESUME, cli, run
 from titans_platform.errors import ClusterError, TitansError, UsageError
 
 # Every command's arguments and options: people's scripts hold them. A new command adds its line; one that
@@ -119,18 +119,9 @@ def test_a_group_alone_is_its_help(group, capsys):
 @pytest.mark.parametrize(
     ("line", "left"),
     [
-        (
-            ["train", "run.yaml"],
-            "; run the same command again to resume from the last checkpoint, if one was written",
-        ),
-        (
-            ["--debug", "sweep", "run", "x"],
-            "; run the same command again to resume from the last checkpoint, if one was written",
-        ),
-        (
-            ["data", "prepare"],
-            "; finished parts are kept; run the same command again for the rest",
-        ),
+        (["train", "run.yaml"], f"; {RESUME}"),
+        (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
+        (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
         (["bench", "memory"], ""),
     ],
 )
@@ -179,7 +170,6 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
             ["train", "{yaml}", "--set", "model.memory.dept=2"],
             "model.memory.dept: unknown key; did you mean depth?",
         ),
-        (["train", "{yaml}", "--set", "model.memory.depth=0"], "model.memory.depth: should be greater than"),
         (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
         (
             ["train", "{yaml}", "--set", "model.variant=mac"],
@@ -188,28 +178,18 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
         (["train", "{yaml}", "--workers", "-1"], "--workers"),
         (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
         (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
-        (["train", "{yaml}", "--dry-run", "--set", "model.vocab_size=10"], "model.vocab_size: 10 is less"),
         (
             ["train", "{yaml}", "--set", "model.variant=true"],
             "model.variant: should be a valid string, got true",
         ),
-        (
-            ["train", "{yaml}", "--set", "model={{preset: smoke, variant: true}}"],
-            "model.variant: should be a valid string, got true",
-        ),
         (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
-        (["train", "{yaml}", "--set", "optim.beta2=1.0"], "optim.beta2: should be less than 1, got 1.0"),
         (
             ["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"],
             "optim.steps: should be less",
         ),
         (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
-        (
-            ["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"],
-            "--seeds 0,,1: should be whole",
-        ),
+        (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
         (["eval", "abc123"], "abc123: no such run under"),
-        (["eval", "../no-such-run"], "../no-such-run: no such run under"),
     ],
 )
 def test_bad_usage_is_exit_2_one_line_and_nothing_written(

@@ -27,7 +27,6 @@ from titans_platform.runs import check
         (["--set", "model.d_model=1000000", "--set", "model.n_layers=100"], "model: "),
         (["--set", "model.n_layers=1000000000"], "model.n_layers"),
         (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),
-        (["--set", "optim.lr=.nan"], "optim.lr"),
         (["--set", "start_from=nobody"], "start_from: nobody: no such run under"),
         (["--set", "model.variant=lm"], "model.variant: 'lm' is not one of"),
     ],

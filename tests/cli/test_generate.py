@@ -10,26 +10,13 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from tests.small import RUN
+from tests.small import RUN, trained
 from titans_core.pretrained import load_folder
 from titans_platform import load_run
 from titans_platform.cli import run
-from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.objectives import build_objective
-from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
 
 BOOK = "Call me Ishmael. Some years ago - never mind how long precisely - I went to sea. " * 4
-
-
-def trained(root: Path, **fields) -> Path:
-    """The folder of a finished run."""
-    cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
-    build_objective(cfg).prepare(root)
-    spec = spec_for(cfg, root)
-    execute(spec)
-    return spec.folder.path
 
 
 @pytest.fixture(scope="module")

@@ -10,30 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import RUN
+from tests.small import trained
 from titans_platform import cli
-from titans_platform.config import RunConfig
-from titans_platform.objectives import build_objective
-from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, request) -> Path:
+def finished(tmp_path_factory) -> Path:
     """A root with one finished run."""
-
     root = tmp_path_factory.mktemp("trained")
-    cfg = RunConfig.model_validate_json(json.dumps(RUN | {"checkpoint": {"every": 5, "keep": 3}}))
-    build_objective(cfg).prepare(root)
-    execute(spec_for(cfg, root))
+    trained(root, checkpoint={"every": 5, "keep": 3})
     return root
 
 
 @pytest.fixture
-def root(trained, tmp_path, monkeypatch) -> Path:
+def root(finished, tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
-    return shutil.copytree(trained, tmp_path / "root")
+    return shutil.copytree(finished, tmp_path / "root")
 
 
 def titans(root: Path, *words: str) -> int:

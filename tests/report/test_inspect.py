@@ -6,19 +6,17 @@ import json
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pyarrow.feather as feather
 import pytest
 import torch
 
-from tests.small import RUN
+from tests.report.small import Page
+from tests.small import RUN, trained
 from titans_core import LanguageModel, MemoryTrace, ModelConfig
 from titans_platform.cli import run
-from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.objectives import build_objective
 from titans_platform.report.inspect import (
     SCHEMA,
     Inspected,
@@ -31,10 +29,10 @@ from titans_platform.report.inspect import (
     shades,
     token_texts,
 )
-from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
 
 TEXT = 'The pass is 74 — don\'t <b>forget</b> & "tell" no-one.\n</script><script>x</script>\nThe pass is'
+
+ONE_STEP = {"optim": RUN["optim"] | {"steps": 1}}
 
 
 def small(variant: str = "lmm") -> LanguageModel:
@@ -47,45 +45,6 @@ def small(variant: str = "lmm") -> LanguageModel:
 def found() -> dict[str, Inspected]:
     tokenizer = load_tokenizer("byte")
     return {v: inspect_text(small(v), tokenizer, TEXT, f"a <{v}>", 2048) for v in ("lmm", "mac")}
-
-
-def train(root: Path, **model) -> Path:
-    """The folder of a finished run."""
-    fields = RUN | {"optim": RUN["optim"] | {"steps": 1}, "model": RUN["model"] | model}
-    cfg = RunConfig.model_validate_json(json.dumps(fields))
-    build_objective(cfg).prepare(root)
-    spec = spec_for(cfg, root)
-    execute(spec)
-    return spec.folder.path
-
-
-class Page(HTMLParser):
-    """The tags of a page, their ends checked, and its text."""
-
-    VOID = ("meta", "input", "br", "link")
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[tuple[str, str]] = []
-        self.feed(html)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append((self.open[-1] if self.open else "", data))
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
@@ -205,7 +164,7 @@ def test_bins_are_means_without_nan():
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory) -> Path:
-    return train(tmp_path_factory.mktemp("root"))
+    return trained(tmp_path_factory.mktemp("root"), **ONE_STEP)
 
 
 def test_the_command_is_deterministic(cell, tmp_path, capsys):
@@ -227,7 +186,7 @@ def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, capsys):
     text.write_text("some text")
     empty.write_text("")
     binary.write_bytes(b"\xff\xfe")
-    bare = train(tmp_path, variant="transformer")
+    bare = trained(tmp_path, **ONE_STEP, model=RUN["model"] | {"variant": "transformer"})
     for words, message in (
         ([cell, "--text", tmp_path / "none"], "No such file"),
         ([cell, "--text", empty], "the file is empty"),

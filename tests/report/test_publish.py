@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from tests.report.small import save
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
 from titans_platform.report import publish
 from titans_platform.report.publish import log_report, make, write_report
 from titans_platform.report.report import build_report
@@ -41,16 +41,8 @@ def study_run(root, store) -> StudyRun:
     log = store.run(run_id)
     log.summary({"acc": 0.25, "acc/recall/64": 0.5, "parameters": 7})
     log.close()
-    result = {
-        "cell": "abc",
-        "seed": 0,
-        "commit": "c0ffee",
-        "columns": {"acc": 0.25},
-        "tasks": {"acc/recall@64": {"value": 0.5, "stderr": 0.1}},
-        "mlflow_run_id": run_id,
-        "config": {"optim": {"steps": 20}},
-    }
-    write_json(cell.folder(root).path / "result.json", result)
+    tasks, config = {"acc/recall@64": {"value": 0.5, "stderr": 0.1}}, {"optim": {"steps": 20}}
+    save(root, cell, columns={"acc": 0.25}, tasks=tasks, mlflow_run_id=run_id, config=config)
     study = Study(name="tiny", columns={"acc": ACC}, scales={"small": Scale()}, rows=(Row(name="LMM"),))
     return StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,))
 

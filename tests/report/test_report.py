@@ -6,14 +6,13 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.report.small import Page, save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.files import write_json
 from titans_platform.report import export
 from titans_platform.report.figures import pictures, plot
 from titans_platform.report.figures.buckets import against_position, depth_maps
@@ -30,7 +29,6 @@ from titans_platform.study.spec import Axis, Column, Expectation, Row, Scale, St
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
 ACC = Column(title="Reasoning", unit="%", factor=100)
 LINKS = Links("http://127.0.0.1:5000", "1")
-VOID = {"meta", "link", "br", "img", "input", "hr", "path", "circle", "rect", "use", "image"}
 
 
 def study(rows: list[Row], **columns: Column) -> Study:
@@ -49,7 +47,7 @@ def measured(root: Path, found: Study, seeds=(0, 1), tasks=(), skip=()) -> Table
     ]
     for i, cell in enumerate(cells):
         if (cell.row, cell.seed) not in skip:
-            write_json(cell.folder(root).path / "result.json", result(cell, i, tasks))
+            finish(root, cell, i, tasks)
     return table_of(root, found, cells)
 
 
@@ -57,11 +55,9 @@ def table_of(root: Path, found: Study, cells: list[Cell]) -> Table:
     return build_table(StudyRun(found, "small", root, "c0ffee", cells=tuple(cells), whole=tuple(cells)))
 
 
-def result(cell: Cell, i: int, tasks) -> dict:
-    return {
-        "cell": cell.name,
-        "seed": cell.seed,
-        "commit": "c0ffee",
+def finish(root: Path, cell: Cell, i: int, tasks=(), **fields) -> None:
+    """Write the result of the ``i``-th cell, with these tasks; ``fields`` are put in place of its own."""
+    made = {
         "columns": {"ppl": 5 + i / 8, "acc": 0.25 + i / 100},
         "chance": {"acc": 0.25},
         "tasks": {key: {"value": 0.5, "stderr": 0.1, "chance": 0.25, "items": 9} for key in tasks},
@@ -71,6 +67,7 @@ def result(cell: Cell, i: int, tasks) -> dict:
         "train_seconds": 2.0,
         "mlflow_run_id": f"run{cell.name}",
     }
+    save(root, cell, **made | fields)
 
 
 def curves(table: Table) -> dict:
@@ -80,29 +77,6 @@ def curves(table: Table) -> dict:
 
 def page(table: Table) -> str:
     return report_page(build_report(table, curves(table), links=LINKS))
-
-
-class Tags(HTMLParser):
-    """Every tag with its attributes; a tag that is not closed where it should be is an error."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict]] = []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
 
 
 @pytest.fixture
@@ -116,11 +90,11 @@ def hurt(tmp_path):
 
 def test_the_page_is_valid_and_self_contained(hurt):
     text = page(hurt)
-    tags = Tags(text)
+    tags = Page(text).tags
     assert not re.search(r"(?:src|href)=\"(?!#|http://127\.0\.0\.1:5000/)", text)
     assert "@import" not in text
     assert "url(" not in re.sub(r"url\(#[^)]*\)", "", text)
-    ids = Counter(attrs["id"] for _, attrs in tags.seen if "id" in attrs)
+    ids = Counter(attrs["id"] for _, attrs in tags if "id" in attrs)
     assert [ident for ident, count in ids.items() if count > 1] == []
     used = set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"/]+)\"|aria-labelledby=\"([^\"]+)\"", text))
     assert {next(filter(None, groups)) for groups in used} <= set(ids)
@@ -146,7 +120,7 @@ def test_every_number_links_to_its_run(hurt):
 
 
 def test_tables_and_figures_are_accessible(hurt):
-    tags = Tags(page(hurt)).seen
+    tags = Page(page(hurt)).tags
     assert all("scope" in attrs for tag, attrs in tags if tag == "th")
     figures = [attrs for tag, attrs in tags if tag == "svg" and "aria-hidden" not in attrs]
     assert figures
@@ -221,9 +195,8 @@ def test_a_task_with_a_column_for_each_length_is_one_line(tmp_path):
     found = study([Row(name="LMM", paper={"pk_1": 99.0, "pk_2": 98.0})], **columns)
     found = found.model_copy(update={"scales": {"small": Scale(comparable=True)}})
     cell = Cell("LMM", 0, RunConfig(), "only")
-    done = result(cell, 0, ("pk_1/passkey@64", "pk_2/passkey@128"))
-    done["columns"] = {"pk_1": 0.5, "pk_2": 0.25}
-    write_json(cell.folder(tmp_path).path / "result.json", done)
+    tasks = ("pk_1/passkey@64", "pk_2/passkey@128")
+    finish(tmp_path, cell, 0, tasks, columns={"pk_1": 0.5, "pk_2": 0.25})
     data = figure_data(table_of(tmp_path, found, [cell]))
     assert data.rows[0].lengths == {"passkey": {64: (50.0,), 128: (25.0,)}}
     assert data.rows[0].printed == {"passkey": {64: 99.0, 128: 98.0}}
@@ -240,15 +213,20 @@ def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     for cell in cells:
         shares = {"0-10%": float(cell.row == "LMM"), "90-100%": 1.0 - cell.seed / 2}
         keys = ("pk_1/needle-passkey@64", "pk_2/needle-passkey@128")
-        done = result(cell, 0, keys) | {"buckets": dict.fromkeys(keys, shares)}
-        done["buckets"]["ppl/perplexity@64"] = {"64-127": 3.0}
-        write_json(cell.folder(tmp_path).path / "result.json", done)
+        buckets = dict.fromkeys(keys, shares) | {"ppl/perplexity@64": {"64-127": 3.0}}
+        finish(tmp_path, cell, 0, keys, buckets=buckets)
     table = table_of(tmp_path, found, cells)
     (picture,) = depth_maps(figure_data(table))
     assert picture.key == "depth-needle-passkey"
     assert [shown.alt for shown in picture.panels] == ["LMM: from 75 to 100 %", "Window: from 0 to 75 %"]
     drawn = svg(picture.panels[1], picture.size, "a")
     assert all(text in drawn for text in ("Window", "64", "128", "90-100%", "75"))
+
+
+def read(root: Path, cell: Cell, length: int, buckets: dict[str, float]) -> None:
+    """Write the result of a cell that read texts of this length by position."""
+    key, config = f"gain/by_position-gain@{length}", RunConfig().model_dump(mode="json")
+    finish(root, cell, 0, (key,), buckets={key: buckets}, columns={"gain": 0.1}, config=config)
 
 
 def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
@@ -264,10 +242,7 @@ def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
         }
         # written in alphabetical order, not in that of positions
         buckets = dict(sorted({**fresh, **carried, f"window-{cell.seed + 1} {places[0]}": 9.0}.items()))
-        key = f"gain/by_position-gain@{4 * length}"
-        done = result(cell, 0, (key,)) | {"buckets": {key: buckets}, "columns": {"gain": 0.1}}
-        done |= {"config": RunConfig().model_dump(mode="json")}
-        write_json(cell.folder(tmp_path).path / "result.json", done)
+        read(tmp_path, cell, 4 * length, buckets)
     by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
     assert (by_row.key, gain.key) == ("position-gain", "gain-gain")
     assert len(by_row.panels) == 2
@@ -283,13 +258,10 @@ def test_many_rows_have_a_figure_over_position_too(tmp_path):
     found = study([Row(name=name) for name in names], gain=Column(title="Gain", unit="nats"))
     cells = [Cell(name, 0, RunConfig(), name.replace(" ", "")) for name in names]
     length = RunConfig().data.sequence_length
-    key = f"gain/by_position-gain@{2 * length}"
     for i, cell in enumerate(cells):
         fresh = {f"fresh 1-{length}": 9.0, f"fresh {length + 1}-{2 * length}": 9.0 * math.exp(i / 100)}
         carried = {name.replace("fresh", "carried"): 9.0 for name in fresh}
-        done = result(cell, 0, (key,)) | {"buckets": {key: fresh | carried}, "columns": {"gain": 0.1}}
-        done |= {"config": RunConfig().model_dump(mode="json")}
-        write_json(cell.folder(tmp_path).path / "result.json", done)
+        read(tmp_path, cell, 2 * length, fresh | carried)
     by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
     assert len(by_row.panels) == 24
     assert [line.label for line in gain.legend] == ["row 25", "row 24", "row 23", "row 2", "row 1", "row 0"]
@@ -327,8 +299,7 @@ def test_a_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_p
     cells = [replace(cell, name=f"{i}") for i, cell in enumerate(expand(found, "small", seeds=[0, 1, 2]))]
     for i, cell in enumerate(cells[:-1]):  # the last, one of Linear's, is missing
         key = next(iter(cell.config.eval.columns))
-        value = result(cell, i, ()) | {"columns": {key: 0.5 - 0.2 * (cell.row[:3] == "Lin") + i / 1000}}
-        write_json(cell.folder(tmp_path).path / "result.json", value)
+        finish(tmp_path, cell, i, columns={key: 0.5 - 0.2 * (cell.row[:3] == "Lin") + i / 1000})
     table = table_of(tmp_path, found, cells)
     assert [row.row.name for row in table.rows] == ["LMM", "Linear"]
     counts = [[(len(e.values), e.wanted) for e in row.entries.values()] for row in table.rows]
@@ -343,7 +314,7 @@ def test_a_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_p
 
 def test_long_fractions_in_configs_are_rounded(tmp_path):
     cell = Cell("LMM", 0, RunConfig.model_validate({"optim": {"lr": 2 / 3e4}}), "only")
-    write_json(cell.folder(tmp_path).path / "result.json", result(cell, 0, ()))
+    finish(tmp_path, cell, 0)
     configs = build_report(table_of(tmp_path, study([Row(name="LMM")]), [cell])).configs
     assert configs["all rows"]["optim.lr"] == "6.6667e-05"
     assert configs["all rows"]["optim.steps"] == str(RunConfig().optim.steps)

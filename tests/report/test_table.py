@@ -8,6 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
+from tests.report.small import save
 from titans_platform import text
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.files import write_json
@@ -53,21 +54,17 @@ def cells() -> list[Cell]:
     ]
 
 
-def finish(root, cell: Cell, commit: str = "c0ffee", **changes) -> None:
+def finish(root, cell: Cell, **changes) -> None:
     ppl, acc = MEASURED[cell.row][cell.seed]
     result = {
-        "cell": cell.name,
-        "seed": cell.seed,
-        "commit": commit,
         "columns": {"lm_ppl": ppl, "reasoning_acc": acc},
         "chance": {"lm_ppl": 260.0, "reasoning_acc": 0.25},
         "tasks": {"reasoning_acc/recall@64": {"value": acc, "stderr": 0.01, "chance": 0.25, "items": 100}},
         "parameters": 137_000,
         "state_bytes": 9_340,
         "mlflow_run_id": f"run-{cell.name}",
-        **changes,
     }
-    write_json(cell.folder(root).path / "result.json", result)
+    save(root, cell, **result | changes)
 
 
 def table(root, commit: str = "c0ffee"):
@@ -86,11 +83,8 @@ def test_a_row_of_several_cells_is_their_mean_for_each_seed(root):
     found = [Cell(row, seed, RunConfig(seed=seed, eval=measures), f"{row}{seed}") for row, seed in of]
     tasks = {"lm_ppl/mse@8": {"value": 1.0, "stderr": 0.1, "chance": None, "items": 9}}
     for cell in found[:3]:
-        result = {"cell": cell.name, "seed": cell.seed, "commit": "c", "row": cell.row, "tasks": tasks}
-        write_json(
-            cell.folder(root).path / "result.json", result | {"columns": {"lm_ppl": of[cell.row, cell.seed]}}
-        )
-    (line,) = build_table(StudyRun(study, "small", root, "c", whole=tuple(found))).rows
+        save(root, cell, row=cell.row, tasks=tasks, columns={"lm_ppl": of[cell.row, cell.seed]})
+    (line,) = build_table(StudyRun(study, "small", root, "c0ffee", whole=tuple(found))).rows
     # the second seed lacks a part
     assert (line.entries["lm_ppl"].values, line.entries["lm_ppl"].wanted) == ((2.0,), 2)
     assert line.entries["lm_ppl"].item_stderr == pytest.approx(0.1 / math.sqrt(2))

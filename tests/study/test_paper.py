@@ -78,15 +78,6 @@ def test_a_row_that_the_paper_lacks_is_left_out():
         assert {row.name for row in study.rows_at(size)} == set(rows)
 
 
-@pytest.mark.parametrize("name", ["dna", "forecasting", "language", "long_context", "throughput"])
-def test_every_scale_of_the_papers_studies_is_valid(name):
-    from titans_platform.study.plan import check
-
-    study = load_study(name)
-    for scale in study.scales:
-        check(expand(study, scale, seeds=[0]))
-
-
 def test_rows_at_small_scales_have_the_same_parameters():
     from titans_core import count_parameters
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -172,19 +171,6 @@ def test_a_study_like_another_has_only_the_differences(tmp_path):
             load_study(str(other))
 
 
-@pytest.mark.parametrize(
-    ("call", "near"),
-    [
-        (lambda study: expand(study, "smal"), "small"),
-        (lambda study: expand(study, "small", rows=["LMN"]), "LMM"),
-        (lambda study: expand(study, "small", overrides=["model.memory.dept=1"]), "depth"),
-    ],
-)
-def test_unknown_names_suggest_the_nearest(study, call, near):
-    with pytest.raises(UsageError, match=f"did you mean {near}"):
-        call(study)
-
-
 def test_studies_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sweeps").mkdir()
@@ -206,16 +192,6 @@ class TestAblation:
     """The study the project is about."""
 
     SCALES = ("smoke", "laptop", "workstation", "overnight", "170M", "340M", "400M", "760M")
-
-    @pytest.mark.parametrize("scale", SCALES)
-    def test_every_scale_is_valid_and_its_rows_differ(self, ablation, scale):
-        from titans_platform.study.plan import check
-
-        cells = expand(ablation, scale)
-        check(cells)
-        assert len(cells) == len(ablation.rows) * len(ablation.scales[scale].seeds)
-        configs = {json.dumps(cell.config.model_dump(mode="json")) for cell in cells}
-        assert len(configs) == len(cells)
 
     def test_each_row_takes_away_what_it_says(self, ablation):
         models = {cell.row: cell.config.model for cell in expand(ablation, "laptop", seeds=[0])}
