@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.evals.test_run import COMPACT, Oracle, config, prepared, solve_needle
 from titans_core import LanguageModel
-from titans_platform.cli.evaluate import bucket_tables
+from titans_platform.cli.live import bucket_tables
 from titans_platform.evals import Item, evaluate
 from titans_platform.runs.result import Measures
 

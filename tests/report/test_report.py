@@ -405,5 +405,5 @@ def test_pathways_are_a_table_in_every_view(tmp_path):
     assert "| MAG | memory's output off | 15.0 |" in export.markdown(report)
     assert export.pathways_csv(report).splitlines()[2] == "MAG,memory's output off,15.0"
     text = report_page(report)
-    Tags(text)
+    Page(text)
     assert "memory&#39;s output off" in text

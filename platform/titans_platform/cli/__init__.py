@@ -136,6 +136,15 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def beyond_training(tokens: int, context: int) -> str:
+    """A warning for a text longer than the longest context that training carried a state over."""
+    return (
+        f"{tokens:,} tokens exceed the context that training carried a state over, about {context:,}: the "
+        "loss may be higher than with a fresh state (docs/training.md, Streams; titans eval RUN "
+        "--by-position measures it)"
+    )
+
+
 class LazyGroup(click.Group):
     """A group with commands in modules not yet imported; ``lazy`` is a table like ``COMMANDS``."""
 

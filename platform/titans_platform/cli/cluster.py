@@ -209,11 +209,10 @@ def down(name: str, dry_run: bool) -> None:
 
 def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> int:
     """Submit the `sweep run` of ``context`` to the cluster ``name``; returns its exit code."""
-    from titans_platform.clusters.packaging import check_reachable, root_on, study_job
+    from titans_platform.clusters.packaging import check_reachable, study_job
 
     given, found = context.params, load_cluster(name)
-    explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
-    root = root_on(found, given["root"], explicit)
+    root = _root_on(found, context)
     check_reachable(found)
     rows, changes = ",".join(given["rows"]), [*given["overrides"], *given["checkpoint_every"]]
     named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
@@ -226,14 +225,21 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
 
 def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
     """Submit the `data prepare` of ``context`` to the cluster ``name``; returns its exit code."""
-    from titans_platform.clusters.packaging import data_job, root_on
+    from titans_platform.clusters.packaging import data_job
 
     given, found = context.params, load_cluster(name)
-    explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
     options = [part for change in given["overrides"] for part in ("--set", change)]
     options += ["--json"] * given["as_json"]
-    job = data_job(found, given["config"], root_on(found, given["root"], explicit), options, data)
+    job = data_job(found, given["config"], _root_on(found, context), options, data)
     return _submit(found, name, job, given["dry_run"], given["as_json"])
+
+
+def _root_on(found: Cluster, context: click.Context) -> Path:
+    """The command's --root as the cluster's nodes see it. Raises UsageError."""
+    from titans_platform.clusters.packaging import root_on
+
+    explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
+    return root_on(found, context.params["root"], explicit)
 
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from titans_platform.cli import echo_json, json_option, root_option, set_option
+from titans_platform.cli import beyond_training, echo_json, json_option, root_option, set_option
 from titans_platform.errors import UsageError
 from titans_platform.runs.result import PATHWAY_TITLES, PATHWAYS_EXPLAINED
 from titans_platform.text import plural
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from titans_platform.data import PreparedData
     from titans_platform.evals.tasks.by_position import ByPosition
     from titans_platform.objectives import Objective
-    from titans_platform.runs.result import Measures
 
 ROWS = 64
 """Default length of a text of --by-position in training rows; less if the texts are shorter."""
@@ -83,6 +82,7 @@ def evaluate(
     """
     import torch
 
+    from titans_platform.cli.live import bucket_tables, measures_table, pathway_grid
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.runs.result import Measures
     from titans_platform.training.loop import deterministic
@@ -122,70 +122,6 @@ def evaluate(
         console.print(f"run {point.parents[1].name}, step {step:,}")
 
 
-def measures_table(result: Measures) -> Table:
-    """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for heading in ("value", "± s.e.", "chance", "floor", "items"):
-        table.add_column(heading, justify="right")
-    heuristics = any(task.heuristic for task in result.tasks.values())
-    if heuristics:
-        table.add_column("best heuristic")
-    for column, value in result.columns.items():
-        table.add_row(f"[bold]{column}", f"[bold]{number(value)}", "", number(result.chance.get(column)))
-        for name, task in result.tasks.items():
-            if name.partition("/")[0] == column:
-                measured = map(number, (task.value, task.stderr, task.chance, task.floor))
-                last = (task.heuristic or "",) if heuristics else ()
-                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
-    return table
-
-
-def pathway_grid(result: Measures) -> Table:
-    """The columns of generated tasks with each part switched off; a dash for a part that the model lacks."""
-    columns = list(next(iter(result.pathways.values()), {}))
-    table = Table(box=box.SIMPLE_HEAD)
-    for i, heading in enumerate(("", *columns)):
-        table.add_column(heading, justify="right" if i else "left")
-    table.add_row("all on", *(number(result.columns[column]) for column in columns))
-    for part, title in PATHWAY_TITLES.items():
-        table.add_row(title, *(number(result.pathways.get(part, {}).get(column)) for column in columns))
-    return table
-
-
-def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for key, buckets in result.buckets.items():
-        task, _, length = key.partition("/")[2].rpartition("@")
-        for bucket, value in buckets.items():
-            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
-    for task, rows in found.items():
-        lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
-        table = Table(box=box.SIMPLE_HEAD, title=task, title_justify="left")
-        table.add_column("position, at tokens")
-        for length in lengths:
-            table.add_column(f"{int(length):,}", justify="right")
-        for bucket, values in rows.items():
-            table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
-        yield table
-
-
-def _shaded(value: float | None, bucket: str) -> str:
-    """A number; for a depth, coloured by the share of needles found there."""
-    if value is None or not bucket.endswith("%"):
-        return number(value)
-    colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
-    return f"[{colour}]{number(value)}"
-
-
-def number(value: float | None) -> str:
-    """Three decimals below ten, one above; a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
-
-
 def _by_position(
     point: Path,
     cfg: RunConfig,
@@ -197,7 +133,6 @@ def _by_position(
 ) -> None:
     """Evaluate the checkpoint ``point``, print the table and save the figure to the run's folder."""
     from titans_core import LanguageModel
-    from titans_platform.cli.model import beyond_training
     from titans_platform.report.figures.buckets import loss_picture
     from titans_platform.report.figures.picture import save
     from titans_platform.runs.load import load_checkpoint

@@ -1,4 +1,7 @@
-"""Live displays: a study's cells, a search, one run. Without a terminal they print periodic lines."""
+"""What commands print of runs: live displays of a study, a search or one run, and tables of measures.
+
+Without a terminal the live displays print periodic lines.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
@@ -25,12 +29,14 @@ from rich.table import Table
 from rich.text import Text
 
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.result import PATHWAY_TITLES
 from titans_platform.study.search import SearchState
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
 from titans_platform.text import clock, count, number
 
 if TYPE_CHECKING:
+    from titans_platform.runs.result import Measures
     from titans_platform.study.plan import Plan
 
 PLAIN_EVERY = 15.0
@@ -274,3 +280,67 @@ def progress_line(state: dict[str, Any]) -> str:
     held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""
     speed = f"{state['tokens_per_second']:,.0f} tok/s"
     return f"loss {state['loss']:.3f}{held_out}  {speed}  {minutes}:{seconds:02d} left"
+
+
+def measures_table(result: Measures) -> Table:
+    """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for heading in ("value", "± s.e.", "chance", "floor", "items"):
+        table.add_column(heading, justify="right")
+    heuristics = any(task.heuristic for task in result.tasks.values())
+    if heuristics:
+        table.add_column("best heuristic")
+    for column, value in result.columns.items():
+        table.add_row(f"[bold]{column}", f"[bold]{_short(value)}", "", _short(result.chance.get(column)))
+        for name, task in result.tasks.items():
+            if name.partition("/")[0] == column:
+                measured = map(_short, (task.value, task.stderr, task.chance, task.floor))
+                last = (task.heuristic or "",) if heuristics else ()
+                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
+    return table
+
+
+def pathway_grid(result: Measures) -> Table:
+    """The columns of generated tasks with each part switched off; a dash for a part that the model lacks."""
+    columns = list(next(iter(result.pathways.values()), {}))
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, heading in enumerate(("", *columns)):
+        table.add_column(heading, justify="right" if i else "left")
+    table.add_row("all on", *(_short(result.columns[column]) for column in columns))
+    for part, title in PATHWAY_TITLES.items():
+        table.add_row(title, *(_short(result.pathways.get(part, {}).get(column)) for column in columns))
+    return table
+
+
+def bucket_tables(result: Measures) -> Iterator[Table]:
+    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for key, buckets in result.buckets.items():
+        task, _, length = key.partition("/")[2].rpartition("@")
+        for bucket, value in buckets.items():
+            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
+    for task, rows in found.items():
+        lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
+        table = Table(box=box.SIMPLE_HEAD, title=task, title_justify="left")
+        table.add_column("position, at tokens")
+        for length in lengths:
+            table.add_column(f"{int(length):,}", justify="right")
+        for bucket, values in rows.items():
+            table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
+        yield table
+
+
+def _shaded(value: float | None, bucket: str) -> str:
+    """A number; for a depth, coloured by the share of needles found there."""
+    if value is None or not bucket.endswith("%"):
+        return _short(value)
+    colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
+    return f"[{colour}]{_short(value)}"
+
+
+def _short(value: float | None) -> str:
+    """Three decimals below ten, one above; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from titans_platform.cli import root_option
+from titans_platform.cli import beyond_training, root_option
 from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
@@ -132,15 +132,6 @@ def _warn(model: LanguageModel, tokens: int, context: int, norms: dict[str, floa
         if line:
             click.echo(line, err=True)
     return message
-
-
-def beyond_training(tokens: int, context: int) -> str:
-    """A warning for a text longer than the longest context that training carried a state over."""
-    return (
-        f"{tokens:,} tokens exceed the context that training carried a state over, about {context:,}: the "
-        "loss may be higher than with a fresh state (docs/training.md, Streams; titans eval RUN "
-        "--by-position measures it)"
-    )
 
 
 def _start(memory: Path | None, model: LanguageModel) -> Reading:

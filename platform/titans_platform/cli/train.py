@@ -101,7 +101,7 @@ def train(
     Example:
       titans train run.yaml --set model.memory.depth=3 --set optim.steps=200
     """
-    from titans_platform.cli.evaluate import measures_table
+    from titans_platform.cli.live import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
     from titans_platform.runs.load import located

@@ -251,8 +251,7 @@ def estimate(plan: Plan) -> Estimate:
     """
     if not plan.todo:
         return Estimate(0.0, "nothing to run")
-    known = _finished_seconds(plan.study)
-    found = _from_finished(plan, known) if known else _from_timed_steps(plan)
+    found = _from_finished(plan) or _from_timed_steps(plan)
     search = plan.study.search
     if found.seconds is None or search is None or search.over:
         return found
@@ -272,17 +271,15 @@ def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
     return STARTUP + max(sum(loads) / concurrency, max(loads))
 
 
-def _finished_seconds(study: StudyRun) -> dict[str, list[float]]:
-    """Seconds of training and evaluation of the finished cells, by row."""
-    found: dict[str, list[float]] = {}
-    for cell in study.cells:
-        result = cell.folder(study.root).shown_result()
+def _from_finished(plan: Plan) -> Estimate | None:
+    """From the mean seconds of each row's finished cells; None without any."""
+    known: dict[str, list[float]] = {}
+    for cell in plan.study.cells:
+        result = cell.folder(plan.study.root).shown_result()
         if result and result.train_seconds:
-            found.setdefault(cell.row, []).append(result.seconds)
-    return found
-
-
-def _from_finished(plan: Plan, known: dict[str, list[float]]) -> Estimate:
+            known.setdefault(cell.row, []).append(result.seconds)
+    if not known:
+        return None
     overall = statistics.fmean(statistics.fmean(times) for times in known.values())
     each = [statistics.fmean(known.get(cell.row, [overall])) for cell in plan.todo]
     done = sum(len(times) for times in known.values())
@@ -293,8 +290,9 @@ def _from_timed_steps(plan: Plan) -> Estimate:
     """Time a step of each row's own model: a deep memory takes several times as long as a Transformer."""
     rows = {cell.row: cell.config for cell in plan.todo}
     timed: dict[str, float] = {}
-    began = time.monotonic()
-    for row in _spread(list(rows)):
+    began, stride = time.monotonic(), -(-len(rows) // 5)
+    # an order in which every prefix is spread over all rows
+    for row in (row for first in range(stride) for row in list(rows)[first::stride]):
         per_token = seconds_per_token(rows[row])
         if per_token is None:
             return Estimate(None, _without_timing(plan, rows))
@@ -308,12 +306,6 @@ def _from_timed_steps(plan: Plan) -> Estimate:
     ]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
     return Estimate(wall_seconds(each, plan.concurrency), f"optimiser steps of {of} timed now")
-
-
-def _spread(rows: Sequence[str], parts: int = 5) -> list[str]:
-    """The rows in an order in which every prefix is spread over all of them."""
-    stride = -(-len(rows) // parts)
-    return [row for first in range(stride) for row in rows[first::stride]]
 
 
 def _without_timing(plan: Plan, rows: dict[str, RunConfig]) -> str:
