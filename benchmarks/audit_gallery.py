@@ -12,6 +12,9 @@ Public layers are best installed in an environment of their own, on this reposit
     PYTHONPATH=kernels:. python benchmarks/audit_gallery.py --out DIR
 """
 
+# pyright: reportMissingImports=false, reportCallIssue=false
+# the packages are installed where the gallery runs, not here
+
 from __future__ import annotations
 
 import argparse
