@@ -52,7 +52,8 @@ class Delta(nn.Module):
 
     def gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
         alpha, theta = torch.sigmoid(self.gates(x) + 1).unbind(-1)
-        return alpha[..., None, None], theta[..., None, None]
+        # equal tokens of a chunk write together at most one full step; with more a repeated token diverges
+        return alpha[..., None, None], theta[..., None, None] / self.chunk
 
     def write(self, S: Tensor, start: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor) -> Tensor:
         error = v - torch.einsum("bij,bj->bi", start, k)
