@@ -149,6 +149,7 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
         assert tally(found) in page
 
 
+@pytest.mark.parametrize("scale", ["workstation"], indirect=True)
 def test_the_rows_at_one_rate_are_those_of_the_data(text, scale, measured):
     rates = text.partition("**Rates.**")[2]
     shown, found = table(rates), measured_in(f"ablation-{scale}-common.csv")
