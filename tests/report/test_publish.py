@@ -47,6 +47,19 @@ def study_run(root, store) -> StudyRun:
     return StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,))
 
 
+def test_a_report_with_the_same_tables_is_not_drawn_again_unless_asked(study_run, tmp_path):
+    report = build_report(build_table(study_run))
+    written = write_report(report, tmp_path)
+    drawn = {path: path.stat().st_mtime_ns for path in written.values()}
+    assert write_report(report, tmp_path, redraw=False) == written
+    assert {path: path.stat().st_mtime_ns for path in written.values()} == drawn
+    (tmp_path / "cells.csv").write_text("of other cells")
+    for again in (False, True):
+        before = (tmp_path / "report.html").stat().st_mtime_ns
+        write_report(report, tmp_path, redraw=again)
+        assert (tmp_path / "report.html").stat().st_mtime_ns > before
+
+
 @pytest.mark.slow
 def test_a_cells_run_has_the_units_of_the_table(study_run, store):
     report = build_report(build_table(study_run))

@@ -229,7 +229,7 @@ def run(
             send_left(study.root)
         with study.folder.lock():
             plan = run_plan(plan, StudyDisplay(console))
-            table = report_study(plan.study, console, link=bool(plan.todo))
+            table = report_study(plan.study, console, link=bool(plan.todo), redraw=bool(plan.todo))
         search = plan.study.search.record() if plan.study.search else None
         lines = _summary(search, plan.study.folder.timings() if plan.todo else None)
         for line in [*lines, *(send_left(study.root) if plan.todo else ())]:

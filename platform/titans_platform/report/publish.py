@@ -34,7 +34,9 @@ UI = "http://127.0.0.1:5000"
 """Where `titans ui` listens unless it is told otherwise."""
 
 
-def make(run: StudyRun, console: Console, link: bool = True, address: str | None = None) -> Table:
+def make(
+    run: StudyRun, console: Console, link: bool = True, address: str | None = None, redraw: bool = True
+) -> Table:
     """Write the report of a study, print its table, and return it.
 
     Args:
@@ -43,6 +45,7 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
         link: Whether the report is logged to the study's MLflow run too.
         address: MLflow server that the page links to. By default the tracking server, or where `titans ui`
             listens.
+        redraw: Whether the page and figures are drawn again if the tables have not changed.
 
     Raises:
         UsageError: nothing has run.
@@ -58,7 +61,7 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
         commands(run.folder.path),
         _links(store, address),
     )
-    paths = write_report(report, run.folder.path)
+    paths = write_report(report, run.folder.path, redraw)
     if link and store:
         log_report(store, report, paths)
     path = run.folder.path
@@ -103,10 +106,12 @@ def _links(store: Store | None, address: str | None) -> Links | None:
     return Links((server or UI).rstrip("/"), store.experiment, local=not server)
 
 
-def write_report(report: Report, folder: Path) -> dict[str, Path]:
-    """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
-    texts = {
-        PAGE: html.report_page(report),
+def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str, Path]:
+    """Write the page, the tables and the figures into ``folder``; returns their paths by name.
+
+    Figures take most of the time. Without ``redraw`` a report with the same tables stays as it is.
+    """
+    tables = {
         "table.md": export.markdown(report, FIGURES),
         "table.tex": export.latex(report),
         "table.csv": export.summary_csv(report),
@@ -114,10 +119,19 @@ def write_report(report: Report, folder: Path) -> dict[str, Path]:
         "verdict.csv": export.verdict_csv(report),
         **({"pathways.csv": export.pathways_csv(report)} if report.pathways else {}),
     }
+    figures = sorted((folder / FIGURES).glob("*.p*"))
+    if not redraw and (folder / PAGE).exists() and figures and _same(tables, folder):
+        return {name: folder / name for name in (PAGE, *tables)} | {f"{FIGURES}/{x.name}": x for x in figures}
+    texts = {PAGE: html.report_page(report), **tables}
     for name, content in texts.items():
         write_text(folder / name, content)
     files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
     return {name: folder / name for name in texts} | {f"{FIGURES}/{path.name}": path for path in files}
+
+
+def _same(texts: dict[str, str], folder: Path) -> bool:
+    paths = {folder / name: text for name, text in texts.items()}
+    return all(path.exists() and path.read_bytes() == text.encode() for path, text in paths.items())
 
 
 def _runs(table: Table) -> dict[str, Result]:
