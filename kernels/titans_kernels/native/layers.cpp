@@ -6,24 +6,9 @@
 #include <vector>
 
 #include "exponential.h"
-
-#define APART __attribute__((noinline))
-typedef const Real* __restrict__ In;
-typedef Real* __restrict__ Out;
+#include "inner.h"
 
 namespace {
-
-constexpr int LANES = 16;
-
-APART Real inner(int n, In x, In y) {
-  Real sum[LANES] = {}, total = 0;
-  int i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
-  for (; i < n; i++) total += x[i] * y[i];
-  for (Real part : sum) total += part;
-  return total;
-}
 
 APART void silu(int n, In x, Out y) {
   for (int i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i]));

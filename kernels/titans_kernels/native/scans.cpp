@@ -5,14 +5,9 @@
 #include <vector>
 
 #include "exponential.h"
-
-#define APART __attribute__((noinline))
-typedef const Real* __restrict__ In;
-typedef Real* __restrict__ Out;
+#include "inner.h"
 
 namespace {
-
-constexpr int LANES = 16;
 
 // to = keep to + scale x
 APART void write_row(int n, Real keep, Real scale, In x, Out to) {
@@ -21,16 +16,6 @@ APART void write_row(int n, Real keep, Real scale, In x, Out to) {
 
 APART void add_row(int n, Real scale, In x, Out to) {
   for (int i = 0; i < n; i++) to[i] += scale * x[i];
-}
-
-APART Real inner(int n, In x, In y) {
-  Real sum[LANES] = {}, total = 0;
-  int i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
-  for (; i < n; i++) total += x[i] * y[i];
-  for (Real part : sum) total += part;
-  return total;
 }
 
 }  // namespace
