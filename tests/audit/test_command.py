@@ -15,7 +15,7 @@ from titans_core.audit import Adapter, AuditError, Outcome, audit, registry
 from titans_core.audit.variants import variant_factory
 from titans_platform.cli import run
 
-LAYERS = "tests.audit.planted"
+LAYERS = "tests.audit.layers"
 CHECKS = ("causal_gradient", "repeatable", "pieces")
 QUICK = ["--dim", "8", "--length", "40", *(f"--only={name}" for name in CHECKS)]
 
@@ -72,7 +72,7 @@ def test_a_correct_layer_passes_with_a_table_json_a_page_and_a_badge(tmp_path, c
 
 
 def test_a_finding_is_exit_code_1_with_the_smallest_example(capsys):
-    assert call(f"{LAYERS}:ConvolutionOneAhead", *QUICK) == 1
+    assert call("tests.audit.leaks:ConvolutionOneAhead", *QUICK) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail 2 tokens, output 0, input 1" in out
     assert call(f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta", "--json", "-") == 0
@@ -109,6 +109,7 @@ def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
     paths = f"import sys; sys.path[:0] = {[str(root), str(root / 'kernels')]}; import pytest; "
     code = f"{paths}sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '--tb=long']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    # test_found holds a planted fault, so that one of its checks fails
     assert "1 failed, 17 passed, 2 skipped, 1 xfailed" in done.stdout, done.stdout[-3000:]
     assert "test_found[causal_gradient]" in done.stdout
     assert "causal_gradient: 2 tokens, output 0, input 1" in done.stdout

@@ -8,6 +8,7 @@ from titans_platform.evals.tasks import (  # noqa: F401
     babi,
     by_position,
     functions,
+    mad,
     needle,
     perplexity,
     reasoning,
