@@ -283,7 +283,7 @@ def test_a_form_that_does_not_take_a_rule_says_so():
             {},
             "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?",
         ),
-        ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.Rule"),
+        ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.base.Rule"),
     ],
 )
 def test_a_rule_that_does_not_exist_is_named(name, parameters, message):

@@ -1,0 +1,46 @@
+"""Update rules of the memory, one file each; `base.Rule` is the paper's.
+
+A subclass of `Rule` may override the loss, the gradient point and the update. The reference, the generic
+chunked form (`autograd`) and `decode_step` support every rule; `op.FORMS` says which others support which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from titans_kernels.memory.rules.base import PAPER, Rule
+from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.robust import Huber, Yaad
+from titans_kernels.registry import find_class
+
+__all__ = ["PAPER", "RULES", "GatedDelta", "Huber", "Rule", "Yaad", "find_rule"]
+
+RULES: dict[str, type[Rule]] = {
+    "paper": Rule,
+    "gated_delta": GatedDelta,
+    "huber": Huber,
+    "yaad": Yaad,
+}
+"""Built-in rules by name; ``RULES["mine"] = MyRule`` registers another one in this process."""
+
+
+def find_rule(name: str, **parameters: float) -> Rule:
+    """Instantiate a rule.
+
+    Args:
+        name: a key of `RULES`, or an import path ``package.module:Class`` of a subclass of `Rule`.
+        **parameters: fields of the rule.
+
+    Raises:
+        ValueError: there is no such rule, or a parameter is unknown or invalid; a one-line message.
+    """
+    kind = find_class("rule", name, RULES, Rule)
+    for parameter in parameters:
+        known = [field.name for field in fields(kind)]
+        if parameter not in known:
+            has = ", ".join(known) or "no parameters"
+            raise ValueError(f"rule_options.{parameter}: the rule {name} has {has}")
+    try:
+        return kind(**parameters)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rule_options.{error}") from None
