@@ -242,7 +242,11 @@ class CheckpointConfig(Frozen):
 
 
 class LogConfig(Frozen):
-    """Additional MLflow logging. Not part of the run's hash."""
+    """Logging beside the run's numbers in MLflow. Not part of the run's hash."""
+
+    loggers: list[str] = Field(default_factory=list)
+    """Loggers beside MLflow: tensorboard (events in the run's folder), wandb (if installed), or
+    ``module:Class`` of a `titans_platform.runs.loggers.Logger`."""
 
     system_metrics: bool = False
     """Log CPU, memory, disk, network and GPU utilisation every ten seconds; needs psutil."""

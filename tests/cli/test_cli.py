@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from collections.abc import Iterator
@@ -345,3 +346,33 @@ def test_a_wheel_knows_its_commit(tree, tmp_path):
     told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == head
     assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
+
+
+@pytest.mark.nightly
+def test_a_wheel_runs_a_study_without_a_clone(tree, tmp_path):
+    """As after `pip install`: an environment with the dependencies and the wheel, in an empty folder."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=tree, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # a path file of a path file is not read, so this does not bring the checkout itself
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    words = ["sweep", "run", "ablation", "--scale", "smoke", "--rows", "LMM", "--set", "optim.steps=2"]
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TITANS_HOME")}
+    code = "import titans_platform; print(titans_platform.__file__)"
+    python = str(tmp_path / "venv" / "bin" / "python")
+    where = subprocess.run(
+        [python, "-c", code], env=env, cwd=empty, capture_output=True, text=True, check=True
+    )
+    assert Path(where.stdout.strip()).is_relative_to(site)
+    done = subprocess.run(
+        [python, "-m", "titans_platform", *words], env=env, cwd=empty, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (table,) = empty.glob("titans-runs/studies/*/table.csv")
+    assert "LMM" in table.read_text()

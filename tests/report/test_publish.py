@@ -71,7 +71,8 @@ def test_a_cells_run_has_the_units_of_the_table(study_run, store):
     assert run.info.status == "FINISHED"
     # written once, however often the report is made
     assert [point.step for point in store.client.get_metric_history(run_id, "acc")] == [0, 20]
-    assert store.client.get_run(parent).data.metrics["acc/LMM"] == 25.0
+    # a metric that is logged once would be a chart with one bar
+    assert store.client.get_run(parent).data.metrics == {}
 
 
 def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +139,7 @@ def _runs(table: Table) -> dict[str, Result]:
 
 
 def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
-    """Log the files, the table and its means to the study's parent run; returns the run's id."""
+    """Log the files and the table to the study's parent run; returns the run's id."""
     table = report.table
     # same tag names as on the runs of the cells
     named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
@@ -151,13 +150,6 @@ def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
     log.note("\n".join([export.markdown(report), "**Cells**", "", *_cell_links(store, report), ""]))
-    # means as metrics, so that studies can be plotted against each other
-    means = {
-        f"{key}/{_metric_name(row.name)}": number.entry.mean
-        for row in report.rows
-        for key, number in row.numbers.items()
-    }
-    log.summary({name: mean for name, mean in means.items() if mean is not None})
     for run, result in _runs(table).items():
         store.amend(run, _in_units(table, result), result.steps)
     log.close("FINISHED" if not table.missing else "FAILED")
@@ -188,11 +180,6 @@ def _cell_links(store: Store, report: Report) -> Iterator[str]:
         links = ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items())
         if links:
             yield f"- {row.name}: {links}"
-
-
-def _metric_name(name: str) -> str:
-    """MLflow takes letters, digits, space and a few signs in a metric's name; `+ Attn (MAC)` is Attn MAC."""
-    return " ".join(re.sub(r"[^\w. -]", " ", name.replace("/", "-")).split())
 
 
 def paper_page(items: Sequence[Item], root: Path) -> str:

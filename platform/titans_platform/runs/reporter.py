@@ -7,18 +7,23 @@ sends it in order; after a request without an answer it looks up what the server
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_platform.errors import Interrupted, StorageError
-from titans_platform.files import read_json, write_json
-from titans_platform.runs.folder import CONFIG, PROGRESS, RESULT, RunFolder
+from titans_platform.errors import Interrupted, StorageError, TitansError, one_line
+from titans_platform.files import read_json, write_error, write_json
+from titans_platform.runs.folder import CONFIG, LOGGED, PROGRESS, RESULT, RunFolder
+from titans_platform.runs.loggers import Logger, open_loggers
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
@@ -26,23 +31,15 @@ if TYPE_CHECKING:
     from titans_platform.objectives import Input
     from titans_platform.tracking import RunLog, Store
 
-
-import json
-import math
-import threading
-from collections.abc import Iterator, Mapping
-from itertools import islice
-from typing import TYPE_CHECKING
-
-from titans_platform.errors import TitansError, one_line
-from titans_platform.files import write_error
-from titans_platform.runs.folder import LOGGED
-
-if TYPE_CHECKING:
-    from titans_platform.tracking import RunLog
-
 log = logging.getLogger(__name__)
 
+JOURNAL, STATE = LOGGED
+SEND_EVERY = 5.0
+"""Seconds between requests; doubled after each failure, up to a minute."""
+END_SECONDS = 10.0
+"""Seconds that the end of a run waits for unsent lines."""
+_LINES = 100
+"""Steps per request."""
 _LOSSES = 200
 """Approximate number of steps per run whose losses are logged to MLflow."""
 DETAILED = 50
@@ -62,6 +59,7 @@ class Reporter:
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
+        self._loggers = open_loggers(spec)
         write_json(self.folder.path / CONFIG, spec.config.model_dump(mode="json"))
         self._write()
         if spec.tracking:
@@ -79,6 +77,8 @@ class Reporter:
         self._last = time.monotonic()
         self._state["step"] = step
         self._write()
+        for logger in self._loggers:
+            logger.start(step)
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Report the metrics of a step; only a sample of the steps is logged."""
@@ -96,12 +96,15 @@ class Reporter:
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:
             self._write()
-        if not self._log:
-            return
         if _due(step, self.steps, DETAILED):
-            self._log.metrics(step, metrics)
+            logged = metrics
         elif _due(step, self.steps, _LOSSES) or "validation_loss" in metrics:
-            self._log.metrics(step, {key: metrics[key] for key in LOSSES & metrics.keys()})
+            logged = {key: metrics[key] for key in LOSSES & metrics.keys()}
+        else:
+            return
+        if self._log:
+            self._log.metrics(step, logged)
+        self._tell(lambda logger: logger.log(step, logged))
 
     def flush(self) -> None:
         """Make the log durable. Called before a checkpoint is committed, so that no logged step is lost."""
@@ -120,6 +123,7 @@ class Reporter:
             self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
             # the next rung opens its own journal
             self._end(lambda run: None, None)
+        self._tell(lambda logger: logger.close())
         return columns
 
     def finish(self, result: Result) -> None:
@@ -128,6 +132,8 @@ class Reporter:
         The result is written even if MLflow cannot be reached.
         """
         self._end(lambda run: log_result(run, result), "FINISHED")
+        self._tell(lambda logger: logger.finish(result.steps, result.columns))
+        self._tell(lambda logger: logger.close())
         self.phase("done")
         result.write(self.folder.path / RESULT)
 
@@ -139,6 +145,16 @@ class Reporter:
             with suppress(Exception):
                 self._log.sync()
             self._end(lambda run: run.close(status), status)
+        self._tell(lambda logger: logger.close())
+
+    def _tell(self, what: Callable[[Logger], None]) -> None:
+        """Call each logger; one that fails is warned about and left out from then on."""
+        for logger in list(self._loggers):
+            try:
+                what(logger)
+            except Exception as error:
+                log.warning("log.loggers: %s: %s", type(logger).__name__, one_line(error))
+                self._loggers.remove(logger)
 
     def _end(self, end: Callable[[RunLog], object], status: str | None) -> None:
         if self._log and (left := self._log.close(end, status)):
@@ -254,17 +270,6 @@ def _due(step: int, steps: int, times: int) -> bool:
 
 def _average(before: float, now: float) -> float:
     return _MEMORY * before + (1 - _MEMORY) * now if before else now
-
-
-log = logging.getLogger(__name__)
-
-JOURNAL, STATE = LOGGED
-SEND_EVERY = 5.0
-"""Seconds between requests; doubled after each failure, up to a minute."""
-END_SECONDS = 10.0
-"""Seconds that the end of a run waits for unsent lines."""
-_LINES = 100
-"""Steps per request."""
 
 
 class Journal:

@@ -340,7 +340,10 @@ def tracked(study: StudyRun) -> Iterator[Tracker]:
     from titans_platform.tracking import open_store
 
     store = open_store(study.root)
-    parent = store.study_run(study.label, {"titans.scale": study.scale_name, "titans.commit": study.commit})
+    tags = {"titans.scale": study.scale_name, "titans.commit": study.commit}
+    seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
+    columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
+    parent = store.study_run(study.label, tags, columns)
     end_orphaned_runs(store, parent, study.root)
     try:
         yield Tracker(study, store.uri, parent)

@@ -205,9 +205,15 @@ class Store:
         """The address of the server that is the store; None where the store is a file."""
         return self.uri.rstrip("/") if self.uri.startswith(("http://", "https://")) else None
 
-    def study_run(self, study: str, tags: Mapping[str, str] | None = None) -> str:
-        """The parent run of a study, created the first time; its run id."""
-        run_id = self.find(STUDY_TAG, study) or self._create(study, {STUDY_TAG: study})
+    def study_run(
+        self, study: str, tags: Mapping[str, str] | None = None, params: Mapping[str, Any] | None = None
+    ) -> str:
+        """The parent run of a study, created with ``params`` the first time; its run id."""
+        run_id = self.find(STUDY_TAG, study)
+        if run_id is None:
+            run_id = self._create(study, {STUDY_TAG: study})
+            columns = [Param(key, str(value)) for key, value in (params or {}).items()]
+            log_entries(self.client, run_id, params=columns)
         log_entries(self.client, run_id, tags=tags_of(tags or {}))
         self.client.update_run(run_id, status="RUNNING")
         return run_id
