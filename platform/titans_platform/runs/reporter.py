@@ -96,12 +96,11 @@ class Reporter:
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:
             self._write()
-        if _due(step, self.steps, DETAILED):
-            logged = metrics
-        elif _due(step, self.steps, _LOSSES) or "validation_loss" in metrics:
+        logged = metrics
+        if not _due(step, self.steps, DETAILED):
+            if not (_due(step, self.steps, _LOSSES) or "validation_loss" in metrics):
+                return
             logged = {key: metrics[key] for key in LOSSES & metrics.keys()}
-        else:
-            return
         if self._log:
             self._log.metrics(step, logged)
         self._tell(lambda logger: logger.log(step, logged))
@@ -140,8 +139,7 @@ class Reporter:
     def fail(self, error: BaseException) -> None:
         """End the MLflow run, as KILLED if the run was interrupted, else as FAILED."""
         if self._log:
-            killed = isinstance(error, KeyboardInterrupt | SystemExit | Interrupted)
-            status = "KILLED" if killed else "FAILED"
+            status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
             with suppress(Exception):
                 self._log.sync()
             self._end(lambda run: run.close(status), status)
