@@ -290,6 +290,18 @@ def test_a_grid_has_a_tile_for_every_cell_and_marks_missing_ones(tmp_path):
     assert ">—</text>" in figure
 
 
+def test_an_expectation_of_a_column_that_the_scale_lacks_is_left_out(tmp_path):
+    expected = {key: Expectation(better=True, because=f"Of {key}.") for key in ("ppl", "acc")}
+    found = study([Row(name="LMM"), Row(name="MAC", expected=expected)])
+    narrow = found.model_copy(update={"scales": {"small": Scale(columns={"acc": ACC})}})
+    cells = [Cell(row.name, 0, RunConfig(), f"{row.name}x0") for row in narrow.rows]
+    for i, cell in enumerate(cells):
+        finish(tmp_path, cell, i, columns={"acc": 0.5})
+    notes = " ".join(build_report(table_of(tmp_path, narrow, cells)).notes)
+    assert "Of acc." in notes
+    assert "Of ppl." not in notes
+
+
 def test_a_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_path):
     why = Expectation(better=False, because="A derivation.")
     tasks = {key: {"eval.columns": {key: [{"task": "recall"}]}} for key in ("ppl", "acc")}

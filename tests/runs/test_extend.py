@@ -16,11 +16,12 @@ from titans_platform.config import OptimConfig, RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.runs.check import check_start, spec_for
-from titans_platform.runs.load import load_run, located, resume_from_run
+from titans_platform.runs.load import checkpoint_of_shorter, load_run, located, start_from_shorter
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.runs.worker import Worker
 from titans_platform.tracking import open_store
+from titans_platform.training.checkpoint import step_of
 from titans_platform.training.optim import before_decay, equal_rates
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
@@ -44,8 +45,13 @@ def train(spec: RunSpec) -> Result:
     return result
 
 
-def resume(spec: RunSpec, shorter: RunConfig) -> str:
-    return resume_from_run(spec, spec_of(shorter, spec.root).name, spec.objective.open(spec.root).fingerprint)
+def resume(spec: RunSpec, shorter: RunConfig) -> Path:
+    """Begin a run with a checkpoint of ``shorter``, whose path is returned."""
+    fingerprint = spec.objective.open(spec.root).fingerprint
+    point = checkpoint_of_shorter(spec, spec_of(shorter, spec.root).name, fingerprint)
+    assert point is not None
+    start_from_shorter(spec, point)
+    return point
 
 
 @pytest.fixture
@@ -67,7 +73,8 @@ def root(tmp_path) -> Path:
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
     spec = spec_of(then, root)
-    assert resume(spec, first).startswith(f"resuming from step {step} of run {spec_of(first, root).name}")
+    point = resume(spec, first)
+    assert (step_of(point), point.parents[1]) == (step, spec_of(first, root).folder.path)
     extended = train(spec)
     elsewhere = tmp_path_factory.mktemp("straight")
     prepare(then.data, elsewhere)
@@ -118,7 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over(root):
     file = next(point.glob("*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
     then = spec_of(run_of(60), root)
-    assert "resuming from step 7" in resume(then, run_of(8))
+    assert step_of(resume(then, run_of(8))) == 7
 
 
 def test_the_curve_in_mlflow_is_whole(root):
@@ -126,7 +133,7 @@ def test_the_curve_in_mlflow_is_whole(root):
     first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
     train(first)
     then = spec_of(run_of(60), root, tracking=Tracking(store.uri, "long"))
-    assert resume(then, run_of(8)).startswith("resuming")
+    resume(then, run_of(8))
     run_id = train(then).mlflow_run_id
     assert [step for step, _ in store.curves([run_id])[run_id]] == list(range(1, 61))
     columns = store.client.get_metric_history(run_id, "reasoning")

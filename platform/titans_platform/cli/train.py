@@ -27,6 +27,7 @@ PLAN_LINES = {
     "data": "data",
     "cell": "run",
     "state": "state of the run",
+    "resume_from": "resumes from",
     "tokens": "tokens to train on",
     "parameters": "parameters",
     "state_bytes": "state bytes per sequence",
@@ -114,7 +115,7 @@ def train(
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
         console.print("this machine has a GPU that the run does not use; --gpus 1 trains on it")
     if dry_run:
-        _plan(objective, root, resources, as_json, console)
+        _plan(objective, root, resources, resume_from, as_json, console)
         return
     result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
@@ -141,7 +142,7 @@ def _run(
     from titans_platform.cli.live import run_display
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
-    from titans_platform.runs.load import resume_from_run
+    from titans_platform.runs.load import checkpoint_of_shorter, start_from_shorter
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import check_store
@@ -160,10 +161,13 @@ def _run(
         return done
     # report config errors before creating a store and starting a cluster
     objective.check(data)
+    shorter = checkpoint_of_shorter(spec, resume_from, data.fingerprint) if resume_from else None
     spec = replace(spec, tracking=_tracking(cfg, root, data, name))
-    if resume_from is not None:
-        line = resume_from_run(spec, resume_from, data.fingerprint)
-        console.print(line, highlight=False, soft_wrap=True)
+    if shorter:
+        start_from_shorter(spec, shorter)
+        console.print(f"resuming from {_checkpoint(shorter)}", highlight=False, soft_wrap=True)
+    elif resume_from:
+        console.print(f"run {spec.name} has begun and resumes its own checkpoint", highlight=False)
     alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
     with alone, run_display(spec.folder, console):
         result = execute(spec, wait=10)
@@ -172,6 +176,13 @@ def _run(
     if profile:
         console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True, highlight=False)
     return result
+
+
+def _checkpoint(point: Path) -> str:
+    """A checkpoint of a shorter run, for the terminal."""
+    from titans_platform.training.checkpoint import step_of
+
+    return f"step {step_of(point)} of run {point.parents[1].name}, which trained the same steps"
 
 
 def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
@@ -186,12 +197,17 @@ def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
 
 
 def _plan(
-    objective: Objective[Any], root: Path, resources: Resources, as_json: bool, console: Console
+    objective: Objective[Any],
+    root: Path,
+    resources: Resources,
+    resume_from: str | None,
+    as_json: bool,
+    console: Console,
 ) -> None:
     """Print the plan of a run. Raises what the run itself would raise before it trains."""
     from titans_platform.data import NotPrepared
-    from titans_platform.runs.check import check_resources, check_start
-    from titans_platform.runs.folder import RunFolder
+    from titans_platform.runs.check import check_resources, check_start, spec_for
+    from titans_platform.runs.load import checkpoint_of_shorter
 
     cfg = objective.cfg
     objective.check()
@@ -207,8 +223,10 @@ def _plan(
         plan |= {"data": "to be prepared", "state": "missing"}
     else:
         objective.check(data)
-        folder = RunFolder(root.resolve(), objective.run_name(data.fingerprint, resources.hashed_workers))
-        plan |= {"data": data.fingerprint, "cell": folder.name, "state": folder.state()}
+        spec = spec_for(cfg, root, resources)
+        plan |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
+        if resume_from and (point := checkpoint_of_shorter(spec, resume_from, data.fingerprint)):
+            plan["resume_from"] = _checkpoint(point)
     plan |= {"tokens": cfg.tokens} | _cost(cfg, resources)
     if as_json:
         echo_json(plan)

@@ -295,6 +295,9 @@ def _notes(table: Table, found: Sequence[Discrimination], marks: Mapping[str, st
         lines.append(table.note)
     for row in table.rows:
         for key, expected in row.row.expected.items():
+            # a scale may have fewer columns than the study
+            if key not in table.columns:
+                continue
             way = "better" if expected.better else "worse"
             because = " ".join(expected.because.split())
             lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")

@@ -120,16 +120,17 @@ def _folder_named(run: str, root: Path) -> Path:
     raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
 
 
-def resume_from_run(spec: RunSpec, run: str, data_fingerprint: str) -> str:
-    """Start a run from the last checkpoint of ``run``, a shorter one of the same config. Returns a message.
+def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> Path | None:
+    """The last checkpoint of ``run``, a shorter one of the same config, that a run can resume from.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. A run that has begun resumes its own checkpoint.
+    so the result is identical to training from the start. None: the run has begun, and resumes its own
+    checkpoint.
 
     Raises UsageError that says why ``run`` cannot be resumed.
     """
     if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
-        return f"run {spec.name} has begun and resumes its own checkpoint"
+        return None
     path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
     shorter, cfg = RunFolder(path.parents[1], path.name), load_config(path / CONFIG)
     if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
@@ -141,6 +142,12 @@ def resume_from_run(spec: RunSpec, run: str, data_fingerprint: str) -> str:
     point = next((point for point in points if find_corruption(point) is None), None)
     if point is None:
         raise UsageError(f"--resume-from {run}: {_why_no_checkpoint(cfg, spec.config, exact)}")
+    return point
+
+
+def start_from_shorter(spec: RunSpec, point: Path) -> None:
+    """Begin a run with a checkpoint of another run, found by `checkpoint_of_shorter`, and with its curves."""
+    shorter = RunFolder(point.parents[3], point.parents[1].name)
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
         # none of the longer run's last twentieth is done
@@ -151,7 +158,6 @@ def resume_from_run(spec: RunSpec, run: str, data_fingerprint: str) -> str:
         if spec.tracking and result and (logged := result.mlflow_run_id):
             store, run_id = mlflow_run(spec.folder, spec.tracking)
             store.copy_curves(logged, run_id, step_of(point))
-    return f"resuming from step {step_of(point)} of run {shorter.name}, which trained the same steps"
 
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
