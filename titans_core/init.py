@@ -10,6 +10,7 @@
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, to predict little; not under LN |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
 | alpha, eta, theta | weight 0.02, bias `MemoryConfig.alpha_bias`, `eta_bias`, `theta_bias` |
+| a rule's own gates | weight 0.02, bias `Rule.extra_bias` |
 | alpha, with `MemoryConfig.decay_horizons` | the bias that gives its head or channel its horizon, 1 / alpha |
 """
 
@@ -71,6 +72,7 @@ def _initialize_memory(memory: Any) -> None:
     if config.residual != "norm":  # under LN it would only scale up the gradient tenfold
         memory.initial_weights[-1].mul_(0.1)
     biases = {"alpha": config.alpha_bias, "eta": config.eta_bias, "theta": config.theta_bias}
+    biases["extra"] = memory.rule.extra_bias
     for name, bias in biases.items():
         gate = getattr(memory, name)
         if gate is not None:

@@ -159,7 +159,7 @@ class _Watch:
             for part in (self.memory.absolute_weights(after.weights), after.momentum)
         ]
         errors = [_squared_error(y, writes.v)[0] for y in (before, after_each)]
-        return _Span(q[0], *(x[0] for x in writes), *errors, *norms, step=step[0]), state
+        return _Span(q[0], *(x[0] for x in writes[:5]), *errors, *norms, step=step[0]), state
 
     @torch.no_grad()
     def trace(self, name: str, nearest: int) -> MemoryTrace:

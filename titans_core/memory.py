@@ -44,6 +44,8 @@ class Writes(NamedTuple):
     alpha: Tensor
     eta: Tensor
     theta: Tensor
+    extra: Tensor
+    """The rule's own gates [B, T, H, E], E being `Rule.extra_gates`."""
 
 
 class MemoryCache(NamedTuple):
@@ -105,6 +107,8 @@ class NeuralMemory(Projections):
         self.alpha = nn.Linear(d_model, forgotten) if config.decay else None
         self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
         self.theta = nn.Linear(d_model, config.heads)
+        own = self.rule.extra_gates
+        self.extra = nn.Linear(d_model, config.heads * own) if own else None
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
         self.initial_weights = nn.ParameterList(torch.empty(config.heads, *pair) for pair in pairwise(widths))
@@ -226,7 +230,7 @@ class NeuralMemory(Projections):
         per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget is not None)
         if not self.carries_momentum:
             per_head -= sum(D * F for D, F in shapes) - len(shapes)
-        per_head += 2 + (groups or 1) if c.gates_per == "chunk" and opened else 0
+        per_head += 2 + (groups or 1) + self.rule.extra_gates if c.gates_per == "chunk" and opened else 0
         state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -244,7 +248,7 @@ class NeuralMemory(Projections):
     ) -> tuple[Tensor, Writes, ConvState]:
         """Queries [B, T, H, E], the inputs of the update, and the convolution state."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
-        switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta}
+        switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
         gates = {name: gate for name, gate in switched.items() if gate is not None}
         found = dict(zip(gates, _project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
@@ -255,7 +259,10 @@ class NeuralMemory(Projections):
             alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         if not self.decays:
             alpha = torch.zeros_like(alpha)
-        return q, Writes(k, v, alpha, eta, theta), conv_state
+        extra = theta.new_empty(*theta.shape, 0)
+        if "extra" in found:
+            extra = found["extra"].unflatten(-1, (self.heads, self.rule.extra_gates))
+        return q, Writes(k, v, alpha, eta, theta, extra), conv_state
 
     @property
     def _forgets_by_channel(self) -> bool:
@@ -296,7 +303,7 @@ class NeuralMemory(Projections):
         c, full = self.config, _expand_momentum(state.momentum, state.weights)
         state = state._replace(momentum=full)
         return extend_memory(
-            q, *writes, state, chunk_size=c.chunk_size, activation=c.activation,
+            q, *writes[:5], state, extra=writes.extra, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule, residual=self.residual,
             base=self.base, write_budget=c.write_budget,
         )  # fmt: skip
@@ -336,7 +343,8 @@ class NeuralMemory(Projections):
     ) -> tuple[Tensor, MemoryState]:
         c, momentum = self.config, _expand_momentum(state.momentum, state.weights)
         call = lambda q: neural_memory(  # noqa: E731
-            q, *writes, state.weights, momentum, chunk_size=c.chunk_size, activation=c.activation,
+            q, *writes[:5], state.weights, momentum, extra=writes.extra, chunk_size=c.chunk_size,
+            activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
             rule=self.rule, residual=self.residual, base=self.base, write_budget=c.write_budget,
             output_final_state=cu_seqlens is None or self.recorder is not None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ class Call:
     """The inputs of a call; a subclass draws them."""
 
     tokens: list[Tensor]
-    """q, k, v, alpha, eta, theta."""
+    """q, k, v, alpha, eta, theta, and for a rule with gates of its own these."""
     state: MemoryState
     residual: Residual | None = None
 
@@ -28,17 +30,25 @@ class Call:
 
     def whole(self, **options) -> list[Tensor]:
         """y and the state after the last token."""
-        y, after = neural_memory(*self.tokens, *self.state, residual=self.residual, **options)
+        *tokens, extra = with_extra(self.tokens)
+        y, after = neural_memory(*tokens, *self.state, extra=extra, residual=self.residual, **options)
         return [y, *after.weights, *after.momentum]
 
     def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
         """The results of `whole`, by calls on pieces of the sequence."""
         state, outputs = DecodeState.of(self.state), []
         for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
-            y, state = form(*part, state, residual=self.residual, **options)
+            *tokens, extra = with_extra(part)
+            y, state = form(*tokens, state, extra=extra, residual=self.residual, **options)
             outputs.append(y)
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+
+def with_extra(tokens: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
+    """The tokens of a call and the rule's own gates or None."""
+    given = tuple(tokens)
+    return given if len(given) > 6 else (*given, None)
 
 
 def assert_same(

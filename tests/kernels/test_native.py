@@ -152,7 +152,7 @@ def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path)
 @needs_compiler
 def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     case = Case(5)
-    inputs = op.Inputs(*case.inputs)
+    inputs = op.Inputs.of(*case.inputs)
     options = op.Options(4, "silu", None, None)
     assert op.choose("auto", inputs, case.weights, options).name == "native"
     assert op.choose("chunked", inputs, case.weights, options).name == "chunked"

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from titans_kernels import forms_used, neural_memory
+from titans_kernels import find_rule, forms_used, neural_memory
 from titans_kernels.memory import op
+from titans_kernels.memory.rules import MomentumDelta
 
 ONLINE = {"chunk_size": 1, "surprise_bound": None}
 
@@ -24,19 +25,24 @@ def made(T: int, *, B: int = 2, H: int = 2, D: int = 5, F: int = 4, momentum: bo
     alpha, eta, theta = (torch.sigmoid(random(B, T, H)) for _ in range(3))
     eta = eta if momentum else torch.zeros_like(eta)
     given = [q, k, v, 0.3 * alpha, eta, 0.5 * theta, random(B, H, D, F), random(B, H, D, F)]
+    given += [torch.sigmoid(random(B, T, H, 1))]
     return [x.detach().requires_grad_() for x in given]
 
 
 def computed(given: list[Tensor], backend: str, **options) -> list[Tensor]:
-    *tokens, W, S = given
-    y, state = neural_memory(*tokens, (W,), (S,), backend=backend, **ONLINE, **options)
+    *tokens, W, S, extra = given
+    rule = options.get("rule", "paper")
+    own = (find_rule(rule) if isinstance(rule, str) else rule).extra_gates
+    y, state = neural_memory(
+        *tokens, (W,), (S,), extra=extra if own else None, backend=backend, **ONLINE, **options
+    )
     outputs = [y, *state.weights, *state.momentum]
     weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in outputs]
     loss = torch.stack([(x * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
-    return [x.detach() for x in outputs] + list(torch.autograd.grad(loss, given))
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(loss, given if own else given[:-1]))
 
 
-@pytest.mark.parametrize("rule", ["paper", "gated_delta"])
+@pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True)], ids=str)
 @pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
 def test_it_is_the_recurrence_forward_and_every_gradient(T, rule):
     given = made(T)
@@ -45,7 +51,7 @@ def test_it_is_the_recurrence_forward_and_every_gradient(T, rule):
     )
 
 
-@pytest.mark.parametrize("rule", ["paper", "gated_delta"])
+@pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True)], ids=str)
 def test_gates_at_their_ends(rule):
     given = made(40, momentum=False)
     with torch.no_grad():
@@ -56,16 +62,19 @@ def test_gates_at_their_ends(rule):
     assert all(x.isfinite().all() for x in found)
 
 
-def test_packed_documents_start_afresh():
+@pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn"])
+def test_packed_documents_start_afresh(rule):
     given = [x[:1].detach().requires_grad_() for x in made(50)]
-    given[6:] = [x[0].detach().requires_grad_() for x in given[6:]]
+    given[6:8] = [x[0].detach().requires_grad_() for x in given[6:8]]
     borders = torch.tensor([0, 13, 13, 46, 50], dtype=torch.int32)
-    found, expected = (computed(given, backend, cu_seqlens=borders) for backend in ("online", "reference"))
+    found, expected = (
+        computed(given, backend, rule=rule, cu_seqlens=borders) for backend in ("online", "reference")
+    )
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_auto_takes_it_where_it_serves():
-    *tokens, W, S = made(8)
+    *tokens, W, S, _ = made(8)
     for rule, options, served in (
         ("paper", ONLINE, True),
         ("gated_delta", ONLINE, True),
@@ -85,8 +94,8 @@ class OnAGPU(Tensor):
 
 
 def test_a_gpu_takes_it_too():
-    *tokens, W, _ = made(8)
-    inputs = op.Inputs(*(x.as_subclass(OnAGPU) for x in tokens))
+    *tokens, W, _, _ = made(8)
+    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in tokens))
     for chunk_size, taken in ((1, True), (16, False)):
         form = op.choose("auto", inputs, (W,), op.Options(chunk_size, "silu", None, None))
         assert (form.name == "online") == taken
@@ -100,7 +109,7 @@ def test_a_gpu_takes_it_too():
     ],
 )
 def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
-    *tokens, W, S = made(8)
+    *tokens, W, S, _ = made(8)
     with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
         neural_memory(*tokens, (W,), (S,), backend="online", **options)
 
@@ -114,7 +123,7 @@ def test_float32_at_length_is_near_float64():
 
 def test_the_state_keeps_no_more_than_itself_in_memory():
     for T in (31, 320):
-        *tokens, W, S = made(T)
+        *tokens, W, S, _ = made(T)
         _, state = neural_memory(*tokens, (W,), (S,), backend="online", **ONLINE)
         for x in (*state.weights, *state.momentum):
             assert x.untyped_storage().nbytes() == x.nbytes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.cases import Call, assert_same
+from tests.kernels.cases import Call, assert_same, with_extra
 from titans_kernels import (
     RULES,
     DecodeState,
@@ -25,7 +25,7 @@ from titans_kernels import (
 )
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import reference
-from titans_kernels.memory.rules import GatedDelta, Huber, Yaad
+from titans_kernels.memory.rules import PAPER, GatedDelta, Huber, MomentumDelta, Yaad
 
 # the kernels' tests also run where the models are not installed
 titans_core = pytest.importorskip("titans_core")
@@ -49,6 +49,8 @@ class Normalised(Rule):
 EVERY_RULE = {
     "paper": Rule(),
     "gated_delta": GatedDelta(),
+    "mdn": MomentumDelta(),
+    "mdn_tied": MomentumDelta(tied=True),
     "huber": Huber(delta=0.3),
     "yaad": Yaad(delta=1.3),
     "normalised": Normalised(),
@@ -60,7 +62,7 @@ class Case(Call):
     """Random float64 inputs of two heads, whose gates are 0 and 1 at some tokens, and a state of each row."""
 
     def __init__(self, T: int, depth: int = 2, *, batch: int = 1, documents: int | None = None,
-                 widths: list[int] | None = None):  # fmt: skip
+                 widths: list[int] | None = None, rule: Rule = PAPER):  # fmt: skip
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         widths = widths or [3, *[4] * (depth - 1), 3]
@@ -71,7 +73,8 @@ class Case(Call):
         alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
         rows = documents or batch
         shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
-        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
+        extra = [rand(batch, T, 2, rule.extra_gates)] if rule.extra_gates else []
+        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta, *extra)]
         self.state = MemoryState(
             tuple(((rand(*s) - 0.5) * 2 / s[-2] ** 0.5).requires_grad_() for s in shapes),
             tuple((0.1 * rand(*s)).requires_grad_() for s in shapes),
@@ -86,7 +89,7 @@ CALLS = [(2, 16, None), (19, 1, 0.5), (37, 16, None), (28, 7, 0.5), (9, 64, 0.5)
 @each_rule
 def test_every_form_is_the_recurrence(rule, depth):
     for T, chunk_size, bound in CALLS:
-        case = Case(T, depth)
+        case = Case(T, depth, rule=rule)
         options = {"chunk_size": chunk_size, "surprise_bound": bound, "rule": rule}
         expected = case.whole(backend="reference", **options)
         for backend in ("autograd", "chunked") if rule == Rule() else ("autograd", "auto"):
@@ -95,7 +98,7 @@ def test_every_form_is_the_recurrence(rule, depth):
 
 @each_rule
 def test_activations_widths_and_rows(rule):
-    case = Case(21, widths=[3, 6, 2, 5], batch=3)
+    case = Case(21, widths=[3, 6, 2, 5], batch=3, rule=rule)
     for activation in ("gelu", "identity"):
         options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
         expected = case.whole(backend="reference", **options)
@@ -106,13 +109,14 @@ def test_activations_widths_and_rows(rule):
 @each_rule
 def test_packed_documents_are_separate_calls(rule, backend):
     borders = [0, 5, 18, 19, 33]
-    case = Case(borders[-1], 2, documents=len(borders) - 1)
+    case = Case(borders[-1], 2, documents=len(borders) - 1, rule=rule)
     options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "rule": rule}
     packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
     apart = []
     for i, (start, end) in enumerate(pairwise(borders)):
         own = (tuple(x[i : i + 1] for x in part) for part in case.state)
-        y, after = neural_memory(*(x[:, start:end] for x in case.tokens), *own, **options)
+        *tokens, extra = with_extra(x[:, start:end] for x in case.tokens)
+        y, after = neural_memory(*tokens, *own, extra=extra, **options)
         apart.append([y, *after.weights, *after.momentum])
     joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
     assert_same(joined, packed, case.leaves)
@@ -121,7 +125,7 @@ def test_packed_documents_are_separate_calls(rule, backend):
 @pytest.mark.parametrize("chunk_size", [1, 5, 16])
 @each_rule
 def test_token_by_token_is_the_recurrence(rule, chunk_size):
-    case = Case(23, 2, batch=2)
+    case = Case(23, 2, batch=2, rule=rule)
     options = {"chunk_size": chunk_size, "surprise_bound": 0.3, "rule": rule}
     expected = case.whole(backend="reference", **options)
     assert_same(expected, case.pieces([1] * 23, decode_step, **options), case.leaves)
@@ -129,7 +133,7 @@ def test_token_by_token_is_the_recurrence(rule, chunk_size):
 
 @each_rule
 def test_any_cut_is_the_recurrence(rule):
-    case = Case(33, 3)
+    case = Case(33, 3, rule=rule)
     options = {"chunk_size": 8, "surprise_bound": 0.3, "rule": rule}
     expected = case.whole(backend="reference", **options)
     for sizes in ([33], [11, 22], [8, 16, 9], [5, 1, 1, 1, 17, 1, 7], [31, 1, 1]):
@@ -172,6 +176,31 @@ def test_the_gradient_at_the_decayed_state_is_gated_deltanet():
         S = S @ (keep * erase) + beta * torch.outer(v[t], k[t])
         reads.append(S @ q[t])
     assert_head_reads(case, reads, chunk_size=1, rule="gated_delta")
+
+
+def test_momentum_with_a_write_gate_is_momentum_deltanet():
+    case = Case(30, 1, rule=MomentumDelta())
+    q, k, v, alpha, mu, theta, beta = (x[0, :, 0].detach() for x in case.tokens)
+    W, S, reads = case.state.weights[0][0, 0].detach(), case.state.momentum[0][0, 0].detach(), []
+    momentum = -S  # the published one adds gradients of half the squared error, and is subtracted
+    for t in range(len(q)):
+        kept = (1 - alpha[t]) * W
+        momentum = mu[t] * momentum + 2 * theta[t] * torch.outer(k[t], k[t] @ kept - v[t])
+        W = kept - beta[t] * momentum
+        reads.append(q[t] @ W)
+    *tokens, extra = case.tokens
+    for backend in ("reference", "autograd", "online"):
+        options = {"chunk_size": 1, "rule": "mdn", "backend": backend}
+        y, _ = neural_memory(*tokens, *case.state, extra=extra, **options)
+        torch.testing.assert_close(y[0, :, 0], torch.stack(reads), rtol=1e-12, atol=1e-12)
+
+
+def test_gates_of_a_rule_s_own_are_asked_for_and_not_taken_without_need():
+    case = Case(4, 1, rule=MomentumDelta())
+    *tokens, extra = case.tokens
+    for rule, given in (("mdn", None), ("mdn", extra[..., :0]), ("paper", extra)):
+        with pytest.raises(ValueError, match=r"^extra: shape .* is not \[B, T, H, E\] = \(1, 4, 2, [01]\)"):
+            neural_memory(*tokens, *case.state, extra=given, rule=rule, chunk_size=1)
 
 
 def test_the_decayed_state_of_a_chunk_is_its_start_without_what_it_writes():
@@ -264,12 +293,8 @@ def test_a_form_that_does_not_take_a_rule_says_so():
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("hubr", {}, "rule: 'hubr' is not one of paper, gated_delta, huber, yaad; did you mean huber?"),
-        (
-            "muon",
-            {},
-            "rule: 'muon' is not one of paper, gated_delta, huber, yaad; or name a class of your own",
-        ),
+        ("hubr", {}, f"rule: 'hubr' is not one of {', '.join(RULES)}; did you mean huber?"),
+        ("xyzzy", {}, f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
         ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
         ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
         ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),

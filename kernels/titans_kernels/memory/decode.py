@@ -27,7 +27,13 @@ from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, 
 from titans_kernels.memory.parts.gates import decay_products
 from titans_kernels.memory.residual import Residual, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
-from titans_kernels.memory.validate import check_base, check_options, check_residual, check_shapes
+from titans_kernels.memory.validate import (
+    check_base,
+    check_extra,
+    check_options,
+    check_residual,
+    check_shapes,
+)
 
 NATIVE = next(form for form in FORMS if form.name == "native")
 STEP_PRODUCTS = 2**20
@@ -138,6 +144,7 @@ def decode_step(
     theta: Tensor,
     state: DecodeState | OpenChunk,
     *,
+    extra: Tensor | None = None,
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
@@ -158,6 +165,7 @@ def decode_step(
         eta: momentum in [0, 1], [B, T, H].
         theta: step size, at least 0, [B, T, H].
         state: the state before these tokens; not modified. ``DecodeState.of`` starts a sequence.
+        extra: as in `neural_memory`.
         chunk_size: as in `neural_memory`.
         activation: as in `neural_memory`.
         surprise_bound: as in `neural_memory`.
@@ -182,9 +190,10 @@ def decode_step(
             f"q: {q.shape[1]} tokens after {state.position} of the open chunk are more than chunk_size "
             f"{chunk_size}; use extend_memory for more tokens"
         )
-    own = check_base(base, state.weights)
-    options = Options(chunk_size, activation, surprise_bound, None, _rule(rule), residual=residual, base=own)
-    tokens = Inputs(q, k, v, alpha, eta, theta).to_state_dtype()
+    rule, own = _rule(rule), check_base(base, state.weights)
+    check_extra(extra, eta, rule)
+    options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
+    tokens = Inputs.of(q, k, v, alpha, eta, theta, extra).to_state_dtype()
     tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
     with without_autocast(q):
         if _has_factors(options.rule, by_column=tokens.forgets_by_column):
@@ -207,6 +216,7 @@ def extend_memory(
     theta: Tensor,
     state: DecodeState | OpenChunk,
     *,
+    extra: Tensor | None = None,
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
@@ -231,6 +241,7 @@ def extend_memory(
         eta: momentum in [0, 1], [B, T, H].
         theta: step size, at least 0, [B, T, H].
         state: the state before these tokens; not modified.
+        extra: as in `neural_memory`.
         chunk_size: as in `neural_memory`.
         activation: as in `neural_memory`.
         surprise_bound: as in `neural_memory`.
@@ -251,8 +262,9 @@ def extend_memory(
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule, T = _rule(rule), q.shape[1]
     own = check_base(base, state.weights)
+    check_extra(extra, eta, rule)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
-    tokens = Inputs(q, k, v, alpha, eta, theta)
+    tokens = Inputs.of(q, k, v, alpha, eta, theta, extra)
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
         tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
         y, after = _compiled(tokens, _as_factors(state), options)
@@ -266,14 +278,14 @@ def extend_memory(
             continue
         if start == fill and whole:
             y, after = neural_memory(
-                *part, state.weights, state.momentum, chunk_size=chunk_size, activation=activation,
-                surprise_bound=surprise_bound, backend=backend, rule=rule, residual=residual,
-                base=base, write_budget=write_budget,
+                *part[:6], state.weights, state.momentum, extra=part.extra, chunk_size=chunk_size,
+                activation=activation, surprise_bound=surprise_bound, backend=backend, rule=rule,
+                residual=residual, base=base, write_budget=write_budget,
             )  # fmt: skip
             state = DecodeState.of(after)
         else:
             y, state = decode_step(
-                *part, state, chunk_size=chunk_size, activation=activation,
+                *part[:6], state, extra=part.extra, chunk_size=chunk_size, activation=activation,
                 surprise_bound=surprise_bound, rule=rule, residual=residual, base=base,
                 write_budget=write_budget,
             )  # fmt: skip

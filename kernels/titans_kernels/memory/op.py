@@ -25,8 +25,14 @@ from titans_kernels.memory.options import (
     without_autocast,
 )
 from titans_kernels.memory.residual import Residual
-from titans_kernels.memory.rules import PAPER, GatedDelta, Rule, find_rule
-from titans_kernels.memory.validate import check_base, check_options, check_residual, check_shapes
+from titans_kernels.memory.rules import PAPER, GatedDelta, MomentumDelta, Rule, find_rule
+from titans_kernels.memory.validate import (
+    check_base,
+    check_extra,
+    check_options,
+    check_residual,
+    check_shapes,
+)
 
 
 def _triton(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -100,8 +106,8 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta), depth=1, chunk_size=1,
-         surprise_bound=False),
+    Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta, MomentumDelta), depth=1,
+         chunk_size=1, surprise_bound=False),
     Form("triton", "triton", _triton, 5e-5, device="cuda", base_depth=1, limits=_triton_limits),
     Form("native", "native", native.write_and_read, 1e-9, device="cpu", linear_base=True,
          limits=native.refusal),
@@ -128,6 +134,7 @@ def neural_memory(
     weights: tuple[Tensor, ...],
     momentum: tuple[Tensor, ...] | None = None,
     *,
+    extra: Tensor | None = None,
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
@@ -160,6 +167,7 @@ def neural_memory(
         theta: step size, at least 0, [B, T, H].
         weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
         momentum: tensors of the same shapes, or None for zeros.
+        extra: the rule's own gates in [0, 1], [B, T, H, E] with E = `Rule.extra_gates`; None if it has none.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
         activation: "silu", "gelu" or "identity", between layers.
         surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound.
@@ -168,11 +176,11 @@ def neural_memory(
             N, and the returned state has batch dimension N. The values are read once per tensor; on the CPU
             they cost no GPU synchronisation.
         backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" picks
-            "online" for a linear memory with chunk_size 1 and no surprise bound (rules "paper" and
-            "gated_delta"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's; if no
-            kernel supports the call it falls back to "chunked" and logs that once. On a CPU "auto" picks
-            "native" if there is a C++ compiler and the memory is small, otherwise "chunked". For any other
-            rule it picks "autograd".
+            "online" for a linear memory with chunk_size 1 and no surprise bound (rules "paper",
+            "gated_delta" and "mdn"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's;
+            if no kernel supports the call it falls back to "chunked" and logs that once. On a CPU "auto"
+            picks "native" if there is a C++ compiler and the memory is small, otherwise "chunked". For any
+            other rule it picks "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" and "autograd" support any rule.
         residual: None for the paper's memory, or a residual connection around it, with or without LN.
@@ -213,15 +221,16 @@ def neural_memory(
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
     check_options(chunk_size, activation, surprise_bound, write_budget)
+    rule = find_rule(rule) if isinstance(rule, str) else rule
+    check_extra(extra, eta, rule)
     dtype = state_dtype(q)
-    inputs = Inputs(q, k, v, alpha, eta, theta)
+    inputs = Inputs.of(q, k, v, alpha, eta, theta, extra)
     weights = tuple(x.to(dtype) for x in weights)
     momentum = tuple(x.to(dtype) for x in momentum) if momentum else _zeros_like(weights)
     shared = None
     if all(x.ndim == 3 for x in (*weights, *momentum)):
         shared = tuple(x[None] for x in weights), tuple(x[None] for x in momentum)
     weights, momentum = _per_document(weights, documents), _per_document(momentum, documents)
-    rule = find_rule(rule) if isinstance(rule, str) else rule
     residual, own = check_residual(residual, q, v), check_base(base, weights)
     options = Options(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared,

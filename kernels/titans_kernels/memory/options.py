@@ -27,6 +27,17 @@ class Inputs(NamedTuple):
     alpha: Tensor  # [B, T, H], or [B, T, H, A] per group of columns
     eta: Tensor  # [B, T, H]
     theta: Tensor
+    extra: Tensor
+    """[B, T, H, E], E being `Rule.extra_gates`; forms of the paper's rule ignore it"""
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
+        extra: Tensor | None = None,
+    ) -> Inputs:  # fmt: skip
+        """With no gates of the rule's own for None."""
+        extra = theta.new_empty(*theta.shape, 0) if extra is None else extra
+        return Inputs(q, k, v, alpha, eta, theta, extra)
 
     @property
     def state_dtype(self) -> torch.dtype:

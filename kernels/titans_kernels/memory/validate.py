@@ -9,6 +9,7 @@ from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import Layers, state_dtype
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.rules import Rule
 
 
 def check_shapes(
@@ -44,6 +45,13 @@ def check_shapes(
             if tuple(x.shape) not in fits:
                 raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
     return documents
+
+
+def check_extra(extra: Tensor | None, eta: Tensor, rule: Rule) -> None:
+    """Raises ValueError unless ``extra`` has the rule's own gates."""
+    found, expected = None if extra is None else tuple(extra.shape), (*eta.shape, rule.extra_gates)
+    if found != expected and (found or rule.extra_gates):
+        raise ValueError(f"extra: shape {found} is not [B, T, H, E] = {expected} for the rule {rule}")
 
 
 def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:

@@ -84,11 +84,12 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
     decays = [broadcast_gate(decay, W.shape[-1], by_column) for W in chunk.start]
     gradients = token_gradients(
-        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, options.base
-    )
+        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, options.base,
+        now.extra,
+    )  # fmt: skip
     W, S, y = chunk.weights, chunk.momentum, []
     for t in range(now.q.shape[2]):
-        gates = [gate[:, :, t, None, None] for gate in (now.eta, now.theta)]
+        gates = [gate[:, :, t, None, None] for gate in (now.eta, now.theta, *now.extra.unbind(-1))]
         forget = [broadcast_gate(now.alpha[:, :, t], w.shape[-1], by_column) for w in W]
         layers = zip(W, S, gradients, forget, strict=True)
         after = [rule.update(w, s, g[:, :, t], a, *gates) for w, s, g, a in layers]
@@ -99,7 +100,7 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
 
 def token_gradients(
     rule: Rule, start: Layers, k: Tensor, v: Tensor, decays: list[Tensor], f: Activation,
-    bound: float | None, residual: Residual | None = None, base: Layers = (),
+    bound: float | None, residual: Residual | None = None, base: Layers = (), extra: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradient of each token's inner loss, per layer [B, H, T, D, F].
 
@@ -114,9 +115,11 @@ def token_gradients(
         bound: maximum norm of each token's error signal at every layer, or None.
         residual: residual around all layers, or None.
         base: [H, D, F] per layer, or empty.
+        extra: the rule's own gates, [B, H, T, E], or None.
     """
     norm = residual.norm if residual is not None else ()
-    create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm, *base), k[..., None, :], []
+    gates = () if extra is None else extra[..., None, :].unbind(-1)
+    create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm, *base, *gates), k[..., None, :], []
     for l, (W, decay) in enumerate(zip(start, decays, strict=True)):
         points = rule.gradient_point(W[:, :, None], decay)
         points = points + base[l][:, None] if base else points
@@ -126,7 +129,7 @@ def token_gradients(
         asked, fixed = ((points, x), ()) if l else ((points,), (x,))
         x, pullback = vjp(layer, *asked, create_graph=create_graph, fixed=fixed)
         pullbacks.append(pullback)
-    error = rule.error(predict(residual, k[..., None, :], x), v[..., None, :])
+    error = rule.error(predict(residual, k[..., None, :], x), v[..., None, :], *gates)
     errors, gradients = [pull(residual, error, x)], []
     for pullback in reversed(pullbacks):
         gradient, *errors = pullback(clip_norm(errors[0], bound))

@@ -58,10 +58,10 @@ def gradients(
         W, S, rest = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
         residual = Residual(*rest[based:]) if options.norm else None
         own = options._replace(residual=residual, base=rest[:based])
-        y, W, S = _write_and_read(Inputs(*given[:6]), W, S, own, False)
+        y, W, S = _write_and_read(Inputs.of(*given[:6]), W, S, own, False)
         return y, *W, *S
 
-    _, pullback, *_ = torch.func.vjp(outputs, *inputs, *weights, *momentum, *options.base, *options.norm)
+    _, pullback, *_ = torch.func.vjp(outputs, *inputs[:6], *weights, *momentum, *options.base, *options.norm)
     return list(pullback(tuple(doutputs)))
 
 

@@ -73,7 +73,7 @@ def gradients(
 
 def _tokens(inputs: Inputs) -> tuple[Tensor, ...]:
     """q, k, v and the gates [B, T, H, 3], in the dtype of the state."""
-    q, k, v, *gates = inputs.to_state_dtype()
+    q, k, v, *gates = inputs.to_state_dtype()[:6]
     return q, k, v, torch.stack(gates, -1)
 
 

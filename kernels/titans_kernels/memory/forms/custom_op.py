@@ -27,14 +27,14 @@ _ARGUMENTS = (
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token with the custom operator."""
     given = (list(x) for x in (weights, momentum, options.base, options.norm))
-    y, *state = memory_chunked(*inputs.to_state_dtype(), *given, *options[:4])
+    y, *state = memory_chunked(*inputs.to_state_dtype()[:6], *given, *options[:4])
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
 
 
 @torch.library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
 def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     """y, weights and momenta after the last token, in one list; all of one dtype."""
-    inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(base, norm, options)
+    inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         form = channels if inputs.forgets_by_column else chunked
         y, *state = form.write_and_read(inputs, tuple(weights), tuple(momentum), options)
@@ -48,7 +48,7 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
 )
 def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     """Gradients of the six inputs, weights, momenta, base and LN, in one list, from those of the results."""
-    inputs, options = Inputs(q, k, v, alpha, eta, theta), _options(base, norm, options)
+    inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         form = channels if inputs.forgets_by_column else chunked
         grads = form.gradients(inputs, tuple(weights), tuple(momentum), options, doutputs)

@@ -40,7 +40,7 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does."""
     call, depth = Call.of(inputs, weights, options), len(weights)
-    tokens, before, base = inputs.to_state_dtype(), (*weights, *momentum), options.base
+    tokens, before, base = inputs.to_state_dtype()[:6], (*weights, *momentum), options.base
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *before, *base)):
         y, *state = _Memory.apply(call, *tokens, *before, *base)
     else:
@@ -62,7 +62,7 @@ def extend(
     left = [x.new_empty(*x.shape[:2], *([n] if x.ndim > 2 else []), *x.shape[3:]) for x in held] if n else []
     edges, call = _Edges.of(before, held, left), Call.of(inputs, weights, options)
     state, closes = (*whole(weights, options.base), *momentum), tokens >= options.chunk_size
-    y, *after = call.forward(inputs.to_state_dtype(), state, options.base, edges=edges, closes=closes)
+    y, *after = call.forward(inputs.to_state_dtype()[:6], state, options.base, edges=edges, closes=closes)
     if not closes:
         return y, weights, momentum, left
     return y, distances(tuple(after[:depth]), options.base), tuple(after[depth:]), left

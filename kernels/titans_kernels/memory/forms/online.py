@@ -7,7 +7,8 @@ decay:
 
     S_t = eta_t S_{t-1} + k_t^T u_t,    W_t = (1 - alpha_t) W_{t-1} + S_t,    u_t = 2 theta_t (v_t - k_t P_t)
 
-with P_t = W_{t-1} for the paper's rule and (1 - alpha_t) W_{t-1} for `GatedDelta`. In a block that starts
+with P_t = W_{t-1} for the paper's rule and (1 - alpha_t) W_{t-1} for `GatedDelta`; `MomentumDelta` adds
+b_t S_t to the weights. In a block that starts
 from W, S the coefficients of `gates` give ``P_t = c_t W + n_t S + sum_{s<t} D[t, s] k_s^T u_s``, and so
 
     (I + L) U = diag(2 theta) (V - diag(c) K W - diag(n) K S),    L[t, s] = 2 theta_t D[t, s] k_t k_s^T.
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from titans_kernels.memory.forms.reference import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import coefficients
-from titans_kernels.memory.rules import GatedDelta
+from titans_kernels.memory.rules import GatedDelta, MomentumDelta, Rule
 
 BLOCK = 32
 """Tokens per triangular system. Affects only rounding."""
@@ -52,22 +53,23 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
     for start, end, b in ((0, whole, BLOCK), (whole, T, T - whole)):
         if start < end:
             part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
-            y, W, S = _blocks(part, W, S, b, isinstance(options.rule, GatedDelta))
+            y, W, S = _blocks(part, W, S, b, options.rule)
             outputs.append(y)
     y = torch.cat(outputs, 1).unflatten(0, (B, H)).transpose(1, 2)
     return y, (W.unflatten(0, (B, H)),), (S.unflatten(0, (B, H)),)
 
 
-def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, decayed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """y [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b; inputs are [R, T, ...]."""
-    q, k, v, alpha, eta, theta = (x.unflatten(1, (-1, b)) for x in inputs)
-    rows = alpha.shape[:2]
-    flat = [x.flatten(0, 1) for x in (alpha, eta, torch.ones_like(theta))]
-    gates = coefficients(*flat)
+    q, k, v, alpha, eta, theta, extra = (x.unflatten(1, (-1, b)) for x in inputs)
+    rows, flat = alpha.shape[:2], [alpha, eta, torch.ones_like(theta)]
+    if isinstance(rule, MomentumDelta):
+        flat.append(rule.write_gate(alpha, *extra.unbind(-1)))
+    gates = coefficients(*(x.flatten(0, 1) for x in flat))
     C, N, m, beta, h = (x.unflatten(0, rows) for x in (gates.C, gates.N, gates.m, gates.beta, gates.h))
     # coefficients of the weights at which each token's gradient is taken
     D, c, n = _before(C, 0.0), _before(beta, 1.0), _before(m, 0.0)
-    if decayed:
+    if isinstance(rule, GatedDelta):
         D, c, n = D * (1 - alpha)[..., None], c * (1 - alpha), n * (1 - alpha)
     step = 2 * theta[..., None]
     L = (step * D * (k @ k.mT)).tril(-1)

@@ -68,9 +68,14 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
             for V in distances(chunk_start, base)
         )
         point = whole(point, base)
-        gradient = inner_gradient(point, now.k, now.v, f, options.surprise_bound, rule, options.residual)
+        gradient = inner_gradient(
+            point, now.k, now.v, f, options.surprise_bound, rule, options.residual, now.extra
+        )
+        extra = now.extra[..., None, None].unbind(2)
         after = [
-            rule.update(V, S, g, broadcast_gate(now.alpha, V.shape[-1], by_column), eta, theta)  # (13, 14)
+            rule.update(
+                V, S, g, broadcast_gate(now.alpha, V.shape[-1], by_column), eta, theta, *extra
+            )  # (13, 14)
             for V, S, g in zip(distances(weights, base), momentum, gradient, strict=True)
         ]
         moved, momentum = (tuple(part) for part in zip(*after, strict=True))
@@ -119,10 +124,12 @@ def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Resid
 
 def inner_gradient(
     weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None, rule: Rule,
-    residual: Residual | None = None,
+    residual: Residual | None = None, extra_BHE: Tensor | None = None,
 ) -> Layers:  # fmt: skip
     """Gradient of the rule's inner loss (eq. 12) for one token, each [B, H, D_in, D_out]."""
-    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound, rule.error, residual)
+    extra = () if extra_BHE is None else extra_BHE[:, :, None].unbind(-1)
+    error = lambda prediction, v: rule.error(prediction, v, *extra)  # noqa: E731
+    inputs, errors = surprise(weights, k_BHD[:, :, None], v_BHD[:, :, None], f, bound, error, residual)
     return tuple(x.mT @ d for x, d in zip(inputs, errors, strict=True))
 
 

@@ -61,13 +61,14 @@ def _kept_not_later(b: int, device: torch.device) -> Tensor:
         return _not_later(b, device)
 
 
-def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:
-    """Gates of each chunk from alpha, eta, theta [R, b]."""
+def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor, write: Tensor | None = None) -> Gates:
+    """Gates of each chunk from alpha, eta, theta [R, b]; ``write`` is a factor of the added momentum."""
     r = torch.stack([1 - alpha, eta])
     products, starts = decay_products(r), r.cumprod(-1)
     A, E = products
     N = E * theta[:, None]
-    return Gates(products, starts, N, torch.bmm(A, N), _times(A, starts[1]))
+    added, h = (N, starts[1]) if write is None else (write[..., None] * N, write * starts[1])
+    return Gates(products, starts, N, torch.bmm(A, added), _times(A, h))
 
 
 def coefficients_backward(

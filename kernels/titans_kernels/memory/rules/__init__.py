@@ -10,14 +10,16 @@ from dataclasses import fields
 
 from titans_kernels.memory.rules.base import PAPER, Rule
 from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
-__all__ = ["PAPER", "RULES", "GatedDelta", "Huber", "Rule", "Yaad", "find_rule"]
+__all__ = ["PAPER", "RULES", "GatedDelta", "Huber", "MomentumDelta", "Rule", "Yaad", "find_rule"]
 
 RULES: dict[str, type[Rule]] = {
     "paper": Rule,
     "gated_delta": GatedDelta,
+    "mdn": MomentumDelta,
     "huber": Huber,
     "yaad": Yaad,
 }

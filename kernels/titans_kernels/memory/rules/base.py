@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ class Rule:
     torch, since the gradient of the outer loss flows through them.
     """
 
-    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+    extra_gates: ClassVar[int] = 0
+    """Number of gates beside alpha, eta and theta, each in [0, 1] per token and head. They follow the other
+    arguments of `loss`, as [...], and of `update`, as [B, H, 1, 1]."""
+    extra_bias: ClassVar[float] = 0.0
+    """Their initial bias before the sigmoid."""
+
+    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Inner loss ``||M(k) - v||^2`` per token (eq. 12): two [..., D] to [...]."""
         return (prediction - v).square().sum(-1)
 
@@ -35,8 +42,9 @@ class Rule:
         return weights
 
     def update(
-        self, weights: Tensor, momentum: Tensor, gradient: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, weights: Tensor, momentum: Tensor, gradient: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
+        *extra: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Weights and momentum [B, H, D, F] of a layer after a token; its gates are [B, H, 1, 1].
 
         ``S' = eta S - theta gradient`` (eq. 14) and ``W' = (1 - alpha) W + S'`` (eq. 13). A rule may keep any
@@ -45,9 +53,10 @@ class Rule:
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
 
-    def error(self, prediction: Tensor, v: Tensor) -> Tensor:
+    def error(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Gradient of the inner loss with respect to the prediction, [..., D]; derived from `loss`."""
-        loss, pullback = vjp(self.loss, prediction, create_graph=flows(prediction, v), fixed=(v,))
+        fixed = (v, *extra)
+        loss, pullback = vjp(self.loss, prediction, create_graph=flows(prediction, *fixed), fixed=fixed)
         return pullback(torch.ones_like(loss))[0]
 
 

@@ -27,7 +27,7 @@ class Huber(Rule):
         if not 0 < self.delta < math.inf:
             raise ValueError(f"delta: {self.delta} must be above 0 and finite")
 
-    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         e = prediction - v
         near = e.clamp(-self.delta, self.delta)
         return (near * (2 * e - near)).sum(-1)
@@ -42,7 +42,7 @@ class Yaad(Huber):
     (``MemoryConfig.momentum``).
     """
 
-    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         e = prediction - v
         near = e.square().sum(-1) <= self.delta**2
         return torch.where(near, e.square().sum(-1), 2 * self.delta * e.abs().sum(-1))

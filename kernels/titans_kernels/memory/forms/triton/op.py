@@ -27,7 +27,7 @@ KEEP_BYTES = 512 * 2**20
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does, with ``options.operands``."""
     dtype = options.operands
-    tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:]))
+    tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:6]))
     widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
     y, after = _in_parts(tokens, flatten(*(options.shared_start or (weights, momentum))), options, widths)
     return (y, *unflatten(after, layers_of(tuple(widths))[0])) if options.final else (y, (), ())
