@@ -16,8 +16,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("chaos")
 
 
-# signals, a full disk and an absent MLflow have shorter tests of their own in tests/runs
-SHORT = ("driver killed", "NaN, rewind")
+# a killed driver, signals, a full disk and an absent MLflow have shorter tests of their own in tests/runs
+SHORT = ("NaN, rewind",)
 CASES = [pytest.param(fault, marks=[] if fault in SHORT else pytest.mark.nightly) for fault in FAULTS]
 
 

@@ -76,6 +76,7 @@ def until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_the_driver_and_a_node_lost_the_shards_are_those_of_one_process(data, cluster, tmp_path):
     root, address = tmp_path / "nodes", cluster.cluster.address
     first = start(data, root, address)

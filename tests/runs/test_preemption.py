@@ -135,6 +135,7 @@ def test_past_training_there_is_nothing_to_wait_for(tmp_path):
         pytest.fail("it went on")
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_worker_that_is_told_to_end_writes_a_checkpoint_first(tiny_run, tmp_path):

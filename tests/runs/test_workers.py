@@ -92,6 +92,7 @@ class Killer(threading.Thread):
             time.sleep(0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_path):

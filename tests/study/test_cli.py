@@ -129,6 +129,7 @@ def test_a_truncated_shard_is_an_error_not_missing_data(tiny, capsys):
         assert f"{shard.name}: truncated shard" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_running_some_rows_keeps_the_whole_table(tiny, capsys, monkeypatch):

@@ -66,6 +66,7 @@ def written(folder) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("runs/cells/*/result.json")}
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys):

@@ -112,6 +112,7 @@ def test_one_worker_goes_on_from_a_sharded_checkpoint(two, one, workers):
         assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
 
 
+@pytest.mark.nightly
 def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tmp_path, one, workers):
     found = together(tmp_path, 4)
     assert all(each == found[0] for each in found)
