@@ -89,8 +89,8 @@ class MemoryConfig(Frozen):
     which surprise_bound alone does not; keep both. None is the paper's rule."""
     backend: Literal["auto", "reference", "autograd", "chunked", "native", "online", "triton"] = "auto"
     rule: str = "paper"
-    """The update rule: paper, gated_delta, mdn, huber, yaad; or ``module:Name`` of a
-    `titans_kernels.Rule`."""
+    """The update rule: a name in `titans_kernels.RULES`, such as gated_delta or e2_ttt, or ``module:Name`` of
+    a `titans_kernels.Rule`."""
     rule_options: dict[str, float] = {}
     """Parameters of the rule by name: ``delta`` of huber and yaad, ``tied`` of mdn (1 for true)."""
 

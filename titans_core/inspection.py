@@ -169,9 +169,9 @@ class _Watch:
         prediction = self.memory.predict(seen.k[None], self.after.weights)
         one_alpha = seen.alpha.ndim == seen.theta.ndim
         alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
-        mixed = _GradientCoefficients(
-            seen, nearest, one_alpha and type(self.memory.rule).update is Rule.update
-        )
+        rule = self.memory.rule
+        known = one_alpha and type(rule).update is Rule.update and not rule.ends_chunks
+        mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(self.reads)
         found = MemoryTrace(
             name, seen.surprise, seen.written, _squared_error(prediction[0], seen.v),

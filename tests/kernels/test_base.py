@@ -72,7 +72,7 @@ def test_with_a_residual_and_an_alpha_by_column(depth, kind, groups):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 
-@pytest.mark.parametrize("rule", ["gated_delta", "huber", "yaad"])
+@pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
 @pytest.mark.parametrize("kind", ["none", "norm"])
 def test_other_rules(rule, kind):
     for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
@@ -177,7 +177,7 @@ def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, monkeypatc
     assert calls
 
 
-@pytest.mark.parametrize("rule", ["huber", "gated_delta"])
+@pytest.mark.parametrize("rule", ["huber", "gated_delta", "e2_ttt"])
 def test_cuts_of_another_rule_are_the_recurrence(rule):
     case = Case(13)
     options = {"chunk_size": 5, "surprise_bound": 0.5, "rule": find_rule(rule)}

@@ -71,7 +71,7 @@ def test_every_form_is_the_recurrence(depth, kind, groups):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 
-@pytest.mark.parametrize("rule", ["gated_delta", "huber", "yaad"])
+@pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
 @pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("none", 2), ("norm", 4)])
 def test_other_rules(rule, kind, groups):
     for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):

@@ -25,7 +25,7 @@ from titans_kernels import (
 )
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import reference
-from titans_kernels.memory.rules import PAPER, GatedDelta, Huber, MomentumDelta, Yaad
+from titans_kernels.memory.rules import E2TTT, PAPER, GatedDelta, Huber, MomentumDelta, Yaad
 
 # the kernels' tests also run where the models are not installed
 titans_core = pytest.importorskip("titans_core")
@@ -46,14 +46,26 @@ class Normalised(Rule):
         return (1 - alpha) * weights + self.step * momentum / size, momentum
 
 
+@dataclass(frozen=True)
+class Ended(Normalised):
+    """The same with an end of the chunk that needs all that `end_chunk` gets."""
+
+    def end_chunk(self, end):
+        moved = end.weights - end.kept + 0.1 * (end.start_momentum - end.kept_momentum)
+        eta = end.eta.mean(-1)[..., None, None]
+        return end.start + 0.5 * moved.tanh(), eta * end.momentum
+
+
 EVERY_RULE = {
     "paper": Rule(),
     "gated_delta": GatedDelta(),
     "mdn": MomentumDelta(),
     "mdn_tied": MomentumDelta(tied=True),
+    "e2_ttt": E2TTT(clip=0.05),
     "huber": Huber(delta=0.3),
     "yaad": Yaad(delta=1.3),
     "normalised": Normalised(),
+    "ended": Ended(),
 }
 each_rule = pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
 
@@ -277,15 +289,15 @@ def test_what_needs_no_gradient_gets_none():
 
 
 def test_a_form_that_does_not_take_a_rule_says_so():
-    case = Case(4)
+    case, rule = Case(4), Normalised()
     for backend in ("chunked", "triton"):
-        said = f"^backend: {backend} does not support this call: it does not support the rule Huber"
+        said = f"^backend: {backend} does not support this call: it does not support the rule Normalised"
         with pytest.raises(ValueError, match=said):
-            case.whole(backend=backend, rule="huber")
+            case.whole(backend=backend, rule=rule)
     _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8)
-    with pytest.raises(ValueError, match=r"^state: inside a chunk of the paper's rule"):
-        extend_memory(*case.tokens, opened, chunk_size=8, rule="huber")
-    _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8, rule="huber")
+    with pytest.raises(ValueError, match=r"^state: inside a chunk of a linear rule"):
+        extend_memory(*case.tokens, opened, chunk_size=8, rule=rule)
+    _, opened = extend_memory(*case.tokens, DecodeState.of(case.state), chunk_size=8, rule=rule)
     with pytest.raises(ValueError, match=r"^state: inside a chunk of another rule"):
         extend_memory(*case.tokens, opened, chunk_size=8)
 

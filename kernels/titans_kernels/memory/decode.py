@@ -3,8 +3,8 @@
 All gradients of a chunk are taken at the weights at its start (eq. 16). So the state inside a chunk consists
 of those weights, the factors of the gradients of the tokens so far, and their coefficients under momentum
 and decay. A new token then costs one pass through the memory and one row of products with the tokens of its
-chunk; earlier writes are not recomputed. For other rules, and for alpha per column, the state inside a chunk
-is an `OpenChunk`.
+chunk; earlier writes are not recomputed. For rules with an update of their own, and for alpha per column, the
+state inside a chunk is an `OpenChunk`.
 
 Shapes: B batch, T new tokens, H heads, D/F input/output width of a layer, p tokens in the open chunk.
 """
@@ -20,10 +20,18 @@ from torch import Tensor
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.budget import effective_steps
 from titans_kernels.memory.forms import native
-from titans_kernels.memory.forms.autograd import OpenChunk, continue_chunk
-from titans_kernels.memory.forms.reference import squared_error, surprise
-from titans_kernels.memory.op import FORMS, neural_memory
-from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, whole, without_autocast
+from titans_kernels.memory.forms.autograd import OpenChunk, continue_chunk, end_chunk
+from titans_kernels.memory.forms.reference import apply_memory, surprise
+from titans_kernels.memory.op import FORMS, neural_memory, with_targets
+from titans_kernels.memory.options import (
+    Inputs,
+    Layers,
+    MemoryState,
+    Options,
+    distances,
+    whole,
+    without_autocast,
+)
 from titans_kernels.memory.parts.gates import decay_products
 from titans_kernels.memory.residual import Residual, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
@@ -44,7 +52,8 @@ cheaper than the overhead of calling PyTorch's operators."""
 class DecodeState(NamedTuple):
     """The state of a sequence, float32 (float64 for float64 input).
 
-    On a chunk boundary it serves every rule; inside a chunk, the paper's rule with one alpha per head.
+    On a chunk boundary it serves every rule; inside a chunk, a linear one (`Rule.linear`) with one alpha per
+    head.
 
     Let W, S be the state at the start of the open chunk and g_i = X_i^T d_i the gradients of its tokens. Then
     the current weights are ``beta W + m S - sum_i c_i g_i`` and the current momentum is
@@ -61,6 +70,7 @@ class DecodeState(NamedTuple):
     m: Tensor
     h: Tensor
     steps: Tensor  # effective steps of the tokens with a write budget [B, H, p], else [B, H, 0]
+    etas: Tensor  # eta of the tokens for a rule with `end_chunk` [B, H, p], else [B, H, 0]
 
     @staticmethod
     def of(state: MemoryState) -> DecodeState:
@@ -74,6 +84,7 @@ class DecodeState(NamedTuple):
             tuple(W.new_zeros(B, H, 0, W.shape[-2]) for W in state.weights),
             tuple(W.new_zeros(B, H, 0, W.shape[-1]) for W in state.weights),
             no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H), no_rows,
+            no_rows,
         )  # fmt: skip
 
     @property
@@ -102,6 +113,19 @@ class DecodeState(NamedTuple):
                 W.append(beta * W0 + m * S0 - (X * self.c[..., None]).mT @ d)
                 S.append(h * S0 - (X * self.n[..., None]).mT @ d)
         return MemoryState(tuple(W), tuple(S))
+
+    def ended(self, rule: Rule, base: Layers) -> MemoryState:
+        """`memory` after `Rule.end_chunk` of a full chunk."""
+        now = self.memory()
+        if not rule.ends_chunks:
+            return now
+        beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
+        kept = tuple(beta * W + m * S for W, S in zip(self.weights, self.momentum, strict=True))
+        W, S = end_chunk(
+            rule, (whole(now.weights, base), now.momentum), (whole(self.weights, base), self.momentum),
+            (whole(kept, base), tuple(h * S for S in self.momentum)), self.etas,
+        )  # fmt: skip
+        return MemoryState(distances(W, base), S)
 
 
 class Rows(NamedTuple):
@@ -193,15 +217,20 @@ def decode_step(
     rule, own = _rule(rule), check_base(base, state.weights)
     check_extra(extra, eta, rule)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
-    tokens = Inputs.of(q, k, v, alpha, eta, theta, extra).to_state_dtype()
+    tokens = with_targets(Inputs.of(q, k, v, alpha, eta, theta, extra), options).to_state_dtype()
     tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
     with without_autocast(q):
         if _has_factors(options.rule, by_column=tokens.forgets_by_column):
             y, state = _by_factors(tokens, _as_factors(state), options)
         else:
-            y, state = continue_chunk(tokens, _as_open_chunk(state), options)
+            y, state = continue_chunk(tokens, _as_open_chunk(state, options.rule), options)
         if state.position == chunk_size:
-            state = DecodeState.of(state.memory())
+            ended = state.ended(options.rule, own) if isinstance(state, DecodeState) else state.memory()
+            if isinstance(state, DecodeState) and options.rule.ends_chunks and options.rule.reads == "token":
+                f, last = ACTIVATIONS[activation], tokens.q[:, -1:].transpose(1, 2)
+                read = apply_memory(whole(ended.weights, own), last, f, residual).transpose(1, 2)
+                y = torch.cat([y[:, :-1], read], 1)
+            state = DecodeState.of(ended)
         elif write_budget:
             state = _with_steps(state, tokens.k, steps)
     return y.to(q.dtype), state
@@ -311,12 +340,15 @@ def state_numel(
     """
     weights, steps = sum(D * F for D, F in shapes), position if write_budget else 0
     if position and not _has_factors(rule, by_column=groups is not None):
-        return 3 * weights + position * (groups or 1) + steps * (1 + shapes[0][0])
-    return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3 + steps
+        ends = rule.ends_chunks
+        layers, gates = 6 if ends else 3, (groups or 1) + ends
+        return layers * weights + position * gates + steps * (1 + shapes[0][0])
+    gates = (2 + rule.ends_chunks) * position + 3
+    return 2 * weights + position * sum(D + F for D, F in shapes) + gates + steps
 
 
 def _has_factors(rule: Rule, by_column: bool) -> bool:
-    return type(rule) is Rule and not by_column
+    return rule.linear and not by_column
 
 
 def _rule(rule: Rule | str) -> Rule:
@@ -365,23 +397,29 @@ def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
     )
 
 
-def _as_open_chunk(state: DecodeState | OpenChunk) -> OpenChunk:
+def _as_open_chunk(state: DecodeState | OpenChunk, rule: Rule) -> OpenChunk:
     if isinstance(state, OpenChunk):
         return state
     if state.position:
         raise ValueError(
-            "state: inside a chunk of the paper's rule; continue with that rule and one alpha per head"
+            "state: inside a chunk of a linear rule; continue with that rule and one alpha per head"
         )
-    return OpenChunk.of(state.memory())
+    return OpenChunk.of(state.memory(), rule)
 
 
 def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
     """y [B, T, H, D_v] of the next tokens of the open chunk, and the state after them."""
     now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
-    rows = Rows.of(now.alpha, now.eta, now.theta, state)
+    rule = options.rule
+    rows = Rows.of(*rule.gates(now.alpha, now.eta, now.theta), state)
     bound, residual, weights = options.surprise_bound, options.residual, whole(state.weights, options.base)
-    new = surprise(weights, now.k, now.v, f, bound, squared_error, residual)
+    error = lambda prediction, v: rule.error(prediction, v, *now.extra.unbind(-1))  # noqa: E731
+    new = surprise(weights, now.k, now.v, f, bound, error, residual)
     state = _written(state, rows, new)
+    if rule.ends_chunks:
+        state = state._replace(etas=torch.cat([state.etas, now.eta], 2))
+    if rule.reads == "chunk":
+        return apply_memory(weights, now.q, f, residual).transpose(1, 2), state
     y = _read(now.q, rows, state, f, options.base)
     return predict(residual, now.q, y).transpose(1, 2), state
 
@@ -412,7 +450,7 @@ def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Ten
     if not left:
         return y, DecodeState.of(MemoryState(weights, momentum))
     layers = tuple(left[:depth]), tuple(left[depth : 2 * depth])
-    return y, DecodeState(weights, momentum, *layers, *left[2 * depth :], steps=state.steps)
+    return y, DecodeState(weights, momentum, *layers, *left[2 * depth :], steps=state.steps, etas=state.etas)
 
 
 def _products(r: Tensor) -> Tensor:
@@ -429,7 +467,7 @@ def _written(state: DecodeState, rows: Rows, new: tuple[list[Tensor], list[Tenso
     c, beta, m, h = rows.C[..., -1, :], *(x[..., -1] for x in (rows.beta, rows.m, rows.h))
     if rows.C.shape[-2] > 1:
         c, beta, m, h = (x.clone() for x in (c, beta, m, h))
-    return DecodeState(state.weights, state.momentum, inputs, errors, c, rows.n, beta, m, h, state.steps)
+    return state._replace(inputs=inputs, errors=errors, c=c, n=rows.n, beta=beta, m=m, h=h)
 
 
 def _read(x: Tensor, rows: Rows, state: DecodeState, f: Activation, base: Layers) -> Tensor:

@@ -11,7 +11,16 @@ from torch import Tensor
 from titans_kernels import ran
 from titans_kernels.memory import budget
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms import autograd, channels, chunked, custom_op, native, online, reference
+from titans_kernels.memory.forms import (
+    autograd,
+    channels,
+    chunked,
+    custom_op,
+    factored,
+    native,
+    online,
+    reference,
+)
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -63,6 +72,8 @@ class Form(NamedTuple):
     """"auto" picks it only on this device."""
     rules: tuple[type[Rule], ...] | None = (Rule,)
     """Supported rules; None for any. `Rule` itself is the paper's."""
+    linear: bool = False
+    """Whether the rule must be linear (`Rule.linear`)."""
     alpha: Literal["head", "column", "any"] = "head"
     """Supported alpha: one per head, one per group of columns, or either."""
     norm: bool = False
@@ -88,7 +99,9 @@ class Form(NamedTuple):
     def refusal(self, inputs: Inputs, weights: Layers, options: Options) -> str | None:
         """Why this form does not support a call, or None if it does."""
         layers, by_column = len(weights), inputs.forgets_by_column
-        if self.rules is not None and type(options.rule) not in self.rules:
+        if (self.rules is not None and type(options.rule) not in self.rules) or (
+            self.linear and not options.rule.linear
+        ):
             return f"it does not support the rule {options.rule}"
         if options.norm and not self.norm:
             return "it does not support LN inside the memory"
@@ -114,6 +127,8 @@ FORMS = (
     Form("chunked", "chunked", chunked.write_and_read, 1e-9, norm=True, traced=custom_op.write_and_read),
     Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
          traced=custom_op.write_and_read),
+    Form("factored", "chunked", factored.write_and_read, 1e-9, rules=None, linear=True, norm=True,
+         any_loss=True, traced=autograd.write_and_read),
     Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
          any_loss=True),
     Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
@@ -180,7 +195,7 @@ def neural_memory(
             "gated_delta" and "mdn"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's;
             if no kernel supports the call it falls back to "chunked" and logs that once. On a CPU "auto"
             picks "native" if there is a C++ compiler and the memory is small, otherwise "chunked". For any
-            other rule it picks "autograd".
+            other rule whose update is the paper's it picks "chunked", otherwise "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" and "autograd" support any rule.
         residual: None for the paper's memory, or a residual connection around it, with or without LN.
@@ -236,6 +251,7 @@ def neural_memory(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared,
         residual, own, operand_dtype(q),
     )  # fmt: skip
+    inputs = with_targets(inputs, options)
     form = choose(backend, inputs, weights, options)
     if write_budget:
         limit = reference.write_budget if form.name == "reference" else budget.write_budget
@@ -246,6 +262,15 @@ def neural_memory(
     with without_autocast(q):
         y, weights, momentum = _compute(form, inputs, weights, momentum, options)
     return y.to(q.dtype), MemoryState(weights, momentum) if output_final_state else MemoryState((), ())
+
+
+def with_targets(inputs: Inputs, options: Options) -> Inputs:
+    """The inputs [B, T, H, ...] with the rule's targets in place of the values."""
+    if type(options.rule).target is Rule.target:
+        return inputs
+    k, v = (x.to(inputs.state_dtype).transpose(1, 2) for x in (inputs.k, inputs.v))
+    with without_autocast(v):
+        return inputs._replace(v=options.rule.target(k, v, options.residual).transpose(1, 2))
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.forms.reference import apply_memory, clip_norm, each_document
+from titans_kernels.memory.forms.reference import apply_memory, each_document
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -27,9 +27,10 @@ from titans_kernels.memory.options import (
     distances,
     whole,
 )
+from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.parts.vjp import flows, vjp
 from titans_kernels.memory.residual import Residual, predict, pull
-from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.rules import ChunkEnd, Rule
 
 
 class OpenChunk(NamedTuple):
@@ -41,15 +42,20 @@ class OpenChunk(NamedTuple):
     alpha: Tensor  # of the chunk's tokens so far [B, H, p], or [B, H, p, A] per column
     keys: Tensor  # keys of the chunk's tokens with a write budget [B, H, p, D], else [B, H, 0, D]
     steps: Tensor  # their effective steps [B, H, p], or [B, H, 0]
+    etas: Tensor  # [B, H, p] for a rule with `end_chunk`, which also needs the three below, else [B, H, 0]
+    start_momentum: Layers
+    kept: Layers  # the weights without the gradients of the chunk's tokens
+    kept_momentum: Layers
 
     @staticmethod
-    def of(state: MemoryState) -> OpenChunk:
+    def of(state: MemoryState, rule: Rule) -> OpenChunk:
         """An open chunk without tokens; the tensors of ``state`` are [B, H, D, F]."""
         first = state.weights[0]
         none = first.new_zeros(*first.shape[:2], 0)
         keys = first.new_zeros(*none.shape, first.shape[-2])
-        weights = tuple(state.weights)
-        return OpenChunk(weights, tuple(state.momentum), weights, none, keys, none)
+        weights, momentum = tuple(state.weights), tuple(state.momentum)
+        rest = (momentum, weights, momentum) if rule.ends_chunks else ((), (), ())
+        return OpenChunk(weights, momentum, weights, none, keys, none, none, *rest)
 
     @property
     def position(self) -> int:
@@ -69,7 +75,7 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     state, outputs = MemoryState(distances(weights, options.base), momentum), []
     for chunk in zip(*(x.split(options.chunk_size, 1) for x in inputs), strict=True):
-        y, opened = continue_chunk(Inputs(*chunk), OpenChunk.of(state), options)
+        y, opened = continue_chunk(Inputs(*chunk), OpenChunk.of(state, options.rule), options)
         state = opened.memory()
         outputs.append(y)
     return torch.cat(outputs, 1), whole(state.weights, options.base), state.momentum
@@ -78,24 +84,50 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
 def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[Tensor, OpenChunk]:
     """y [B, T, H, D] of the next tokens of a chunk, which must fit into it, and the extended chunk."""
     now = Inputs(*(x.transpose(1, 2) for x in inputs))
-    rule, f, by_column = options.rule, ACTIVATIONS[options.activation], now.forgets_by_column
+    rule, f, by_column, base = (
+        options.rule, ACTIVATIONS[options.activation], now.forgets_by_column, options.base,
+    )  # fmt: skip
     # copies, since a view would keep all tokens of the call alive
     alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha.clone()
-    decay = (1 - alpha).cumprod(2)[:, :, chunk.position :]
+    etas = torch.cat([chunk.etas, now.eta], 2) if rule.ends_chunks else chunk.etas
+    p = chunk.position
+    decay = (1 - rule.gates(alpha, now.eta, now.theta)[0]).cumprod(2)[:, :, p:]
     decays = [broadcast_gate(decay, W.shape[-1], by_column) for W in chunk.start]
     gradients = token_gradients(
-        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, options.base,
-        now.extra,
-    )  # fmt: skip
-    W, S, y = chunk.weights, chunk.momentum, []
+        rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, base, now.extra
+    )
+    forget, *gates = rule.gates(now.alpha, now.eta, now.theta)
+    gates += now.extra.unbind(-1)
+    W, S, kept, y = chunk.weights, chunk.momentum, (chunk.kept, chunk.kept_momentum), []
+
+    def update(W: Layers, S: Layers, gradients: list[Tensor], t: int) -> tuple[Layers, Layers]:
+        step = [gate[:, :, t, None, None] for gate in gates]
+        alphas = [broadcast_gate(forget[:, :, t], w.shape[-1], by_column) for w in W]
+        after = [rule.update(*layer, *step) for layer in zip(W, S, gradients, alphas, strict=True)]
+        return tuple(w for w, _ in after), tuple(s for _, s in after)
+
     for t in range(now.q.shape[2]):
-        gates = [gate[:, :, t, None, None] for gate in (now.eta, now.theta, *now.extra.unbind(-1))]
-        forget = [broadcast_gate(now.alpha[:, :, t], w.shape[-1], by_column) for w in W]
-        layers = zip(W, S, gradients, forget, strict=True)
-        after = [rule.update(w, s, g[:, :, t], a, *gates) for w, s, g, a in layers]
-        W, S = (tuple(part) for part in zip(*after, strict=True))
-        y.append(apply_memory(whole(W, options.base), now.q[:, :, t : t + 1], f, options.residual))
-    return torch.cat(y, 2).transpose(1, 2), chunk._replace(weights=W, momentum=S, alpha=alpha)
+        W, S = update(W, S, [g[:, :, t] for g in gradients], t)
+        if rule.ends_chunks:
+            kept = update(*kept, [torch.zeros_like(w) for w in W], t)
+            if p + t + 1 == options.chunk_size:
+                starts = whole(chunk.start, base), chunk.start_momentum
+                W, S = end_chunk(rule, (whole(W, base), S), starts, (whole(kept[0], base), kept[1]), etas)
+                W = distances(W, base)
+        read = whole(W if rule.reads == "token" else chunk.start, base)
+        y.append(apply_memory(read, now.q[:, :, t : t + 1], f, options.residual))
+    after = chunk._replace(weights=W, momentum=S, alpha=alpha, etas=etas, kept=kept[0], kept_momentum=kept[1])
+    return torch.cat(y, 2).transpose(1, 2), after
+
+
+def end_chunk(
+    rule: Rule, after: tuple[Layers, Layers], start: tuple[Layers, Layers], kept: tuple[Layers, Layers],
+    eta: Tensor,
+) -> tuple[Layers, Layers]:  # fmt: skip
+    """`Rule.end_chunk` of every layer."""
+    ends = [ChunkEnd._make((*end, eta)) for end in zip(*after, *start, *kept, strict=True)]
+    ended = [rule.end_chunk(end) for end in ends]
+    return tuple(W for W, _ in ended), tuple(S for _, S in ended)
 
 
 def token_gradients(

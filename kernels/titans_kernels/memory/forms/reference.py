@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, H heads, D width of a head, F width of a hidden layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -25,8 +26,9 @@ from titans_kernels.memory.options import (
     whole,
 )
 from titans_kernels.memory.parts.layout import document_borders
+from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.residual import Residual, predict, pull
-from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.rules import ChunkEnd, Rule
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -54,15 +56,19 @@ def each_document(
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     rule, f, by_column = options.rule, ACTIVATIONS[options.activation], inputs.forgets_by_column
-    chunk_start, decay, y = weights, torch.ones_like(inputs.alpha[:, 0]), []
+    before, kept, etas = (weights, momentum), (weights, momentum), inputs.eta[:, :0]
+    decay, y = torch.ones_like(inputs.alpha[:, 0]), []
     base = options.base  # the rule applies to the offset of the weights from the base
     for t in range(inputs.q.shape[1]):
         if t % options.chunk_size == 0:
             # M_{t'}: gradients of the chunk are taken here (16) unless the rule says otherwise
-            chunk_start, decay = weights, torch.ones_like(decay)
+            before = kept = weights, momentum
+            decay, etas = torch.ones_like(decay), inputs.eta[:, t : t + options.chunk_size].transpose(1, 2)
+        chunk_start = before[0]
         now = Inputs(*(x[:, t] for x in inputs))
-        eta, theta = (gate[:, :, None, None] for gate in (now.eta, now.theta))
-        decay = (1 - now.alpha) * decay
+        alpha, eta, theta = rule.gates(now.alpha, now.eta, now.theta)
+        decay = (1 - alpha) * decay
+        eta, theta = (gate[:, :, None, None] for gate in (eta, theta))
         point = tuple(
             rule.gradient_point(V, broadcast_gate(decay, V.shape[-1], by_column))
             for V in distances(chunk_start, base)
@@ -71,17 +77,31 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         gradient = inner_gradient(
             point, now.k, now.v, f, options.surprise_bound, rule, options.residual, now.extra
         )
-        extra = now.extra[..., None, None].unbind(2)
-        after = [
-            rule.update(
-                V, S, g, broadcast_gate(now.alpha, V.shape[-1], by_column), eta, theta, *extra
-            )  # (13, 14)
-            for V, S, g in zip(distances(weights, base), momentum, gradient, strict=True)
-        ]
-        moved, momentum = (tuple(part) for part in zip(*after, strict=True))
-        weights = whole(moved, base)
-        y.append(apply_memory(weights, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
+        own = now.extra[..., None, None].unbind(2)
+        step = partial(_updated, rule, (alpha, eta, theta, *own), base=base, by_column=by_column)
+        weights, momentum = step(weights, momentum, gradient)  # (13, 14)
+        if rule.ends_chunks:
+            kept = step(*kept, tuple(map(torch.zeros_like, gradient)))
+            if (t + 1) % options.chunk_size == 0:
+                ends = zip(weights, momentum, *before, *kept, strict=True)
+                ended = [rule.end_chunk(ChunkEnd._make((*end, etas))) for end in ends]
+                weights, momentum = (tuple(part) for part in zip(*ended, strict=True))
+        read = weights if rule.reads == "token" else chunk_start
+        y.append(apply_memory(read, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
+
+
+def _updated(
+    rule: Rule, gates: tuple[Tensor, ...], weights: Layers, momentum: Layers, gradient: Layers, *,
+    base: Layers, by_column: bool,
+) -> tuple[Layers, Layers]:  # fmt: skip
+    """Weights and momentum after a token."""
+    after = [
+        rule.update(V, S, g, broadcast_gate(gates[0], V.shape[-1], by_column), *gates[1:])
+        for V, S, g in zip(distances(weights, base), momentum, gradient, strict=True)
+    ]
+    moved, momentum = (tuple(part) for part in zip(*after, strict=True))
+    return whole(moved, base), momentum
 
 
 def write_budget(
@@ -155,13 +175,3 @@ def surprise(
     for W, out in zip(reversed(weights), reversed(z), strict=False):
         errors.insert(0, clip_norm(f.through(errors[0] @ W.mT, out), bound))
     return inputs, errors
-
-
-def clip_norm(d: Tensor, bound: float | None) -> Tensor:
-    """d min(1, c / |d|): the optional bound on a token's surprise, with the norm over the last dimension."""
-    if bound is None:
-        return d
-    squares = d.square().sum(-1, keepdim=True)
-    # masked before the square root, whose infinite slope at 0 would give NaN gradients
-    over = squares > bound**2
-    return d * torch.where(over, bound / torch.where(over, squares, 1).sqrt(), 1)

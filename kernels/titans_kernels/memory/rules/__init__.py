@@ -1,25 +1,31 @@
 """Update rules of the memory, one file each; `base.Rule` is the paper's.
 
-A subclass of `Rule` may override the loss, the gradient point and the update. The reference, the generic
-chunked form (`autograd`) and `decode_step` support every rule; `op.FORMS` says which others support which.
+A subclass of `Rule` may override the loss and its target, the gradient point, the update, the end of a chunk
+and the weights that are read. The reference, the generic chunked form (`autograd`) and `decode_step` support
+every rule, `factored` every rule whose update is the paper's; `op.FORMS` says which others support which.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-from titans_kernels.memory.rules.base import PAPER, Rule
+from titans_kernels.memory.rules.base import PAPER, ChunkEnd, Rule
+from titans_kernels.memory.rules.e2_ttt import E2TTT
 from titans_kernels.memory.rules.gated_delta import GatedDelta
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
-__all__ = ["PAPER", "RULES", "GatedDelta", "Huber", "MomentumDelta", "Rule", "Yaad", "find_rule"]
+__all__ = [
+    "E2TTT", "PAPER", "RULES", "ChunkEnd", "GatedDelta", "Huber", "MomentumDelta", "Rule", "Yaad",
+    "find_rule",
+]  # fmt: skip
 
 RULES: dict[str, type[Rule]] = {
     "paper": Rule,
     "gated_delta": GatedDelta,
     "mdn": MomentumDelta,
+    "e2_ttt": E2TTT,
     "huber": Huber,
     "yaad": Yaad,
 }

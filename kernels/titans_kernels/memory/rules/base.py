@@ -1,14 +1,31 @@
-"""A rule of the memory: the inner loss, the weights at which its gradient is taken, and the update."""
+"""A rule of the memory: inner loss, gradient point, update, end of a chunk, read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titans_kernels.memory.parts.vjp import flows, vjp
+from titans_kernels.memory.residual import Residual
+
+
+class ChunkEnd(NamedTuple):
+    """A layer after the last token of a full chunk, as `Rule.end_chunk` gets it. [B, H, D, F] except eta.
+
+    ``kept`` is what decay and momentum leave of the chunk's start, so the chunk's own gradients have moved
+    the weights by ``weights - kept`` and the momentum by ``momentum - kept_momentum``.
+    """
+
+    weights: Tensor
+    momentum: Tensor
+    start: Tensor  # weights before the chunk
+    start_momentum: Tensor
+    kept: Tensor
+    kept_momentum: Tensor
+    eta: Tensor  # of the chunk's tokens, [B, H, b]
 
 
 @dataclass(frozen=True)
@@ -19,6 +36,8 @@ class Rule:
     torch, since the gradient of the outer loss flows through them.
     """
 
+    reads: ClassVar[Literal["token", "chunk"]] = "token"
+    """Whether a token reads the weights after its own write (eq. 15), or those at the start of its chunk."""
     extra_gates: ClassVar[int] = 0
     """Number of gates beside alpha, eta and theta, each in [0, 1] per token and head. They follow the other
     arguments of `loss`, as [...], and of `update`, as [B, H, 1, 1]."""
@@ -28,6 +47,14 @@ class Rule:
     def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Inner loss ``||M(k) - v||^2`` per token (eq. 12): two [..., D] to [...]."""
         return (prediction - v).square().sum(-1)
+
+    def target(self, k: Tensor, v: Tensor, residual: Residual | None) -> Tensor:
+        """What M(k) is to predict, in place of v; [B, H, T, D]."""
+        return v
+
+    def gates(self, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gates that `update` gets, of any shape."""
+        return alpha, eta, theta
 
     def gradient_point(self, weights: Tensor, decay: Tensor) -> Tensor:
         """The weights of a layer at which a token's gradient is taken.
@@ -53,11 +80,31 @@ class Rule:
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
 
+    def end_chunk(self, end: ChunkEnd) -> tuple[Tensor, Tensor]:
+        """Weights and momentum of a layer after a full chunk; the last token already reads them.
+
+        A chunk that is not full, such as the last one of a text, is not ended.
+        """
+        return end.weights, end.momentum
+
     def error(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Gradient of the inner loss with respect to the prediction, [..., D]; derived from `loss`."""
+        if type(self).loss is Rule.loss:
+            return 2 * (prediction - v)
         fixed = (v, *extra)
         loss, pullback = vjp(self.loss, prediction, create_graph=flows(prediction, *fixed), fixed=fixed)
         return pullback(torch.ones_like(loss))[0]
+
+    @property
+    def linear(self) -> bool:
+        """Whether a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
+        own = type(self)
+        return own.update is Rule.update and own.gradient_point is Rule.gradient_point
+
+    @property
+    def ends_chunks(self) -> bool:
+        """Whether `end_chunk` does anything."""
+        return type(self).end_chunk is not Rule.end_chunk
 
 
 PAPER = Rule()

@@ -1,0 +1,127 @@
+"""Rules of deep memories against loops over their published equations, with torch's own gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from tests.kernels.cases import assert_same
+from tests.kernels.test_rules import Case
+from titans_kernels import DecodeState, Residual, decode_step, extend_memory, find_rule, state_numel
+
+T, B = 23, 6
+"""Tokens and chunk size: three full chunks and an open one."""
+
+
+class Deep(Case):
+    """Two layers of two heads, inside ``x + LN(f(x))`` if asked."""
+
+    def __init__(self, norm: bool = True, T: int = T, momentum: bool = True, decay: bool = True):
+        super().__init__(T, widths=[4, 6, 4])
+        with torch.no_grad():
+            for gate, used in zip(self.tokens[3:5], (decay, momentum), strict=True):
+                gate.mul_(used)
+            if not momentum:
+                for S in self.state.momentum:
+                    S.zero_()
+        if norm:
+            generator = torch.Generator().manual_seed(5)
+            rand = lambda: torch.rand(2, 4, generator=generator, dtype=torch.float64)  # noqa: E731
+            self.residual = Residual((0.5 + rand()).requires_grad_(), (rand() - 0.5).requires_grad_())
+
+    @property
+    def norm(self) -> tuple[Tensor, ...]:
+        """LN's weight and bias [H, D]."""
+        return self.residual.norm if self.residual else ()
+
+    def by_hand(self, head) -> list[Tensor]:
+        """y and the state after the last token, from ``head(h, tokens, W, S)`` of each head."""
+        found = [
+            head(h, [x[0, :, h] for x in self.tokens], *([x[0, h] for x in part] for part in self.state))
+            for h in range(2)
+        ]
+        y = torch.stack([torch.stack(y) for y, _, _ in found], 1)[None]
+        layers = [torch.stack([part[l] for part in parts])[None] for parts in
+                  ([W for _, W, _ in found], [S for _, _, S in found]) for l in range(2)]  # fmt: skip
+        return [y, *layers]
+
+
+def f(W: list[Tensor], x: Tensor) -> Tensor:
+    return F.silu(x @ W[0]) @ W[1]
+
+
+def gradient(loss, W: list[Tensor]) -> tuple[Tensor, ...]:
+    """The gradient of ``loss(W)`` at W, itself differentiable."""
+    at = [w if w.requires_grad else w.detach().requires_grad_() for w in W]
+    return torch.autograd.grad(loss(at), at, create_graph=True)
+
+
+def assert_published(case: Deep, expected: list[Tensor], leaves: list[Tensor], **options) -> None:
+    """Every form, every cut and every gradient of ``leaves``."""
+    options["chunk_size"] = options.get("chunk_size", B)
+    for backend in ("reference", "autograd", "auto"):
+        assert_same(expected, case.whole(backend=backend, **options), leaves)
+    size = case.tokens[0].shape[1]
+    for sizes in ([size], [2, 1, 1, 5, size - 9], [size - 1, 1]):
+        assert_same(expected, case.pieces(sizes, **options), leaves)
+    assert_same(expected, case.pieces([1] * size, decode_step, **options), leaves)
+    # what has been read does not change when later tokens do
+    changed = [torch.cat([x[:, :-1], 0.5 * x[:, -1:]], 1) for x in case.tokens]
+    before, case.tokens = case.tokens, changed
+    y = case.whole(**options)[0]
+    case.tokens = before
+    torch.testing.assert_close(y[:, :-1], case.whole(**options)[0][:, :-1], rtol=0, atol=0)
+
+
+def clipped(G: Tensor, bound: float) -> Tensor:
+    return G if G.norm() <= bound else G * bound / G.norm()
+
+
+def fixed_rows(W: Tensor, start: Tensor) -> Tensor:
+    return W / W.norm(dim=0, keepdim=True) * start.norm(dim=0, keepdim=True)
+
+
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_e2_ttt(clip):
+    case = Deep()
+
+    def head(h, tokens, W, S):
+        y, (weight, bias) = [], (p[h] for p in case.norm)
+        for first in range(0, T, B):
+            start, sums = W, [(torch.zeros_like(w), torch.zeros_like(w)) for w in W]
+            own, last = [(w, s) for w, s in zip(W, S, strict=True)], min(first + B, T)
+            for q, k, v, alpha, eta, theta in zip(*(x[first:last] for x in tokens), strict=True):
+                y.append(q + F.layer_norm(f(start, q), (4,), weight, bias, 1e-6))
+
+                def loss(at, k=k, v=v):
+                    normed = F.layer_norm(f(at, k), (4,), weight, bias, 1e-6)
+                    return (normed - F.layer_norm(v - k, (4,), weight, bias, 1e-6)).square().sum()
+
+                g = gradient(loss, start)
+                own = [((1 - alpha) * w + eta * s, eta * s) for w, s in own]
+                moved = [(eta * m - theta * x) for (_, m), x in zip(sums, g, strict=True)]
+                sums = [((1 - alpha) * w + m, m) for (w, _), m in zip(sums, moved, strict=True)]
+            if last - first < B:
+                W = [w + dw for (w, _), (dw, _) in zip(own, sums, strict=True)]
+                S = [s + ds for (_, s), (_, ds) in zip(own, sums, strict=True)]
+                break
+            W = [fixed_rows(w + clipped(dw, clip), w0) for (w, _), (dw, _), w0 in
+                 zip(own, sums, start, strict=True)]  # fmt: skip
+            S = [s + clipped(ds, clip) for (_, s), (_, ds) in zip(own, sums, strict=True)]
+        return y, W, S
+
+    assert_published(case, case.by_hand(head), case.leaves, rule=find_rule("e2_ttt", clip=clip))
+
+
+@pytest.mark.parametrize("name", ["e2_ttt"])
+def test_the_state_of_an_open_chunk_is_counted(name):
+    case, rule = Deep(), find_rule(name)
+    for tokens in (1, 5, B, 15):
+        part = [x[:, :tokens] for x in case.tokens]
+        options = {"chunk_size": B, "rule": rule, "residual": case.residual}
+        _, state = extend_memory(*part, DecodeState.of(case.state), **options)
+        held = sum(x.numel() for x in tree_leaves(state))
+        assert held == 2 * state_numel([(4, 6), (6, 4)], tokens % B, rule), (tokens, held)
