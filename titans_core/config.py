@@ -40,6 +40,13 @@ class MemoryConfig(Frozen):
     residual: Literal["none", "input", "norm"] = "none"
     """Residual connection around the layers f of the memory: none, ``x + f(x)``, or ``x + LN(f(x))`` with a
     learned weight and bias per head, as in the later published version and in TTT."""
+    output_activation: Literal["none", "silu", "gelu"] = "none"
+    """Activation of the memory's output: ``M(x) = o(f(x))``, in the inner loss too. ``silu`` of a memory of
+    depth 1 is the one of Modular TTT. Needs residual: none."""
+    written: Literal["all", "last"] = "all"
+    """Layers whose weights are the state. With last, those below stay at the learned M_0 (arXiv 2602.21204):
+    the memory is a linear one of their features of queries and keys, L2-normalised with qk_norm, and exact
+    in parallel with chunk_size 1 at any depth. Needs residual: none."""
     momentum: bool = True
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
@@ -93,6 +100,13 @@ class MemoryConfig(Frozen):
     a `titans_kernels.Rule`."""
     rule_options: dict[str, float] = {}
     """Parameters of the rule by name: ``delta`` of huber and yaad, ``tied`` of mdn (1 for true)."""
+
+    @model_validator(mode="after")
+    def _outputs_fit(self) -> MemoryConfig:
+        for name, value in (("output_activation", self.output_activation), ("written", self.written)):
+            if value not in ("none", "all") and self.residual != "none":
+                raise ValueError(f"residual: {self.residual} is not supported with {name} {value}; use none")
+        return self
 
     @model_validator(mode="after")
     def _horizons_are_reachable(self) -> MemoryConfig:

@@ -66,7 +66,7 @@ def _initialize_by_name(module: Any, n_layers: int) -> None:
 
 def _initialize_memory(memory: Any) -> None:
     """M_0 and the gates of a `NeuralMemory`."""
-    for W in memory.initial_weights:
+    for W in (*memory.feature_weights, *memory.initial_weights):
         nn.init.normal_(W, std=W.shape[-2] ** -0.5)
     config = memory.config
     if config.residual != "norm":  # under LN it would only scale up the gradient tenfold

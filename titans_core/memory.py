@@ -22,6 +22,7 @@ from titans_kernels import (
     DecodeState,
     MemoryState,
     OpenChunk,
+    OutputActivation,
     Residual,
     Rule,
     extend_memory,
@@ -34,10 +35,11 @@ from titans_kernels import (
     without_autocast,
     write_budget,
 )
+from titans_kernels.memory.activations import ACTIVATIONS
 
 
 class Writes(NamedTuple):
-    """Inputs of an update: k, v [B, T, H, E], gates [B, T, H], or alpha [B, T, H, E] if per channel."""
+    """Inputs of an update: k or its features, v [B, T, H, E]; gates [B, T, H], or alpha [B, T, H, E]."""
 
     k: Tensor
     v: Tensor
@@ -111,7 +113,11 @@ class NeuralMemory(Projections):
         self.extra = nn.Linear(d_model, config.heads * own) if own else None
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
-        self.initial_weights = nn.ParameterList(torch.empty(config.heads, *pair) for pair in pairwise(widths))
+        layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
+        unwritten = len(layers) - 1 if config.written == "last" else 0
+        self.feature_weights = nn.ParameterList(layers[:unwritten])
+        """Layers that no token writes; see `MemoryConfig.written`."""
+        self.initial_weights = nn.ParameterList(layers[unwritten:])
         self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
@@ -162,12 +168,13 @@ class NeuralMemory(Projections):
     ) -> tuple[Tensor, ConvState]:
         """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of q only."""
         (q,), conv_state = self.project(x_BTD, "q", conv_state)
+        q = self._features(q)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
         return self._output(self.predict(q, weights), x_BTD), conv_state
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """M(q) of q [B, T, H, E] at given weights."""
+        """M(q) of q [B, T, H, E], or of its features, at given weights."""
         return read_memory(
             q, weights, activation=self.config.activation, residual=self.residual, base=self.base
         )
@@ -183,8 +190,10 @@ class NeuralMemory(Projections):
         return weights if base is None else tuple(B + V for B, V in zip(base, weights, strict=True))
 
     @property
-    def residual(self) -> Residual | None:
-        """The residual connection around the memory's layers, if any."""
+    def residual(self) -> Residual | OutputActivation | None:
+        """What follows the memory's layers, if anything."""
+        if self.config.output_activation != "none":
+            return OutputActivation(self.config.output_activation)
         if self.config.residual == "none":
             return None
         norm = self.inner_norm
@@ -248,6 +257,7 @@ class NeuralMemory(Projections):
     ) -> tuple[Tensor, Writes, ConvState]:
         """Queries [B, T, H, E], the inputs of the update, and the convolution state."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
+        q, k = self._features(q), self._features(k)
         switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
         gates = {name: gate for name, gate in switched.items() if gate is not None}
         found = dict(zip(gates, _project_gates(list(gates.values()), x), strict=True))
@@ -263,6 +273,17 @@ class NeuralMemory(Projections):
         if "extra" in found:
             extra = found["extra"].unflatten(-1, (self.heads, self.rule.extra_gates))
         return q, Writes(k, v, alpha, eta, theta, extra), conv_state
+
+    def _features(self, x_BTHE: Tensor) -> Tensor:
+        """The output of the layers that no token writes; queries or keys themselves if all are written."""
+        if not self.feature_weights:
+            return x_BTHE
+        f, dtype = ACTIVATIONS[self.config.activation], state_dtype(x_BTHE)
+        with without_autocast(x_BTHE):
+            x = x_BTHE.to(dtype)
+            for W in self.feature_weights:
+                x = f.value(torch.einsum("bthd,hde->bthe", x, W.to(dtype)))
+            return F.normalize(x, dim=-1, eps=1e-6) if self.config.qk_norm else x
 
     @property
     def _forgets_by_channel(self) -> bool:

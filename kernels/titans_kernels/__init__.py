@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
     from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
-    from titans_kernels.memory.residual import Residual
+    from titans_kernels.memory.residual import OutputActivation, Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
@@ -33,6 +33,7 @@ __all__ = [
     "DecodeState",
     "MemoryState",
     "OpenChunk",
+    "OutputActivation",
     "Residual",
     "Rule",
     "decode_step",

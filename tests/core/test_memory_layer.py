@@ -98,3 +98,49 @@ def test_models_without_a_memory_have_no_limits():
     assert healthy_limits(net) == {}
     assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
     assert out_of_range({}, {}) is None
+
+
+@pytest.mark.parametrize(("chunk_size", "backend"), [(1, "online"), (8, "chunked"), (8, "autograd")])
+def test_where_only_the_last_layer_is_written_the_others_are_features(chunk_size, backend):
+    """Token by token: the gradient of the whole memory with respect to its last layer alone."""
+    options = {"written": "last", "depth": 3, "chunk_size": chunk_size, "surprise_bound": None}
+    memory = model(conv=False, qk_norm=False, backend=backend, **options).blocks[0].memory
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 33, 16, dtype=torch.float64, generator=generator)
+    (q, k), v = (memory.project(x, "qk", {})[0]), memory._project_tokens(x, {})[1].v
+    gates = memory._project_tokens(x, {})[1][2:5]
+    below, W = list(memory.feature_weights), memory.initial_weights[0]
+    assert len(below) == 2
+    assert len(memory.initial_weights) == 1
+
+    def apply(weights: torch.Tensor, x_HE: torch.Tensor) -> torch.Tensor:
+        x = x_HE[:, None]
+        for B in below:
+            x = torch.nn.functional.silu(x @ B)
+        return (x @ weights)[:, 0]
+
+    S, start, reads = torch.zeros_like(W), W, []
+    for t in range(x.shape[1]):
+        start = W if t % chunk_size == 0 else start
+        alpha, eta, theta = (gate[0, t, :, None, None] for gate in gates)
+        loss = (apply(start, k[0, t]) - v[0, t]).square().sum()
+        (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
+        S = eta * S - theta * gradient
+        W = (1 - alpha) * W + S
+        reads.append(apply(W, q[0, t]))
+    writes = memory._project_tokens(x, {})
+    y, after = memory.extend(*writes[:2], memory.start(1).memory)
+    expected, found = [torch.stack(reads)[None], W[None]], [y, after.memory().weights[0]]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    leaves = [p for name, p in memory.named_parameters() if not name.startswith(("w_o", "output"))]
+    grads = [
+        torch.autograd.grad(sum(part.square().sum() for part in both), leaves, retain_graph=True)
+        for both in (found, expected)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("field", [{"written": "last"}, {"output_activation": "silu"}])
+def test_what_a_residual_does_not_go_with_is_refused(field):
+    with pytest.raises(ValueError, match=r"residual: input is not supported with .*; use none"):
+        MemoryConfig(residual="input", **field)

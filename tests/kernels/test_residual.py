@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tests.kernels.cases import Call, assert_same
 from titans_kernels import (
     MemoryState,
+    OutputActivation,
     Residual,
     Rule,
     decode_step,
@@ -22,7 +23,7 @@ from titans_kernels import (
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, reference
 
-KINDS = ["none", "input", "norm"]
+KINDS = ["none", "input", "norm", "silu"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -52,12 +53,13 @@ class Case(Call):
             tuple((0.1 * (rand(*s) - 0.5)).requires_grad_() for s in shapes),
         )
         norm = (1 + 0.2 * rand(2, 4)).requires_grad_(), (rand(2, 4) - 0.5).requires_grad_()
-        self.residual = {"none": None, "input": Residual(), "norm": Residual(*norm)}[kind]
+        kinds = {"none": None, "input": Residual(), "norm": Residual(*norm), "silu": OutputActivation("silu")}
+        self.residual = kinds[kind]
 
 
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
 CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)]
-SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2)]
+SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2), ("silu", None), ("silu", 2)]
 
 
 @pytest.mark.parametrize(("kind", "groups"), SWITCHED)
@@ -72,7 +74,9 @@ def test_every_form_is_the_recurrence(depth, kind, groups):
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
-@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("none", 2), ("norm", 4)])
+@pytest.mark.parametrize(
+    ("kind", "groups"), [("input", None), ("norm", None), ("none", 2), ("norm", 4), ("silu", None)]
+)
 def test_other_rules(rule, kind, groups):
     for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
         case = Case(T, depth, kind=kind, groups=groups)
@@ -116,8 +120,28 @@ def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, 
     torch.testing.assert_close([g[0, 0] for g in found], expected, rtol=1e-10, atol=1e-12)
 
 
+def test_an_activation_of_the_output_of_one_layer_is_modular_ttt():
+    """Its recurrence with chunks of four tokens, where its loss is half of ours."""
+    case = Case(10, 1, kind="silu")
+    with torch.no_grad():
+        case.tokens[4].zero_()
+        case.state.momentum[0].zero_()
+    q, k, v, alpha, _, theta = (x[0, :, 0].detach() for x in case.tokens)
+    W, reads = case.state.weights[0][0, 0].detach(), []
+    start = W
+    for t in range(len(q)):
+        start = W if t % 4 == 0 else start
+        z = (k[t] @ start).requires_grad_()
+        (slope,) = torch.autograd.grad(F.silu(z).sum(), z)
+        W = (1 - alpha[t]) * W - 2 * theta[t] * torch.outer(k[t], slope * (F.silu(z.detach()) - v[t]))
+        reads.append(F.silu(q[t] @ W))
+    for backend in ("reference", "autograd", "chunked"):
+        y = case.whole(backend=backend, chunk_size=4)[0]
+        torch.testing.assert_close(y[0, :, 0], torch.stack(reads), rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["reference", "autograd", "chunked"])
-@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 2)])
+@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 2), ("silu", None)])
 def test_packed_documents_are_separate_calls(kind, groups, backend):
     borders = [0, 3, 18, 18, 19, 25]
     case = Case(borders[-1], kind=kind, groups=groups, documents=len(borders) - 1)
@@ -234,7 +258,9 @@ def test_a_read_without_a_write(kind):
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])
-@pytest.mark.parametrize(("kind", "groups"), [("norm", None), ("none", 2), ("norm", 4)])
+@pytest.mark.parametrize(
+    ("kind", "groups"), [("norm", None), ("none", 2), ("norm", 4), ("silu", None), ("silu", 2)]
+)
 @pytest.mark.slow
 def test_compiled_is_eager_and_so_is_every_gradient(kind, groups, borders):
     case = Case(20, kind=kind, groups=groups, batch=1 if borders else 2, documents=borders and 3)
@@ -246,6 +272,7 @@ def test_compiled_is_eager_and_so_is_every_gradient(kind, groups, borders):
 
 @pytest.mark.parametrize(("kind", "groups", "reason"), [
     ("norm", None, "it does not support LN inside the memory"),
+    ("silu", None, "it does not support an activation of the memory's output"),
     ("none", 4, "it does not support alpha per column"),
 ])  # fmt: skip
 @pytest.mark.parametrize("backend", ["native", "online", "triton"])

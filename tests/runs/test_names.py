@@ -32,6 +32,8 @@ DEFAULTS = {
             "chunk_size": 64,
             "activation": "silu",
             "residual": "none",
+            "output_activation": "none",
+            "written": "all",
             "momentum": True,
             "decay": True,
             "decay_per": "head",

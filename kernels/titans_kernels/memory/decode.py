@@ -33,7 +33,7 @@ from titans_kernels.memory.options import (
     without_autocast,
 )
 from titans_kernels.memory.parts.gates import decay_products
-from titans_kernels.memory.residual import Residual, predict
+from titans_kernels.memory.residual import Output, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import (
     check_base,
@@ -173,7 +173,7 @@ def decode_step(
     activation: str = "silu",
     surprise_bound: float | None = None,
     rule: Rule | str = PAPER,
-    residual: Residual | None = None,
+    residual: Output | None = None,
     base: Layers | None = None,
     write_budget: float | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:
@@ -251,7 +251,7 @@ def extend_memory(
     surprise_bound: float | None = None,
     backend: str = "auto",
     rule: Rule | str = PAPER,
-    residual: Residual | None = None,
+    residual: Output | None = None,
     base: Layers | None = None,
     write_budget: float | None = None,
 ) -> tuple[Tensor, DecodeState | OpenChunk]:

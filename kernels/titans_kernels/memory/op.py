@@ -33,7 +33,7 @@ from titans_kernels.memory.options import (
     whole,
     without_autocast,
 )
-from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.residual import Output
 from titans_kernels.memory.rules import PAPER, GatedDelta, MomentumDelta, Rule, find_rule
 from titans_kernels.memory.validate import (
     check_base,
@@ -77,7 +77,7 @@ class Form(NamedTuple):
     alpha: Literal["head", "column", "any"] = "head"
     """Supported alpha: one per head, one per group of columns, or either."""
     norm: bool = False
-    """Whether it supports LN inside the memory (`Residual.norm`)."""
+    """Whether it supports LN inside the memory (`Residual.norm`) and an activation of its output."""
     any_loss: bool = False
     """Whether the loss may depend on more than prediction - value. If not, ``x + f(x)`` and the base of a
     linear memory are folded into the value."""
@@ -103,8 +103,9 @@ class Form(NamedTuple):
             self.linear and not options.rule.linear
         ):
             return f"it does not support the rule {options.rule}"
-        if options.norm and not self.norm:
-            return "it does not support LN inside the memory"
+        if options.curved and not self.norm:
+            what = "LN inside the memory" if options.norm else "an activation of the memory's output"
+            return f"it does not support {what}"
         if self.alpha == ("head" if by_column else "column"):
             return f"it does not support alpha per {'column' if by_column else 'head'}"
         if self.depth is not None and layers > self.depth:
@@ -156,7 +157,7 @@ def neural_memory(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
     rule: Rule | str = PAPER,
-    residual: Residual | None = None,
+    residual: Output | None = None,
     base: tuple[Tensor, ...] | None = None,
     write_budget: float | None = None,
     keep_bytes: int | None = None,
@@ -198,8 +199,9 @@ def neural_memory(
             other rule whose update is the paper's it picks "chunked", otherwise "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" and "autograd" support any rule.
-        residual: None for the paper's memory, or a residual connection around it, with or without LN.
-            "native", "online" and "triton" support neither LN nor alpha per column; "auto" skips them.
+        residual: None for the paper's memory, a residual connection around it, with or without LN, or an
+            `OutputActivation`. "native", "online" and "triton" support neither of the last two nor alpha per
+            column; "auto" skips them.
         base: per layer B [H, D_in, D_out], shared by the batch: the weights decay towards B instead of zero,
             ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. ``weights`` and the returned weights are then the
             offsets W - B, so a memory that starts at its base has zero weights. "triton" supports a base for
@@ -309,7 +311,7 @@ def _compute(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, opti
     ``||k (W + B) - v||^2`` is the loss of W for the value v - k B.
     """
     base, added = options.base, []
-    if not form.any_loss and not options.norm:
+    if not form.any_loss and not options.curved:
         if base and len(base) == 1 and not form.linear_base:
             added.append(lambda x: torch.einsum("bthd,hdf->bthf", x, base[0]))
             options = options._replace(base=())
@@ -329,7 +331,7 @@ def _compute(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, opti
 
 
 def read_memory(
-    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Residual | None = None,
+    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Output | None = None,
     base: tuple[Tensor, ...] | None = None,
 ) -> Tensor:  # fmt: skip
     """Read M(q) without writing (eq. 15).

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.residual import Output, OutputActivation
 from titans_kernels.memory.rules import PAPER, Rule
 
 Layers = tuple[Tensor, ...]
@@ -78,7 +78,7 @@ class Options(NamedTuple):
     """whether to return the state after the last token"""
     shared_start: tuple[Layers, Layers] | None = None
     """weights and momentum [1, H, D_in, D_out] if all documents start from the same state"""
-    residual: Residual | None = None
+    residual: Output | None = None
     base: Layers = ()
     """base of the decay, [H, D_in, D_out] per layer; empty for zero. Forms take and return full weights:
     `op.neural_memory` adds the base before the call and subtracts it afterwards"""
@@ -89,6 +89,11 @@ class Options(NamedTuple):
     def norm(self) -> tuple[Tensor, ...]:
         """Weight and bias of the residual's LN; empty without LN."""
         return self.residual.norm if self.residual is not None else ()
+
+    @property
+    def curved(self) -> bool:
+        """Whether the prediction is not linear in the last layer's output."""
+        return bool(self.norm) or isinstance(self.residual, OutputActivation)
 
 
 def whole(distances: Layers, base: Layers) -> Layers:

@@ -8,7 +8,7 @@ from torch import Tensor
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.options import Layers, state_dtype
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.residual import Output, OutputActivation
 from titans_kernels.memory.rules import Rule
 
 
@@ -67,10 +67,14 @@ def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual | None:
+def check_residual(residual: Output | None, q: Tensor, v: Tensor) -> Output | None:
     """The residual in the dtype of the state; raises ValueError if it does not match q and v."""
     if residual is None:
         return None
+    if isinstance(residual, OutputActivation):
+        if residual.name not in ACTIVATIONS:
+            raise ValueError(f"residual: {residual.name!r} is not one of {', '.join(ACTIVATIONS)}")
+        return residual
     if (residual.weight is None) != (residual.bias is None):
         raise ValueError("residual: LN needs a weight and a bias, or neither")
     if q.shape[-1] != v.shape[-1]:

@@ -29,7 +29,7 @@ from titans_kernels.memory.options import (
 )
 from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.parts.vjp import flows, vjp
-from titans_kernels.memory.residual import Residual, predict, pull
+from titans_kernels.memory.residual import Output, predict, pull
 from titans_kernels.memory.rules import ChunkEnd, Rule
 
 
@@ -132,7 +132,7 @@ def end_chunk(
 
 def token_gradients(
     rule: Rule, start: Layers, k: Tensor, v: Tensor, decays: list[Tensor], f: Activation,
-    bound: float | None, residual: Residual | None = None, base: Layers = (), extra: Tensor | None = None,
+    bound: float | None, residual: Output | None = None, base: Layers = (), extra: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradient of each token's inner loss, per layer [B, H, T, D, F].
 

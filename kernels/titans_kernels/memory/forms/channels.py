@@ -56,7 +56,7 @@ def gradients(
 
     def outputs(*given: Tensor) -> tuple[Tensor, ...]:
         W, S, rest = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
-        residual = Residual(*rest[based:]) if options.norm else None
+        residual = Residual(*rest[based:]) if options.norm else options.residual
         own = options._replace(residual=residual, base=rest[:based])
         y, W, S = _write_and_read(Inputs.of(*given[:6]), W, S, own, False)
         return y, *W, *S

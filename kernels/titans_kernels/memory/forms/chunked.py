@@ -34,7 +34,7 @@ from titans_kernels.memory.parts.passes import (
     keys_pass,
     read_pass,
 )
-from titans_kernels.memory.residual import Norm
+from titans_kernels.memory.residual import Curve, Norm, OutputActivation
 
 KEEP_BYTES = 32 * 2**20
 """Chunk-start states up to this size are all saved for the backward; beyond it, one per block."""
@@ -147,13 +147,17 @@ class Call(NamedTuple):
     """LN's weight and bias [H, D]; empty without LN."""
     base: Layers = ()
     """Base of the decay, [H, D, F] per layer; empty for zero."""
+    curve: Curve | None = None
+    """The activation of the output, if any."""
 
     @staticmethod
     def of(inputs: Inputs, options: Options) -> Call:
         """From a call's arguments; the layout is cached per cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
         f = ACTIVATIONS[options.activation]
-        return Call(layout, f, options.surprise_bound, options.norm, options.base)
+        output = options.residual
+        curve = Curve(ACTIVATIONS[output.name]) if isinstance(output, OutputActivation) else None
+        return Call(layout, f, options.surprise_bound, options.norm, options.base, curve)
 
     def forward(
         self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
@@ -165,7 +169,7 @@ class Call(NamedTuple):
         y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
             base = [B[heads].repeat(len(after[0]), 1, 1) for B in self.base]
-            current, norm = State.of(_stack(state, heads), base), Norm.of(self.norm, heads)
+            current, norm = State.of(_stack(state, heads), base), self.curve or Norm.of(self.norm, heads)
             for steps in plan.steps:
                 block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, norm)
                 states, keys = block.run(current)
@@ -187,7 +191,7 @@ class Call(NamedTuple):
         for heads in reversed(plan.heads):
             stacks = _stack(dstate, heads)
             carry = State.of(stacks, [torch.zeros_like(x.chunk(2, 1)[0]) for x in stacks[: len(dbase)]])
-            norm = Norm.of(self.norm, heads, dnorm)
+            norm = self.curve or Norm.of(self.norm, heads, dnorm)
             for steps in reversed(plan.steps):
                 own = next(saved)
                 span = Span(steps[0], steps[1], heads)
@@ -238,7 +242,7 @@ class _Block:
 
     def __init__(
         self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
-        norm: Norm | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
+        norm: Norm | Curve | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
     ):  # fmt: skip
         self.index, self.f, self.bound, self.norm = layout.index(span), f, bound, norm
         self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)

@@ -14,20 +14,22 @@ from torch import Tensor
 
 from titans_kernels.memory.forms import channels, chunked
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.residual import OutputActivation, Residual
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor eta, Tensor theta, "
     "Tensor[] weights, Tensor[] momentum, Tensor[] base, Tensor[] norm, int chunk_size, str activation, "
-    "float? surprise_bound, Tensor? cu_seqlens"
+    "float? surprise_bound, Tensor? cu_seqlens, str? output"
 )
-"""``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty."""
+"""``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty;
+``output``: the name of an activation of the output."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token with the custom operator."""
     given = (list(x) for x in (weights, momentum, options.base, options.norm))
-    y, *state = memory_chunked(*inputs.to_state_dtype()[:6], *given, *options[:4])
+    output = options.residual.name if isinstance(options.residual, OutputActivation) else None
+    y, *state = memory_chunked(*inputs.to_state_dtype()[:6], *given, *options[:4], output)
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
 
 
@@ -68,9 +70,10 @@ def _(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *opti
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tokens, weights, momentum, base, norm, chunk_size, activation, bound, cu_seqlens = inputs
+    *tokens, weights, momentum, base, norm, chunk_size, activation, bound, cu_seqlens, output = inputs
     ctx.save_for_backward(*tokens, *weights, *momentum, *base, *norm, cu_seqlens)
-    ctx.rule, ctx.sizes = (chunk_size, activation, bound), [6, *map(len, (weights, momentum, base, norm))]
+    ctx.rule, ctx.output = (chunk_size, activation, bound), output
+    ctx.sizes = [6, *map(len, (weights, momentum, base, norm))]
 
 
 def _backward(ctx, doutputs):
@@ -78,9 +81,11 @@ def _backward(ctx, doutputs):
     tokens, weights, momentum, *fixed = _parted(tensors, ctx.sizes)
     results = [tokens[2], *weights, *momentum]  # of the same shapes
     given = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(results, doutputs, strict=True)]
-    grads = memory_chunked_backward(given, *tokens, weights, momentum, *fixed, *ctx.rule, cu_seqlens)
+    grads = memory_chunked_backward(
+        given, *tokens, weights, momentum, *fixed, *ctx.rule, cu_seqlens, ctx.output
+    )
     of_tokens, *of_layers = _parted(grads, ctx.sizes)
-    return *of_tokens, *of_layers, None, None, None, None
+    return *of_tokens, *of_layers, None, None, None, None, None
 
 
 def _parted(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
@@ -93,7 +98,9 @@ memory_chunked.register_autograd(_backward, setup_context=_setup)
 
 
 def _options(base: list[Tensor], norm: list[Tensor], options: Sequence) -> Options:
-    return Options(*options, residual=Residual(*norm) if norm else None, base=tuple(base))
+    *options, output = options
+    residual = Residual(*norm) if norm else output and OutputActivation(output)
+    return Options(*options, residual=residual, base=tuple(base))
 
 
 def _fresh(results: Sequence[Tensor]) -> list[Tensor]:

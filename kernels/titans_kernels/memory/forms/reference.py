@@ -27,7 +27,7 @@ from titans_kernels.memory.options import (
 )
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.parts.norms import clip_norm
-from titans_kernels.memory.residual import Residual, predict, pull
+from titans_kernels.memory.residual import Output, predict, pull
 from titans_kernels.memory.rules import ChunkEnd, Rule
 
 
@@ -134,7 +134,7 @@ def _joined(documents: Sequence[Layers]) -> Layers:
     return tuple(torch.cat(layer) for layer in zip(*documents, strict=True))
 
 
-def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Residual | None = None) -> Tensor:
+def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Output | None = None) -> Tensor:
     """M(x): the memory's MLP at given weights [B, H, D_in, D_out]; x and the result [B, H, T, D]."""
     hidden = x_BHTD
     for W in weights[:-1]:
@@ -144,7 +144,7 @@ def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Resid
 
 def inner_gradient(
     weights: Layers, k_BHD: Tensor, v_BHD: Tensor, f: Activation, bound: float | None, rule: Rule,
-    residual: Residual | None = None, extra_BHE: Tensor | None = None,
+    residual: Output | None = None, extra_BHE: Tensor | None = None,
 ) -> Layers:  # fmt: skip
     """Gradient of the rule's inner loss (eq. 12) for one token, each [B, H, D_in, D_out]."""
     extra = () if extra_BHE is None else extra_BHE[:, :, None].unbind(-1)
@@ -160,7 +160,7 @@ def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
 
 def surprise(
     weights: Layers, k_BHTD: Tensor, v_BHTD: Tensor, f: Activation, bound: float | None,
-    error: Callable[[Tensor, Tensor], Tensor] = squared_error, residual: Residual | None = None,
+    error: Callable[[Tensor, Tensor], Tensor] = squared_error, residual: Output | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Input X and error d [B, H, T, D] of each layer; the gradient of token t is ``X_t^T d_t``.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.parts.gates import Gates
 from titans_kernels.memory.parts.passes import Keys, Last, Reads, State, concat_scaled, read_factors
-from titans_kernels.memory.residual import Norm
+from titans_kernels.memory.residual import Curve, Norm
 
 
 class ReadGrads(NamedTuple):
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 def read_backward(
     dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation,
-    norm: Norm | None = None,
+    norm: Norm | Curve | None = None,
 ) -> ReadGrads:  # fmt: skip
     """Backward of `read_pass`, from the last layer to the first; dy [R, b, F] is the gradient of y."""
     depth = len(WS)
@@ -74,12 +74,12 @@ def read_backward(
             dx.addcmul_(part, factor)
         if l:
             dz[l - 1] = f.through(dx, reads.u[l - 1])
-    if norm:
+    if norm and norm.adds_input:
         dx.add_(dy)
     return ReadGrads(dx, dd, dX, dz, dC, dstarts)
 
 
-def step_backward(step: Step, carry: State, norm: Norm | None = None) -> None:
+def step_backward(step: Step, carry: State, norm: Norm | Curve | None = None) -> None:
     """Backward of one chunk: updates ``carry``, the gradient of the state, from its end to its start."""
     update_backward(step, carry)
     keys_backward(step, carry, norm)
@@ -106,7 +106,7 @@ def update_backward(step: Step, carry: State) -> None:
         dafter.baddbmm_(scaled[..., :both].mT, step.read_dz[l])
 
 
-def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
+def keys_backward(step: Step, carry: State, norm: Norm | Curve | None) -> None:
     """Backward of `keys_pass`: first through its backward pass (the errors), then through its forward pass.
 
     Leaves dd of the last layer as -1/2 times the gradient of v.
@@ -129,11 +129,12 @@ def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
             dz[l - 1].addcmul_(step.dX[l], step.slope[l - 1])
 
 
-def _error_backward(step: Step, norm: Norm) -> Tensor:
+def _error_backward(step: Step, norm: Norm | Curve) -> Tensor:
     """Gradient of the last layer's output; the keys' gradient comes through the prediction."""
     z, v = step.top
     dz, dp = norm.surprise_backward(step.dd[-1], z, step.X[0], v)
-    step.dX[0].add_(dp)
+    if norm.adds_input:
+        step.dX[0].add_(dp)
     torch.mul(dp, 0.5, out=step.dd[-1])
     return dz
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.parts.gates import Gates
-from titans_kernels.memory.residual import Norm
+from titans_kernels.memory.residual import Curve, Norm
 
 
 class State(NamedTuple):
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
     top: list[Tensor]  # output of the last layer with LN [R, b, F]; else empty
 
     @staticmethod
-    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None, norm: Norm | None = None) -> Keys:
+    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None, norm: Norm | Curve | None = None) -> Keys:
         """Uninitialised tensors for keys k [R, b, D]; `keys_pass` fills them."""
         widths = [x.shape[-1] for x in W]
         empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
@@ -90,7 +90,7 @@ class Last(NamedTuple):
 
 def keys_pass(
     keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False,
-    norm: Norm | None = None,
+    norm: Norm | Curve | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward of the keys through the memory: fills ``keys`` with the factors of the gradients.
 
@@ -132,7 +132,7 @@ def read_pass(
     gates: Gates,
     f: Activation,
     known: list[Tensor] | None = None,
-    norm: Norm | None = None,
+    norm: Norm | Curve | None = None,
 ) -> tuple[Tensor, Reads]:
     """Forward of the queries through the per-token weights: y [R, b, F] and the activations.
 

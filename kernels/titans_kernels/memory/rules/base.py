@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.parts.vjp import flows, vjp
-from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.residual import Output
 
 
 class ChunkEnd(NamedTuple):
@@ -48,7 +48,7 @@ class Rule:
         """Inner loss ``||M(k) - v||^2`` per token (eq. 12): two [..., D] to [...]."""
         return (prediction - v).square().sum(-1)
 
-    def target(self, k: Tensor, v: Tensor, residual: Residual | None) -> Tensor:
+    def target(self, k: Tensor, v: Tensor, residual: Output | None) -> Tensor:
         """What M(k) is to predict, in place of v; [B, H, T, D]."""
         return v
 

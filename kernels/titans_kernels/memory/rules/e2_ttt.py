@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from titans_kernels.memory.parts.norms import clip_matrix, with_row_norms_of
-from titans_kernels.memory.residual import Residual, predict
+from titans_kernels.memory.residual import Output, predict
 from titans_kernels.memory.rules.base import ChunkEnd, Rule
 
 
@@ -39,7 +39,7 @@ class E2TTT(Rule):
         if not 0 < self.clip < math.inf:
             raise ValueError(f"clip: {self.clip} must be above 0 and finite")
 
-    def target(self, k: Tensor, v: Tensor, residual: Residual | None) -> Tensor:
+    def target(self, k: Tensor, v: Tensor, residual: Output | None) -> Tensor:
         return v if residual is None else predict(residual, k, v - k)  # M(k) if f(k) were v - k
 
     def end_chunk(self, end: ChunkEnd) -> tuple[Tensor, Tensor]:
