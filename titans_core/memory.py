@@ -182,7 +182,9 @@ class NeuralMemory(Projections):
     @property
     def base(self) -> tuple[Tensor, ...] | None:
         """The weights that forgetting decays to, None for zero. A state holds the distance from them."""
-        return tuple(self.initial_weights) if self.config.forget_to == "initial" else None
+        if self.config.forget_to == "zero":
+            return None
+        return tuple(self.rule.start(W) for W in self.initial_weights)
 
     def absolute_weights(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The weights of a state, with the base added that they are stored relative to."""
@@ -205,7 +207,8 @@ class NeuralMemory(Projections):
         The prefix is written in chunks of its own, so that the sequence starts on a chunk border; once, since
         it is the same for every row and document.
         """
-        weights = tuple(W[None].to(state_dtype(self.w_k.weight)) for W in self.initial_weights)
+        dtype = state_dtype(self.w_k.weight)
+        weights = tuple(self.rule.start(W[None].to(dtype)) for W in self.initial_weights)
         zeros, conv_state = lambda: tuple(torch.zeros_like(W) for W in weights), self.zero_conv_state()
         state = MemoryState(weights if self.base is None else zeros(), zeros())
         if prefix_PD is not None and prefix_PD.shape[0]:

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.kernels.cases import assert_same
 from tests.kernels.test_rules import Case
-from titans_kernels import DecodeState, Residual, decode_step, extend_memory, find_rule, state_numel
+from titans_kernels import DecodeState, Residual, Rule, decode_step, extend_memory, find_rule, state_numel
+from titans_kernels.memory.rules import PAPER
 
 T, B = 23, 6
 """Tokens and chunk size: three full chunks and an open one."""
@@ -19,8 +20,9 @@ T, B = 23, 6
 class Deep(Case):
     """Two layers of two heads, inside ``x + LN(f(x))`` if asked."""
 
-    def __init__(self, norm: bool = True, T: int = T, momentum: bool = True, decay: bool = True):
-        super().__init__(T, widths=[4, 6, 4])
+    def __init__(self, norm: bool = True, T: int = T, momentum: bool = True, decay: bool = True,
+                 rule: Rule = PAPER):  # fmt: skip
+        super().__init__(T, widths=[4, 6, 4], rule=rule)
         with torch.no_grad():
             for gate, used in zip(self.tokens[3:5], (decay, momentum), strict=True):
                 gate.mul_(used)
@@ -31,6 +33,15 @@ class Deep(Case):
             generator = torch.Generator().manual_seed(5)
             rand = lambda: torch.rand(2, 4, generator=generator, dtype=torch.float64)  # noqa: E731
             self.residual = Residual((0.5 + rand()).requires_grad_(), (rand() - 0.5).requires_grad_())
+
+    def output(self, head: int, x: Tensor, z: Tensor) -> Tensor:
+        """M(x) from z = f(x)."""
+        return x + F.layer_norm(z, z.shape[-1:], self.norm[0][head], self.norm[1][head], 1e-6)
+
+    @property
+    def without_momentum(self) -> list[Tensor]:
+        """The leaves that matter where eta = 0."""
+        return [*self.tokens[:4], *self.tokens[5:], *self.state.weights, *self.norm]
 
     @property
     def norm(self) -> tuple[Tensor, ...]:
@@ -116,7 +127,7 @@ def test_e2_ttt(clip):
     assert_published(case, case.by_hand(head), case.leaves, rule=find_rule("e2_ttt", clip=clip))
 
 
-@pytest.mark.parametrize("name", ["e2_ttt"])
+@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora"])
 def test_the_state_of_an_open_chunk_is_counted(name):
     case, rule = Deep(), find_rule(name)
     for tokens in (1, 5, B, 15):
@@ -124,4 +135,81 @@ def test_the_state_of_an_open_chunk_is_counted(name):
         options = {"chunk_size": B, "rule": rule, "residual": case.residual}
         _, state = extend_memory(*part, DecodeState.of(case.state), **options)
         held = sum(x.numel() for x in tree_leaves(state))
-        assert held == 2 * state_numel([(4, 6), (6, 4)], tokens % B, rule), (tokens, held)
+        assert held == 2 * state_numel([(4, 6), (6, 4)], tokens % B, rule)
+
+
+def test_moneta_keeps_its_accumulator():
+    """The published Acc, kept beside W and started so that W is M_0."""
+    case = Deep(momentum=False)
+
+    def norm4(x: Tensor) -> Tensor:
+        return x.pow(4).sum().pow(0.25)
+
+    def head(h, tokens, W, S):
+        y, start, Acc = [], W, [w / norm4(w).square() for w in W]
+        for t, (q, k, v, alpha, _, theta) in enumerate(zip(*tokens, strict=True)):
+            if t % B == 0:
+                start = W
+
+            def loss(at, k=k, v=v):
+                return ((case.output(h, k, f(at, k)) - v).square() + 1e-6).pow(1.5).sum()
+
+            g = gradient(loss, start)
+            Acc, W = ([(1 - alpha) * x - theta * d for x, d in zip(X, g, strict=True)] for X in (Acc, W))
+            if t % B == B - 1:
+                W = [a / norm4(a).square() for a in Acc]
+            y.append(case.output(h, q, f(W, q)))
+            S = [-theta * d for d in g]
+        return y, W, S
+
+    assert_published(case, case.by_hand(head), case.without_momentum, rule="moneta")
+
+
+def test_a_threshold_per_token_is_yaad():
+    case, sides = Deep(momentum=False, rule=find_rule("yaad_gated")), []
+
+    def head(h, tokens, W, S):
+        y, start = [], W
+        for t, (q, k, v, alpha, _, theta, gate) in enumerate(zip(*tokens, strict=True)):
+            if t % B == 0:
+                start = W
+            near = (case.output(h, k, f(start, k)) - v).norm() <= 3 * gate
+            sides.append(bool(near))
+
+            def loss(at, k=k, v=v, gate=gate, near=near):
+                e = case.output(h, k, f(at, k)) - v
+                return e.square().sum() if near else 3 * gate.sum() * (e.square() + 1e-6).sqrt().sum()
+
+            g = gradient(loss, start)
+            W = [(1 - alpha) * x - theta * d for x, d in zip(W, g, strict=True)]
+            y.append(case.output(h, q, f(W, q)))
+            S = [-theta * d for d in g]
+        return y, W, S
+
+    expected = case.by_hand(head)
+    assert {*sides} == {True, False}
+    assert_published(case, expected, case.without_momentum, rule=find_rule("yaad_gated", delta=3.0))
+
+
+@pytest.mark.parametrize("chunk_size", [1, B])
+def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(chunk_size):
+    case = Deep(momentum=False)
+    case.state = case.state._replace(
+        weights=tuple((4 * W.detach()).softmax(-2).requires_grad_() for W in case.state.weights)
+    )
+
+    def head(h, tokens, W, S):
+        y, start, true = [], W, W
+        for t, (q, k, v, alpha, _, theta) in enumerate(zip(*tokens, strict=True)):
+            if t % chunk_size == 0:
+                start, true = W, W
+            g = gradient(lambda at, k=k, v=v: (case.output(h, k, f(at, k)) - v).square().sum(), start)
+            true = [((1 - alpha) * x.log() - theta * d).softmax(0) for x, d in zip(true, g, strict=True)]
+            W = [(1 - alpha) * x - theta * d for x, d in zip(W, g, strict=True)]
+            if t % chunk_size == chunk_size - 1:
+                W = true
+            y.append(case.output(h, q, f(W, q)))
+            S = [-theta * d for d in g]
+        return y, W, S
+
+    assert_published(case, case.by_hand(head), case.without_momentum, rule="memora", chunk_size=chunk_size)

@@ -25,7 +25,16 @@ from titans_kernels import (
 )
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import reference
-from titans_kernels.memory.rules import E2TTT, PAPER, GatedDelta, Huber, MomentumDelta, Yaad
+from titans_kernels.memory.rules import (
+    E2TTT,
+    PAPER,
+    GatedDelta,
+    Huber,
+    MomentumDelta,
+    Moneta,
+    Yaad,
+    YaadGated,
+)
 
 # the kernels' tests also run where the models are not installed
 titans_core = pytest.importorskip("titans_core")
@@ -62,6 +71,8 @@ EVERY_RULE = {
     "mdn": MomentumDelta(),
     "mdn_tied": MomentumDelta(tied=True),
     "e2_ttt": E2TTT(clip=0.05),
+    "moneta": Moneta(q=2.5),
+    "yaad_gated": YaadGated(delta=3.0),
     "huber": Huber(delta=0.3),
     "yaad": Yaad(delta=1.3),
     "normalised": Normalised(),
@@ -154,12 +165,15 @@ def test_any_cut_is_the_recurrence(rule):
 
 @each_rule
 def test_the_gradient_of_the_reference_is_that_of_the_inner_loss(rule):
-    case, f = Case(2, 3), ACTIVATIONS["silu"]
+    case, f = Case(2, 3, rule=rule), ACTIVATIONS["silu"]
     k, v = (x[:, 0].detach() for x in case.tokens[1:3])
+    extra = case.tokens[6][:, 0].detach() if rule.extra_gates else k[..., :0]
     weights = case.state.weights
     prediction = reference.apply_memory(weights, k[:, :, None], f)
-    expected = torch.autograd.grad(rule.loss(prediction, v[:, :, None]).sum(), weights)
-    found = reference.inner_gradient(weights, k, v, f, None, rule)
+    expected = torch.autograd.grad(
+        rule.loss(prediction, v[:, :, None], *extra[:, :, None].unbind(-1)).sum(), weights
+    )
+    found = reference.inner_gradient(weights, k, v, f, None, rule, extra_BHE=extra)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

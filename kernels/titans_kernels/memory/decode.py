@@ -123,7 +123,7 @@ class DecodeState(NamedTuple):
         kept = tuple(beta * W + m * S for W, S in zip(self.weights, self.momentum, strict=True))
         W, S = end_chunk(
             rule, (whole(now.weights, base), now.momentum), (whole(self.weights, base), self.momentum),
-            (whole(kept, base), tuple(h * S for S in self.momentum)), self.etas,
+            (whole(kept, base), tuple(h * S for S in self.momentum)), [beta] * len(kept), self.etas,
         )  # fmt: skip
         return MemoryState(distances(W, base), S)
 

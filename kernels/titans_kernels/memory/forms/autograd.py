@@ -9,6 +9,7 @@ Shapes: B rows or one packed document, H heads, T tokens of a chunk, D/F input/o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -112,7 +113,8 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
             kept = update(*kept, [torch.zeros_like(w) for w in W], t)
             if p + t + 1 == options.chunk_size:
                 starts = whole(chunk.start, base), chunk.start_momentum
-                W, S = end_chunk(rule, (whole(W, base), S), starts, (whole(kept[0], base), kept[1]), etas)
+                after, rest = (whole(W, base), S), (whole(kept[0], base), kept[1])
+                W, S = end_chunk(rule, after, starts, rest, [x[:, :, -1] for x in decays], etas)
                 W = distances(W, base)
         read = whole(W if rule.reads == "token" else chunk.start, base)
         y.append(apply_memory(read, now.q[:, :, t : t + 1], f, options.residual))
@@ -122,10 +124,10 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
 
 def end_chunk(
     rule: Rule, after: tuple[Layers, Layers], start: tuple[Layers, Layers], kept: tuple[Layers, Layers],
-    eta: Tensor,
+    decays: Iterable[Tensor], eta: Tensor,
 ) -> tuple[Layers, Layers]:  # fmt: skip
     """`Rule.end_chunk` of every layer."""
-    ends = [ChunkEnd._make((*end, eta)) for end in zip(*after, *start, *kept, strict=True)]
+    ends = [ChunkEnd._make((*end, eta)) for end in zip(*after, *start, *kept, decays, strict=True)]
     ended = [rule.end_chunk(end) for end in ends]
     return tuple(W for W, _ in ended), tuple(S for _, S in ended)
 

@@ -88,7 +88,7 @@ def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options) -> Re
     before, (W, S) = (W, S), (tuple(part) for part in zip(*after, strict=True))
     ends = rule.ends_chunks and now.q.shape[2] == options.chunk_size
     if ends:
-        W, S = end_chunk(rule, (W, S), before, (kept, kept_S), now.eta)
+        W, S = end_chunk(rule, (W, S), before, (kept, kept_S), [beta] * len(W), now.eta)
     if rule.reads == "chunk":
         return apply_memory(before[0], now.q, f, residual), W, S
     y = _read(now.q, at, X, d, *before, f, base)

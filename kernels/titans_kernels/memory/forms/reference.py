@@ -83,7 +83,8 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         if rule.ends_chunks:
             kept = step(*kept, tuple(map(torch.zeros_like, gradient)))
             if (t + 1) % options.chunk_size == 0:
-                ends = zip(weights, momentum, *before, *kept, strict=True)
+                lost = [broadcast_gate(decay, W.shape[-1], by_column) for W in weights]
+                ends = zip(weights, momentum, *before, *kept, lost, strict=True)
                 ended = [rule.end_chunk(ChunkEnd._make((*end, etas))) for end in ends]
                 weights, momentum = (tuple(part) for part in zip(*ended, strict=True))
         read = weights if rule.reads == "token" else chunk_start

@@ -12,12 +12,14 @@ from dataclasses import fields
 from titans_kernels.memory.rules.base import PAPER, ChunkEnd, Rule
 from titans_kernels.memory.rules.e2_ttt import E2TTT
 from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.miras import Memora, Moneta, YaadGated
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
 __all__ = [
-    "E2TTT", "PAPER", "RULES", "ChunkEnd", "GatedDelta", "Huber", "MomentumDelta", "Rule", "Yaad",
+    "E2TTT", "PAPER", "RULES", "ChunkEnd", "GatedDelta", "Huber", "Memora", "MomentumDelta", "Moneta",
+    "Rule", "Yaad", "YaadGated",
     "find_rule",
 ]  # fmt: skip
 
@@ -26,6 +28,9 @@ RULES: dict[str, type[Rule]] = {
     "gated_delta": GatedDelta,
     "mdn": MomentumDelta,
     "e2_ttt": E2TTT,
+    "moneta": Moneta,
+    "yaad_gated": YaadGated,
+    "memora": Memora,
     "huber": Huber,
     "yaad": Yaad,
 }

@@ -13,7 +13,7 @@ from titans_kernels.memory.residual import Output
 
 
 class ChunkEnd(NamedTuple):
-    """A layer after the last token of a full chunk, as `Rule.end_chunk` gets it. [B, H, D, F] except eta.
+    """A layer after the last token of a full chunk, as `Rule.end_chunk` gets it. [B, H, D, F] if not said.
 
     ``kept`` is what decay and momentum leave of the chunk's start, so the chunk's own gradients have moved
     the weights by ``weights - kept`` and the momentum by ``momentum - kept_momentum``.
@@ -25,6 +25,7 @@ class ChunkEnd(NamedTuple):
     start_momentum: Tensor
     kept: Tensor
     kept_momentum: Tensor
+    decay: Tensor  # product of 1 - alpha over the chunk, [B, H, 1, 1 or F]
     eta: Tensor  # of the chunk's tokens, [B, H, b]
 
 
@@ -51,6 +52,10 @@ class Rule:
     def target(self, k: Tensor, v: Tensor, residual: Output | None) -> Tensor:
         """What M(k) is to predict, in place of v; [B, H, T, D]."""
         return v
+
+    def start(self, weights: Tensor) -> Tensor:
+        """The weights of a layer that a memory starts from, given the learned M_0 [B, H, D, F]."""
+        return weights
 
     def gates(self, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gates that `update` gets, of any shape."""

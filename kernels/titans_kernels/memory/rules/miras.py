@@ -1,0 +1,95 @@
+"""MIRAS's three memories as printed: Moneta, Yaad with a threshold per token, and Memora (arXiv 2504.13173).
+
+All are published without momentum (`momentum: false`) and with `residual: norm`, `expansion: 4` and
+`activation: gelu`. Absolute values are ``sqrt(x^2 + 1e-6)``, as printed (Remark 5), and signs ``x / |x|`` of
+these: the slope of the printed tanh is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from titans_kernels.memory.rules.base import ChunkEnd, Rule
+
+SMOOTH = 1e-6
+TINY = 1e-20
+
+
+@dataclass(frozen=True)
+class Moneta(Rule):
+    """An l_p loss and weights normalised by their l_q norm (eqs. 24, 25).
+
+        g = grad sum |e|^p;    Acc = (1 - alpha) Acc - theta g;    W = Acc / ||Acc||_q^(q-2)
+
+    W is normalised at the end of a chunk only, as published; inside one it takes the steps of Acc. The norm
+    is that of a head's whole matrix (the text does not say). Acc is not kept: ``||W|| = ||Acc||^(3-q)`` gives
+    it back, ``Acc = W ||W||^((q-2)/(3-q))``, and so the Acc that M_0 starts from.
+
+    With q above 3 the scale is inverted: forgetting makes W larger, and a gate near 1 lets it grow without
+    bound.
+    """
+
+    p: float = 3.0
+    q: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name, value, valid in (("p", self.p, self.p >= 1), ("q", self.q, self.q > 1 and self.q != 3)):
+            if not valid:
+                raise ValueError(
+                    f"{name}: {value} must be {'1 or more' if name == 'p' else 'above 1, not 3'}"
+                )
+
+    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
+        return ((prediction - v).square() + SMOOTH).pow(self.p / 2).sum(-1)
+
+    def end_chunk(self, end: ChunkEnd) -> tuple[Tensor, Tensor]:
+        Acc = end.start * self._norm(end.start).pow((self.q - 2) / (3 - self.q))
+        Acc = end.decay * Acc + (end.weights - end.decay * end.start)
+        return Acc / self._norm(Acc).pow(self.q - 2), end.momentum
+
+    def _norm(self, W: Tensor) -> Tensor:
+        return ((W.square() + TINY).pow(self.q / 2).sum((-2, -1), keepdim=True)).pow(1 / self.q)
+
+
+@dataclass(frozen=True)
+class YaadGated(Rule):
+    """Yaad with its threshold per token, ``delta_t = delta * gate_t`` (eq. 26).
+
+    The gradient is that of ``||e||_2^2`` where ``||e||_2 <= delta_t``, and of ``delta_t ||e||_1`` beyond;
+    `Yaad`, with a constant delta, doubles the second.
+    """
+
+    extra_gates: ClassVar[int] = 1
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.delta > 0:
+            raise ValueError(f"delta: {self.delta} must be above 0")
+
+    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
+        squares, delta = (prediction - v).square(), self.delta * extra[0]
+        near = squares.sum(-1) <= delta.square()
+        return torch.where(near, squares.sum(-1), delta * (squares + SMOOTH).sqrt().sum(-1))
+
+
+@dataclass(frozen=True)
+class Memora(Rule):
+    """Weights that are distributions: ``W = softmax((1 - alpha) log W - theta grad)`` (eq. 27).
+
+    A slice of the softmax is all inputs of one output (the text does not say). Gradients are taken at the
+    start of a chunk, so its steps add up before the softmax: the weights at its end are exactly those of (27)
+    with these gradients. Inside a chunk, reads see the steps added to W, as in the published parallel form;
+    its true step on a chunk's first token, where it takes the other gradients (eq. 30), is left out. A memory
+    starts from ``softmax(M_0)``.
+    """
+
+    def start(self, weights: Tensor) -> Tensor:
+        return weights.softmax(-2)
+
+    def end_chunk(self, end: ChunkEnd) -> tuple[Tensor, Tensor]:
+        logarithm = end.start.clamp(min=torch.finfo(end.start.dtype).tiny).log()
+        return (end.decay * logarithm + end.weights - end.decay * end.start).softmax(-2), end.momentum
