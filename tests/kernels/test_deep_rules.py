@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tests.kernels.cases import assert_same
 from tests.kernels.test_rules import Case
 from titans_kernels import DecodeState, Residual, Rule, decode_step, extend_memory, find_rule, state_numel
+from titans_kernels.memory.parts.norms import NEWTON_SCHULZ, newton_schulz
 from titans_kernels.memory.rules import PAPER
 
 T, B = 23, 6
@@ -127,7 +128,7 @@ def test_e2_ttt(clip):
     assert_published(case, case.by_hand(head), case.leaves, rule=find_rule("e2_ttt", clip=clip))
 
 
-@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora"])
+@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "lact"])
 def test_the_state_of_an_open_chunk_is_counted(name):
     case, rule = Deep(), find_rule(name)
     for tokens in (1, 5, B, 15):
@@ -213,3 +214,43 @@ def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(c
         return y, W, S
 
     assert_published(case, case.by_hand(head), case.without_momentum, rule="memora", chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("muon", [0.0, 1.0])
+def test_lact(muon):
+    case = Deep(norm=False)
+
+    def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inputs]
+        X = G.T / (G.norm() + 1e-7)
+        transposed = X.shape[0] > X.shape[1]
+        X = X.T if transposed else X
+        for a, b, c in NEWTON_SCHULZ:
+            A = X @ X.T
+            X = a * X + (b * A + c * A @ A) @ X
+        return (X.T if transposed else X).T
+
+    def head(h, tokens, W, S):
+        y = []
+        for first in range(0, T, B):
+            start, part = W, [x[first : first + B] for x in tokens]
+            sums = last = [torch.zeros_like(w) for w in W]
+            for q, k, v, _, _, theta in zip(*part, strict=True):
+                y.append(f(start, q))
+                g = gradient(lambda at, k=k, v=v: -(f(at, k) * v).sum(), start)
+                sums = [x - theta * d for x, d in zip(sums, g, strict=True)]
+                last = [-theta * d for d in g]
+            if len(part[0]) < B:
+                return y, [w + dw for w, dw in zip(W, sums, strict=True)], last
+            S = [dw + part[4].mean() * s for dw, s in zip(sums, S, strict=True)]
+            W = [fixed_rows(w + (orthogonalised(s) if muon else s), w) for w, s in zip(W, S, strict=True)]
+        return y, W, S
+
+    leaves = [x for x in case.leaves if x is not case.tokens[3]]  # nothing decays
+    assert_published(case, case.by_hand(head), leaves, rule=find_rule("lact", muon=muon))
+
+
+def test_newton_schulz_brings_singular_values_near_one():
+    G = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(newton_schulz(G))
+    assert values.min() > 0.7
+    assert values.max() < 1.3

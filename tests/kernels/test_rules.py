@@ -30,6 +30,7 @@ from titans_kernels.memory.rules import (
     PAPER,
     GatedDelta,
     Huber,
+    LaCT,
     MomentumDelta,
     Moneta,
     Yaad,
@@ -73,6 +74,7 @@ EVERY_RULE = {
     "e2_ttt": E2TTT(clip=0.05),
     "moneta": Moneta(q=2.5),
     "yaad_gated": YaadGated(delta=3.0),
+    "lact": LaCT(muon=0.0),  # Newton-Schulz of a rank-one step multiplies rounding errors
     "huber": Huber(delta=0.3),
     "yaad": Yaad(delta=1.3),
     "normalised": Normalised(),

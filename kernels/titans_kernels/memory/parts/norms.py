@@ -46,7 +46,8 @@ NEWTON_SCHULZ = (
 def newton_schulz(G: Tensor) -> Tensor:
     """G [..., D, F] with its singular values brought near 1: Muon's orthogonalisation.
 
-    ``X = G / (|G| + 1e-7)``, then five times ``X = a X + (b A + c A^2) X`` with ``A = X X^T``, on the smaller side.
+    ``X = G / (|G| + 1e-7)``, then five times ``X = a X + (b A + c A^2) X`` with ``A = X X^T``, on the smaller
+    side.
     """
     tall = G.shape[-2] > G.shape[-1]
     X = G.mT if tall else G

@@ -12,13 +12,14 @@ from dataclasses import fields
 from titans_kernels.memory.rules.base import PAPER, ChunkEnd, Rule
 from titans_kernels.memory.rules.e2_ttt import E2TTT
 from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.lact import LaCT
 from titans_kernels.memory.rules.miras import Memora, Moneta, YaadGated
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
 __all__ = [
-    "E2TTT", "PAPER", "RULES", "ChunkEnd", "GatedDelta", "Huber", "Memora", "MomentumDelta", "Moneta",
+    "E2TTT", "PAPER", "RULES", "ChunkEnd", "GatedDelta", "Huber", "LaCT", "Memora", "MomentumDelta", "Moneta",
     "Rule", "Yaad", "YaadGated",
     "find_rule",
 ]  # fmt: skip
@@ -31,6 +32,7 @@ RULES: dict[str, type[Rule]] = {
     "moneta": Moneta,
     "yaad_gated": YaadGated,
     "memora": Memora,
+    "lact": LaCT,
     "huber": Huber,
     "yaad": Yaad,
 }
