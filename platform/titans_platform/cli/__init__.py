@@ -53,6 +53,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "ui": ("ui", "ui", "Open the MLflow UI on the runs."),
 }
 BENCHMARKS = {
+    "fit": (
+        "benchmarks.fit",
+        "command",
+        "Compare memories on fixed keys and values: rules, depths, passes, chunks.",
+    ),
     "kernels": (
         "titans_kernels.bench.command",
         "kernels",
@@ -204,7 +209,7 @@ def cli(debug: bool) -> None:
 
 @cli.group(cls=LazyGroup, lazy=BENCHMARKS)
 def bench() -> None:
-    """Benchmark the neural memory: speed and memory use, next to other implementations."""
+    """Benchmark the neural memory: speed, memory use, and what it stores, next to others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
