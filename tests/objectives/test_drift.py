@@ -160,7 +160,7 @@ def test_what_has_no_closed_form_is_refused(change, says):
 def test_training_finds_the_best_gates(tmp_path):
     study = load_study("drift")
     ratios = {}
-    for row in ("With decay d=8", "Without decay d=8"):
+    for row in ("With decay on d=8", "Without decay on d=8"):
         (cell,) = (cell for cell in expand(study, "laptop") if cell.row == row and cell.seed == 0)
         cfg = cell.config.model_copy(update={"seed": 100})
         spec = spec_for(cfg, tmp_path)
@@ -169,4 +169,4 @@ def test_training_finds_the_best_gates(tmp_path):
         if row.startswith("With "):
             assert columns["alpha_8"] == pytest.approx(1, abs=0.2)
             assert columns["ratio_8"] == pytest.approx(1, abs=0.02)
-    assert 1.25 < ratios["Without decay d=8"] / ratios["With decay d=8"] < 1.29
+    assert 1.25 < ratios["Without decay on d=8"] / ratios["With decay on d=8"] < 1.29
