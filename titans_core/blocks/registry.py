@@ -27,6 +27,7 @@ from titans_core.blocks.lmm import LMM
 from titans_core.blocks.mac import MAC
 from titans_core.blocks.mag import MAG
 from titans_core.blocks.mal import MAL
+from titans_core.blocks.tnt import TNT
 from titans_core.blocks.transformer import Transformer
 from titans_core.config import ModelConfig
 from titans_kernels import find_class, near
@@ -36,6 +37,7 @@ BLOCKS: dict[str, type[Block]] = {
     "mac": MAC,
     "mag": MAG,
     "mal": MAL,
+    "tnt": TNT,
     "transformer": Transformer,
     "retnet": RetNet,
     "gla": GLA,

@@ -7,6 +7,7 @@ checks what can only be checked there: that every node sees the shared storage a
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -72,6 +73,13 @@ MALLOPT = {
     "MALLOC_ARENA_MAX": -8,
 }
 """`mallopt` parameter numbers of these settings (glibc's malloc.h), for a process already running."""
+
+
+def return_freed_memory() -> None:
+    """Return the memory that malloc keeps for the next step to the system: the next run needs other sizes."""
+    if platform.libc_ver()[0] == "glibc":
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def quiet() -> None:

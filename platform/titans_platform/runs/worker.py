@@ -19,7 +19,7 @@ from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED
 from titans_platform.runs.preemption import PreemptionGuard
-from titans_platform.runs.ray_session import die_with_parent
+from titans_platform.runs.ray_session import die_with_parent, return_freed_memory
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec
@@ -67,6 +67,7 @@ class Worker:
     def run(self, until: Rung | None = None) -> Outcome:
         """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
         forms_used(forget=True)
+        return_freed_memory()
         peak_rss(reset=True)
         try:
             with deterministic(self.cfg.seed, self.cfg.threads):
