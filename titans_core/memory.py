@@ -158,10 +158,7 @@ class NeuralMemory(Projections):
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
         writes = self._per_chunk(writes, cache=cache)
         y, memory = self._write(q, writes, cache.memory, record=not padded)
-        # copies: a view in the cache would keep all tokens of the call in memory
-        held = self.config.gates_per == "chunk" and memory.position
-        gates = tuple(gate[:, -1:].clone() for gate in writes[2:]) if held else ()
-        return self._output(y, x_BTD), MemoryCache(memory, conv_state, gates)
+        return self._output(y, x_BTD), MemoryCache(memory, conv_state, self._held(writes, memory))
 
     def read(
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
@@ -308,6 +305,13 @@ class NeuralMemory(Projections):
             first = (first + 1).clamp(min=0)
             gates = [torch.cat(pair, 1) for pair in zip(cache.gates, gates, strict=True)]
         return Writes(writes.k, writes.v, *(gate[:, first] for gate in gates))
+
+    def _held(self, writes: Writes, memory: DecodeState | OpenChunk) -> tuple[Tensor, ...]:
+        """`MemoryCache.gates` after these tokens."""
+        if self.config.gates_per == "token" or not memory.position:
+            return ()
+        # copies: a view in the cache would keep all tokens of the call in memory
+        return tuple(gate[:, -1:].clone() for gate in writes[2:])
 
     def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
         _check_packed_start(cache)

@@ -22,7 +22,7 @@ BASELINE_OPTIONS: dict[str, dict] = {
     "mamba2": {"head_dim": 8, "state": 6},
     "retnet": {"heads": 2},
     "samba": {"state": 4},
-    "tnt": {"local_chunks": [2, 4], "shard": 12},
+    "tnt": {"global_chunk": 8, "local_chunks": [2, 4], "shard": 8},
 }
 SWITCHES: dict[str, dict] = {
     "default": {},

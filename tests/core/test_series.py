@@ -14,6 +14,8 @@ def series_model(variant: str = "lmm", patch: int = 1, layers: int = 2) -> Serie
     torch.manual_seed(0)
     config = ModelConfig(
         variant=variant,
+        # chunks that end within the window
+        options={"global_chunk": 4, "shard": 8} if variant == "tnt" else {},
         d_model=16,
         n_layers=layers,
         persistent_tokens=2,

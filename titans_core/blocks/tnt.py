@@ -1,4 +1,4 @@
-"""TNT (Li et al. 2025, arXiv 2511.07343): a global memory with a large chunk beside local ones with small chunks.
+"""TNT (Li et al. 2025, arXiv 2511.07343): a global memory with large chunks, local ones with small chunks.
 
 Shapes: B batch, T tokens, H heads, E head width; S tokens of a shard.
 """
@@ -16,8 +16,8 @@ from titans_core.blocks.base import Block, Positions
 from titans_core.config import Frozen, MemoryConfig, ModelConfig, PositiveInt
 from titans_core.documents import Documents, reset_rows
 from titans_core.memory import MemoryCache, NeuralMemory, Writes
-from titans_kernels import DecodeState, MemoryState, OpenChunk, Rule, linear_attention, state_dtype
-from titans_kernels.memory.rules import RULES
+from titans_kernels import MemoryState, Rule, linear_attention, state_dtype
+from titans_kernels.memory.forms.reference import clip_norm
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,20 @@ class ReadStart(Rule):
 
 
 class TNTOptions(Frozen):
-    """Options of TNT. The chunk of the global memory is ``memory.chunk_size``."""
+    """Options of TNT. The published runs have a global chunk of 2,048 and shards of 2,048 or 4,096 tokens."""
 
-    local_chunks: tuple[PositiveInt, ...] = (16,)
-    """Chunk size of each local memory; stage two of training lowers them (``start_from``)."""
+    global_chunk: PositiveInt = 64
+    """Chunk size of the global memory; at most ``shard``, or tokens of one global chunk in two shards do not
+    reach each other."""
+    local_chunks: tuple[PositiveInt, ...] | None = None
+    """Chunk size of each local memory; None: one, with ``memory.chunk_size``. Stage two of training lowers
+    them (``start_from``)."""
     shard: PositiveInt = 64
     """S_L: a local memory starts anew from its learned weights every so many tokens of a document."""
-    projection: Literal["unit", "keys", "none"] = "unit"
+    projection: Literal["clipped", "keys", "none"] = "clipped"
     """Local queries are projected onto the keys of the shard so far, ``q sum_s k_s k_s^T`` (Section 4.2):
-    as published (keys), whose size grows with the number of keys, scaled to norm 1 (unit), or not at all."""
+    as published (keys), which grows with the number of keys; scaled down to norm 1 (clipped); or not at all.
+    """
 
 
 class LocalState(NamedTuple):
@@ -82,7 +87,7 @@ class LocalMemory(NeuralMemory):
         first = self.fresh(B)
         state = state or first
         q, writes, conv_state = self._project_tokens(x_BTD, state.cache.conv_state)
-        memory, keys, seen, outputs, at = state.cache.memory, state.keys_BHEE, state.seen, [], 0
+        opened, keys, seen, outputs, at = state.cache, state.keys_BHEE, state.seen, [], 0
         while at < T:
             whole = 0 if seen or self.watcher is not None else (T - at) // self.shard * self.shard
             here = slice(at, at + (whole or min(self.shard - seen, T - at)))
@@ -93,14 +98,17 @@ class LocalMemory(NeuralMemory):
                 position = torch.arange(whole, device=q.device).repeat(B)
                 y = self._whole(flat[0], Writes(*flat[1:]), position, starts)[0].unflatten(0, (B, whole))
             else:
-                y, memory, keys = self._open(part, now, memory, keys)
+                part, keys = self._projected(part, now.k, keys)
+                now = self._per_chunk(now, cache=opened)
+                y, memory = self._write(part, now, opened.memory, record=True)
+                opened = MemoryCache(memory, {}, self._held(now, memory))
                 seen = (seen + part.shape[1]) % self.shard
                 if not seen:
-                    memory, keys = first.cache.memory, first.keys_BHEE
+                    opened, keys = first.cache, first.keys_BHEE
             outputs.append(y)
             at = here.stop
         y = self._output(torch.cat(outputs, 1), x_BTD)
-        return y, LocalState(MemoryCache(memory, conv_state), keys, seen)
+        return y, LocalState(opened._replace(conv_state=conv_state), keys, seen)
 
     def _whole(self, q: Tensor, writes: Writes, position: Tensor, borders: Tensor) -> Tensor:
         """Reads [1, N, H, E] of documents at ``position`` of each token, whose borders are ``borders``."""
@@ -112,16 +120,12 @@ class LocalMemory(NeuralMemory):
         start = self.start(1).start
         zero = start.weights[0].new_zeros(1, self.heads, self.head_dim, self.head_dim)
         q, _ = self._projected(q, writes.k, zero, index)
+        if self.config.gates_per == "chunk":
+            chunk = torch.arange(len(position), device=position.device)
+            chunk = chunk - position % self.shard % self.config.chunk_size
+            writes = Writes(*writes[:2], *(gate[:, chunk] for gate in writes[2:]))
         state = MemoryState(*(tuple(x[0] for x in part) for part in start))
         return self._run_operator(q, writes, state, cu_seqlens)[0]
-
-    def _open(
-        self, q: Tensor, writes: Writes, memory: DecodeState | OpenChunk, keys: Tensor
-    ) -> tuple[Tensor, DecodeState | OpenChunk, Tensor]:
-        """Write and read tokens of the open shard."""
-        q, keys = self._projected(q, writes.k, keys)
-        y, memory = self._write(q, writes, memory, record=True)
-        return y, memory, keys
 
     def _projected(
         self, q: Tensor, k: Tensor, keys: Tensor, index: Tensor | None = None
@@ -132,44 +136,41 @@ class LocalMemory(NeuralMemory):
         unit = F.normalize(k.to(keys.dtype), dim=-1, eps=1e-6)
         no_decay = unit.new_zeros(*unit.shape[:3], 1)
         found, keys = linear_attention(q, unit, unit, no_decay, keys, index)
-        return F.normalize(found, dim=-1, eps=1e-6) if self.projection == "unit" else found, keys
+        return clip_norm(found, 1.0) if self.projection == "clipped" else found, keys
 
 
 class TNT(Block):
     """o = x + V(norm x) + sum_i W_i(norm x): eq. 7, with projections of its own for each memory.
 
-    V is the global memory: its chunks are ``memory.chunk_size`` long, its state is carried, and a token reads
-    it at the start of its chunk. A local memory W_i has a chunk of its own and starts anew every ``shard``
-    tokens, so shards do not wait for each other. The text leaves open whether the memories share queries, keys
-    and values; here each has its own, and outputs are added after each one's norm, gate and projection. The
-    sum of projected keys starts anew with the shard.
+    V is the global memory: its chunks are ``global_chunk`` long, its state is carried, and a token reads it
+    at the start of its chunk. A local memory W_i has a chunk of its own and starts anew every ``shard``
+    tokens, so shards do not wait for each other. The text leaves open whether the memories share queries,
+    keys and values; here each has its own, and outputs are added after each one's norm, gate and projection.
+    The sum of projected keys starts anew with the shard. ``memory.rule`` is that of the local memories.
     """
 
     Options = TNTOptions
     uses_persistent = False
-    preset_memory: ClassVar = {"momentum": False, "decay": False, "chunk_size": 64}
+    preset_memory: ClassVar = {"momentum": False, "decay": False}
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        memory = config.memory
-        self.shared = NeuralMemory(
-            config.d_model, memory.model_copy(update={"rule": "tnt_global"}), initialized=False
-        )
+        memory, options = config.memory, self.options
+        shared = {"chunk_size": options.global_chunk, "rule": f"{__name__}:ReadStart", "rule_options": {}}
+        self.shared = NeuralMemory(config.d_model, memory.model_copy(update=shared), initialized=False)
         self.local = nn.ModuleList(
-            LocalMemory(config.d_model, memory.model_copy(update={"chunk_size": size}), self.options)
-            for size in self.options.local_chunks
+            LocalMemory(config.d_model, memory.model_copy(update={"chunk_size": size}), options)
+            for size in options.local_chunks or (memory.chunk_size,)
         )
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         options = cls.read_options(config)
-        for size in options.local_chunks:
+        for size in options.local_chunks or (config.memory.chunk_size,):
             if options.shard % size:
-                raise ValueError(f"options.shard: {options.shard} is not a multiple of the local chunk {size}")
-        for field in ("rule", "gates_per"):
-            given, default = getattr(config.memory, field), MemoryConfig.model_fields[field].default
-            if given != default:
-                raise ValueError(f"memory.{field}: {given}, but variant tnt supports {default} only")
+                raise ValueError(
+                    f"options.shard: {options.shard} is not a multiple of the local chunk {size}"
+                )
 
     def mix(
         self, x_BTD: Tensor, state: TNTState | None, positions: Positions
@@ -177,7 +178,9 @@ class TNT(Block):
         z, documents = self.norm(x_BTD), positions.documents
         y, shared = self.shared(z, None if state is None else state.shared, documents)
         found, outputs = [], [x_BTD, y]
-        for memory, before in zip(self.local, state.local if state else [None] * len(self.local), strict=True):
+        for memory, before in zip(
+            self.local, state.local if state else [None] * len(self.local), strict=True
+        ):
             assert isinstance(memory, LocalMemory)
             y, after = memory.forward_shards(z, before, documents)
             outputs.append(y)
@@ -201,6 +204,3 @@ class TNT(Block):
         keys = state_dtype(self.norm.weight).itemsize * self.shared.heads * self.shared.head_dim**2
         local = [memory.state_bytes(length) + keys for memory in self.local]  # pyright: ignore[reportCallIssue]
         return self.shared.state_bytes(length) + sum(local)
-
-
-RULES["tnt_global"] = ReadStart
