@@ -151,14 +151,25 @@ class NeuralMemory(Projections):
         Raises:
             ValueError: there is no row or no token, or packed documents cannot start from ``cache``.
         """
+        y, *_, cache = self.retrieve(x_BTD, cache, documents, padded)
+        return self._output(y, x_BTD), cache
+
+    def retrieve(
+        self,
+        x_BTD: Tensor,
+        cache: MemoryCache | None = None,
+        documents: Documents | None = None,
+        padded: bool = False,
+    ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
+        """As `forward`, up to the read: y [B, T, H, E], the queries, what was written, and the cache."""
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
-            return self._packed(x_BTD, cache or self.start(1), documents), None
+            return *self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
-        writes = self._per_chunk(writes, cache=cache)
-        y, memory = self._write(q, writes, cache.memory, record=not padded)
-        return self._output(y, x_BTD), MemoryCache(memory, conv_state, self._held(writes, memory))
+        now = self._per_chunk(writes, cache=cache)
+        y, memory = self._write(q, now, cache.memory, record=not padded)
+        return y, q, writes, MemoryCache(memory, conv_state, self._held(now, memory))
 
     def read(
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
@@ -204,7 +215,7 @@ class NeuralMemory(Projections):
         The prefix is written in chunks of its own, so that the sequence starts on a chunk border; once, since
         it is the same for every row and document.
         """
-        dtype = state_dtype(self.w_k.weight)
+        dtype = state_dtype(self.theta.weight)
         weights = tuple(self.rule.start(W[None].to(dtype)) for W in self.initial_weights)
         zeros, conv_state = lambda: tuple(torch.zeros_like(W) for W in weights), self.zero_conv_state()
         state = MemoryState(weights if self.base is None else zeros(), zeros())
@@ -240,7 +251,7 @@ class NeuralMemory(Projections):
         if not self.carries_momentum:
             per_head -= sum(D * F for D, F in shapes) - len(shapes)
         per_head += 2 + (groups or 1) + self.rule.extra_gates if c.gates_per == "chunk" and opened else 0
-        state = state_dtype(self.w_k.weight).itemsize * c.heads * per_head
+        state = state_dtype(self.theta.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
     def read_bytes(self, length: int, segment: int) -> int:
@@ -250,7 +261,7 @@ class NeuralMemory(Projections):
         """
         moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.initial_weights) if moved else 0
-        return state_dtype(self.w_k.weight).itemsize * weights + self.conv_bytes("q")
+        return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes("q")
 
     def _project_tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
@@ -258,6 +269,10 @@ class NeuralMemory(Projections):
         """Queries [B, T, H, E], the inputs of the update, and the convolution state."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
         q, k = self._features(q), self._features(k)
+        return q, Writes(k, v, *self.gates(x)), conv_state
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
         switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
         gates = {name: gate for name, gate in switched.items() if gate is not None}
         found = dict(zip(gates, _project_gates(list(gates.values()), x), strict=True))
@@ -272,7 +287,7 @@ class NeuralMemory(Projections):
         extra = theta.new_empty(*theta.shape, 0)
         if "extra" in found:
             extra = found["extra"].unflatten(-1, (self.heads, self.rule.extra_gates))
-        return q, Writes(k, v, alpha, eta, theta, extra), conv_state
+        return alpha, eta, theta, extra
 
     def _features(self, x_BTHE: Tensor) -> Tensor:
         """The output of the layers that no token writes; queries or keys themselves if all are written."""
@@ -313,7 +328,9 @@ class NeuralMemory(Projections):
         # copies: a view in the cache would keep all tokens of the call in memory
         return tuple(gate[:, -1:].clone() for gate in writes[2:])
 
-    def _packed(self, x_BTD: Tensor, cache: MemoryCache, documents: Documents) -> Tensor:
+    def _packed(
+        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents
+    ) -> tuple[Tensor, Tensor, Writes]:
         _check_packed_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
         q, writes, _ = self._project_tokens(x_BTD, conv_state, documents)
@@ -322,7 +339,7 @@ class NeuralMemory(Projections):
         y, _ = self._run_operator(
             q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
         )
-        return self._output(y[0].view(*x_BTD.shape[:2], *y.shape[2:]), x_BTD)
+        return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes
 
     def extend(
         self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk

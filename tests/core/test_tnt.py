@@ -11,7 +11,7 @@ from tests.core.small import config
 from titans_core import LanguageModel
 from titans_core.blocks import Positions
 from titans_core.blocks.tnt import TNT
-from titans_core.memory import NeuralMemory
+from titans_core.memory import NeuralMemory, Writes
 
 
 def block(**options) -> TNT:
@@ -27,12 +27,13 @@ def block(**options) -> TNT:
 
 def naive(block: TNT, x: Tensor) -> Tensor:
     """Eqs. 5 to 7 for one row [1, T, D], a token and a head at a time."""
-    z, total = block.norm(x), x
+    z = block.norm(x)
+    q, projected, _ = block.shared._project_tokens(z, block.shared.zero_conv_state())
+    reads = torch.zeros_like(q)
     for memory in (block.shared, *block.local):
         assert isinstance(memory, NeuralMemory)
-        shared = memory is block.shared
-        q, writes, _ = memory._project_tokens(z, memory.zero_conv_state())
-        reads, size = torch.zeros_like(q), memory.config.chunk_size
+        shared, size = memory is block.shared, memory.config.chunk_size
+        writes = Writes(projected.k, projected.v, *memory.gates(z))
         for h in range(memory.heads):
             fresh = [W[h] for W in memory.initial_weights]
             weights = start = fresh
@@ -57,9 +58,8 @@ def naive(block: TNT, x: Tensor) -> Tensor:
                     query = (
                         query / query.norm().clamp(min=1) if block.options.projection == "clipped" else query
                     )
-                reads[0, t, h] = F.silu(query @ at[0]) @ at[1]
-        total = total + memory._output(reads, z)
-    return total
+                reads[0, t, h] += F.silu(query @ at[0]) @ at[1]
+    return x + block.shared._output(reads, z)
 
 
 @pytest.mark.parametrize("projection", ["clipped", "keys", "none"])
@@ -78,7 +78,8 @@ def test_it_is_the_published_recurrence(projection):
 def test_local_memories_do_not_reach_beyond_their_shard():
     tnt = block(local_chunks=[4])
     x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
-    tnt.shared.muted = True
+    for W in tnt.shared.initial_weights:
+        torch.nn.init.zeros_(W)
     y, _ = tnt.mix(x, None, Positions(torch.arange(24)[None]))
     reach = torch.autograd.grad(y[0, 20].sum(), x)[0][0].abs().sum(-1)
     # the convolution of the shard's first key sees three tokens more

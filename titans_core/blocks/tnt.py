@@ -62,10 +62,15 @@ class TNTState(NamedTuple):
 
 
 class LocalMemory(NeuralMemory):
-    """A memory that starts anew every ``shard`` tokens, so that all shards of a text are computed at once."""
+    """A memory with weights and gates of its own, whose queries, keys and values are given.
+
+    It starts anew every ``shard`` tokens, so that all shards of a text are computed at once.
+    """
 
     def __init__(self, d_model: int, config: MemoryConfig, options: TNTOptions):
-        super().__init__(d_model, config, initialized=False)
+        bare = {"conv": False, "output_gate": False, "output_norm": False}
+        super().__init__(d_model, config.model_copy(update=bare), initialized=False)
+        del self.w_q, self.w_k, self.w_v, self.w_o
         self.shard, self.projection = options.shard, options.projection
 
     def fresh(self, batch: int) -> LocalState:
@@ -74,20 +79,18 @@ class LocalMemory(NeuralMemory):
         keys = cache.start.weights[0].new_zeros(batch, self.heads, self.head_dim, self.head_dim)
         return LocalState(cache, keys, 0)
 
-    def forward_shards(
-        self, x_BTD: Tensor, state: LocalState | None, documents: Documents | None
+    def read_shards(
+        self, q: Tensor, writes: Writes, state: LocalState | None, documents: Documents | None
     ) -> tuple[Tensor, LocalState | None]:
-        """As `NeuralMemory.forward`, in shards. Returns [B, T, D] and the state, None when packed."""
-        B, T, _ = x_BTD.shape
+        """Write and read tokens [B, T, H, E]: what they read, and the state, None when packed."""
+        B, T = q.shape[:2]
         if documents is not None:
-            q, writes, _ = self._project_tokens(x_BTD, self.zero_conv_state(), documents)
             flat, borders = [x.flatten(0, 1)[None] for x in (q, *writes)], documents.cu_seqlens
             y = self._whole(flat[0], Writes(*flat[1:]), documents.position_BT.flatten(), borders)
-            return self._output(y[0].unflatten(0, (B, T)), x_BTD), None
+            return y[0].unflatten(0, (B, T)), None
         first = self.fresh(B)
-        state = state or first
-        q, writes, conv_state = self._project_tokens(x_BTD, state.cache.conv_state)
-        opened, keys, seen, outputs, at = state.cache, state.keys_BHEE, state.seen, [], 0
+        opened, keys, seen = state or first
+        outputs, at = [], 0
         while at < T:
             whole = 0 if seen or self.watcher is not None else (T - at) // self.shard * self.shard
             here = slice(at, at + (whole or min(self.shard - seen, T - at)))
@@ -104,11 +107,10 @@ class LocalMemory(NeuralMemory):
                 opened = MemoryCache(memory, {}, self._held(now, memory))
                 seen = (seen + part.shape[1]) % self.shard
                 if not seen:
-                    opened, keys = first.cache, first.keys_BHEE
+                    opened, keys, _ = first
             outputs.append(y)
             at = here.stop
-        y = self._output(torch.cat(outputs, 1), x_BTD)
-        return y, LocalState(opened._replace(conv_state=conv_state), keys, seen)
+        return torch.cat(outputs, 1), LocalState(opened, keys, seen)
 
     def _whole(self, q: Tensor, writes: Writes, position: Tensor, borders: Tensor) -> Tensor:
         """Reads [1, N, H, E] of documents at ``position`` of each token, whose borders are ``borders``."""
@@ -140,13 +142,13 @@ class LocalMemory(NeuralMemory):
 
 
 class TNT(Block):
-    """o = x + V(norm x) + sum_i W_i(norm x): eq. 7, with projections of its own for each memory.
+    """o = x + out(V(q) + sum_i W_i(q')): eq. 7; reads are added before the norm, gate and output projection.
 
     V is the global memory: its chunks are ``global_chunk`` long, its state is carried, and a token reads it
     at the start of its chunk. A local memory W_i has a chunk of its own and starts anew every ``shard``
-    tokens, so shards do not wait for each other. The text leaves open whether the memories share queries,
-    keys and values; here each has its own, and outputs are added after each one's norm, gate and projection.
-    The sum of projected keys starts anew with the shard. ``memory.rule`` is that of the local memories.
+    tokens, so shards do not wait for each other. All share queries, keys and values, as in eqs. 5 to 7, and
+    have weights and gates of their own. The sum of projected keys starts anew with the shard.
+    ``memory.rule`` is that of the local memories.
     """
 
     Options = TNTOptions
@@ -166,6 +168,8 @@ class TNT(Block):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         options = cls.read_options(config)
+        if config.memory.written != "all":
+            raise ValueError(f"memory.written: {config.memory.written}, but variant tnt writes all layers")
         for size in options.local_chunks or (config.memory.chunk_size,):
             if options.shard % size:
                 raise ValueError(
@@ -175,18 +179,18 @@ class TNT(Block):
     def mix(
         self, x_BTD: Tensor, state: TNTState | None, positions: Positions
     ) -> tuple[Tensor, TNTState | None]:
-        z, documents = self.norm(x_BTD), positions.documents
-        y, shared = self.shared(z, None if state is None else state.shared, documents)
-        found, outputs = [], [x_BTD, y]
-        for memory, before in zip(
-            self.local, state.local if state else [None] * len(self.local), strict=True
-        ):
+        z, documents, found = self.norm(x_BTD), positions.documents, []
+        before = None if state is None else state.shared
+        y, q, writes, shared = self.shared.retrieve(z, before, documents)
+        local = [None] * len(self.local) if state is None else state.local
+        for memory, before in zip(self.local, local, strict=True):
             assert isinstance(memory, LocalMemory)
-            y, after = memory.forward_shards(z, before, documents)
-            outputs.append(y)
+            own = Writes(writes.k, writes.v, *memory.gates(z))
+            read, after = memory.read_shards(q, own, before, documents)
+            y = y + read
             found.append(after)
-        after = None if shared is None else TNTState(shared, tuple(found))
-        return torch.stack(outputs).sum(0), after
+        out = x_BTD + self.shared._output(y, z)
+        return out, None if shared is None else TNTState(shared, tuple(found))
 
     def reset(self, state: TNTState, reset_B: Tensor) -> TNTState:
         local = []
