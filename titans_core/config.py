@@ -47,6 +47,9 @@ class MemoryConfig(Frozen):
     """Layers whose weights are the state. With last, those below stay at the learned M_0 (arXiv 2602.21204):
     the memory is a linear one of their features of queries and keys, L2-normalised with qk_norm, and exact
     in parallel with chunk_size 1 at any depth. Needs residual: none."""
+    start_rank: PositiveInt | None = None
+    """Start of all layers but the first: ``L R + I / 2`` with trained factors of this rank (DeltaTTT, LaCT:
+    32) in place of a matrix. Needs expansion 1, written: all and at least two layers."""
     momentum: bool = True
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
@@ -99,13 +102,20 @@ class MemoryConfig(Frozen):
     """The update rule: a name in `titans_kernels.RULES`, such as gated_delta or e2_ttt, or ``module:Name`` of
     a `titans_kernels.Rule`."""
     rule_options: dict[str, float] = {}
-    """Parameters of the rule by name: ``delta`` of huber and yaad, ``tied`` of mdn (1 for true)."""
+    """Parameters of the rule by name: ``delta`` of huber and yaad, ``tied`` of mdn and ``post`` of delta_ttt
+    (1 for true)."""
 
     @model_validator(mode="after")
     def _outputs_fit(self) -> MemoryConfig:
         for name, value in (("output_activation", self.output_activation), ("written", self.written)):
             if value not in ("none", "all") and self.residual != "none":
                 raise ValueError(f"residual: {self.residual} is not supported with {name} {value}; use none")
+        fits = (self.expansion, self.written) == (1, "all") and self.depth > 1
+        if self.start_rank is not None and not fits:
+            raise ValueError(
+                f"start_rank: {self.start_rank} needs expansion 1, written all and depth 2 or more; found "
+                f"{self.expansion}, {self.written} and {self.depth}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@
 | norms, the scale of attention's scores | 1; the bias of LN inside a memory 0 |
 | convolutions | uniform in +-1 / sqrt(kernel), so that earlier tokens are seen from the first step |
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, to predict little; not under LN |
+| M_0, with `MemoryConfig.start_rank` | first layer normal, std 0.02; L, R normal, std 0.5 / sqrt(fan in) |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
 | alpha, eta, theta | weight 0.02, bias `MemoryConfig.alpha_bias`, `eta_bias`, `theta_bias` |
 | a rule's own gates | weight 0.02, bias `Rule.extra_bias` |
@@ -69,7 +70,13 @@ def _initialize_memory(memory: Any) -> None:
     for W in (*memory.feature_weights, *memory.initial_weights):
         nn.init.normal_(W, std=W.shape[-2] ** -0.5)
     config = memory.config
-    if config.residual != "norm":  # under LN it would only scale up the gradient tenfold
+    for L, R in zip(memory.start_factors[::2], memory.start_factors[1::2], strict=True):  # as in LaCT
+        nn.init.normal_(L, std=0.5 * L.shape[-1] ** -0.5)
+        nn.init.normal_(R, std=0.5 * R.shape[-1] ** -0.5)
+        nn.init.normal_(memory.initial_weights[0], std=0.02)
+    if (
+        config.residual != "norm" and not memory.start_factors
+    ):  # under LN it would only scale up the gradient tenfold
         memory.initial_weights[-1].mul_(0.1)
     biases = {"alpha": config.alpha_bias, "eta": config.eta_bias, "theta": config.theta_bias}
     biases["extra"] = memory.rule.extra_bias

@@ -117,7 +117,15 @@ class NeuralMemory(Projections):
         unwritten = len(layers) - 1 if config.written == "last" else 0
         self.feature_weights = nn.ParameterList(layers[:unwritten])
         """Layers that no token writes; see `MemoryConfig.written`."""
-        self.initial_weights = nn.ParameterList(layers[unwritten:])
+        rank = config.start_rank or 0
+        low_rank = layers[1:] if rank else []
+        self.initial_weights = nn.ParameterList(layers[unwritten : len(layers) - len(low_rank)])
+        self.start_factors = nn.ParameterList(
+            W.new_empty(*shape)
+            for W in low_rank
+            for shape in ((*W.shape[:2], rank), (W.shape[0], rank, W.shape[2]))
+        )
+        """L and R of each layer that starts at ``L R + I / 2``; see `MemoryConfig.start_rank`."""
         self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
         self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
@@ -188,11 +196,16 @@ class NeuralMemory(Projections):
         )
 
     @property
+    def start_weights(self) -> tuple[Tensor, ...]:
+        """M_0 of each layer in the state, [H, D, F]."""
+        pairs = zip(self.start_factors[::2], self.start_factors[1::2], strict=True)
+        later = (L @ R + 0.5 * torch.eye(L.shape[1], dtype=L.dtype, device=L.device) for L, R in pairs)
+        return tuple(self.rule.start(W) for W in (*self.initial_weights, *later))
+
+    @property
     def base(self) -> tuple[Tensor, ...] | None:
         """The weights that forgetting decays to, None for zero. A state holds the distance from them."""
-        if self.config.forget_to == "zero":
-            return None
-        return tuple(self.rule.start(W) for W in self.initial_weights)
+        return self.start_weights if self.config.forget_to == "initial" else None
 
     def absolute_weights(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The weights of a state, with the base added that they are stored relative to."""
@@ -216,7 +229,7 @@ class NeuralMemory(Projections):
         it is the same for every row and document.
         """
         dtype = state_dtype(self.theta.weight)
-        weights = tuple(self.rule.start(W[None].to(dtype)) for W in self.initial_weights)
+        weights = tuple(W[None].to(dtype) for W in self.start_weights)
         zeros, conv_state = lambda: tuple(torch.zeros_like(W) for W in weights), self.zero_conv_state()
         state = MemoryState(weights if self.base is None else zeros(), zeros())
         if prefix_PD is not None and prefix_PD.shape[0]:
@@ -245,7 +258,7 @@ class NeuralMemory(Projections):
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
-        shapes = [W.shape[1:] for W in self.initial_weights]
+        shapes = [W.shape[1:] for W in self.start_weights]
         groups = self.head_dim if self._forgets_by_channel else None
         per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget is not None)
         if not self.carries_momentum:
@@ -260,7 +273,7 @@ class NeuralMemory(Projections):
         A copy of those weights once the memory has been updated since, and q's convolution state.
         """
         moved = length % segment >= self.config.chunk_size
-        weights = sum(W.numel() for W in self.initial_weights) if moved else 0
+        weights = sum(W.numel() for W in self.start_weights) if moved else 0
         return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes("q")
 
     def _project_tokens(
@@ -414,9 +427,17 @@ class NeuralMemory(Projections):
 
 def _rule(config: MemoryConfig) -> Rule:
     try:
-        return find_rule(config.rule, **config.rule_options)
+        rule = find_rule(config.rule, **config.rule_options)
     except ValueError as error:
         raise ValueError(f"memory.{error}") from None
+    needed = {"chunk_size": 1, "depth": 2, "expansion": 1, "written": "all"}
+    needed |= {"residual": "none", "output_activation": "none"}
+    for name, value in needed.items() if rule.layerwise else ():
+        if (found := getattr(config, name)) != value:
+            raise ValueError(
+                f"memory.{name}: {found} is not supported by the rule {config.rule}; use {value}"
+            )
+    return rule
 
 
 def _zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def healthy_limits(model: nn.Module) -> dict[str, float]:
     if not memories:
         return {}
     with torch.no_grad():
-        norms = [sum(W.square().sum() for W in m.initial_weights) ** 0.5 for m in memories]
+        norms = [sum(W.square().sum() for W in m.start_weights) ** 0.5 for m in memories]
     limits = {"weight_norm": OUT_OF_RANGE_FACTOR * float(sum(norms)) / len(norms)}
     return limits | ({"surprise": OUT_OF_RANGE_FACTOR} if all(m.config.value_norm for m in memories) else {})
 

@@ -144,3 +144,21 @@ def test_where_only_the_last_layer_is_written_the_others_are_features(chunk_size
 def test_what_a_residual_does_not_go_with_is_refused(field):
     with pytest.raises(ValueError, match=r"residual: input is not supported with .*; use none"):
         MemoryConfig(residual="input", **field)
+
+
+def test_a_rule_of_layers_refuses_what_it_does_not_support():
+    with pytest.raises(
+        ValueError, match=r"^memory.chunk_size: 64 is not supported by the rule delta_ttt; use 1$"
+    ):
+        NeuralMemory(8, MemoryConfig(rule="delta_ttt", heads=2))
+
+
+def test_layers_may_start_at_half_the_identity_plus_a_low_rank():
+    layer = NeuralMemory(32, MemoryConfig(heads=2, start_rank=2, depth=3))
+    first, *later = layer.start_weights
+    assert len(later) == 2
+    assert first.std() < 0.03
+    for W in later:
+        assert torch.linalg.matrix_rank(W - 0.5 * torch.eye(16)).tolist() == [2, 2]
+    with pytest.raises(ValueError, match="start_rank: 2 needs expansion 1, written all and depth 2 or more"):
+        MemoryConfig(start_rank=2, depth=1)

@@ -34,6 +34,7 @@ DEFAULTS = {
             "residual": "none",
             "output_activation": "none",
             "written": "all",
+            "start_rank": None,
             "momentum": True,
             "decay": True,
             "decay_per": "head",

@@ -37,9 +37,9 @@ from titans_kernels.memory.residual import Output, predict
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.validate import (
     check_base,
-    check_extra,
     check_options,
     check_residual,
+    check_rule,
     check_shapes,
 )
 
@@ -215,7 +215,14 @@ def decode_step(
             f"{chunk_size}; use extend_memory for more tokens"
         )
     rule, own = _rule(rule), check_base(base, state.weights)
-    check_extra(extra, eta, rule)
+    check_rule(rule, extra, eta, chunk_size, state.weights, residual)
+    if rule.layerwise:
+        y, ended = neural_memory(
+            q, k, v, alpha, eta, theta, state.weights, state.momentum, extra=extra, chunk_size=chunk_size,
+            activation=activation, surprise_bound=surprise_bound, rule=rule, base=base,
+            write_budget=write_budget,
+        )  # fmt: skip
+        return y, DecodeState.of(ended)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
     tokens = with_targets(Inputs.of(q, k, v, alpha, eta, theta, extra), options).to_state_dtype()
     tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
@@ -291,7 +298,7 @@ def extend_memory(
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule, T = _rule(rule), q.shape[1]
     own = check_base(base, state.weights)
-    check_extra(extra, eta, rule)
+    check_rule(rule, extra, eta, chunk_size, state.weights, residual)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
     tokens = Inputs.of(q, k, v, alpha, eta, theta, extra)
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):

@@ -34,12 +34,12 @@ from titans_kernels.memory.options import (
     without_autocast,
 )
 from titans_kernels.memory.residual import Output
-from titans_kernels.memory.rules import PAPER, GatedDelta, MomentumDelta, Rule, find_rule
+from titans_kernels.memory.rules import PAPER, DeltaTTT, GatedDelta, MomentumDelta, Rule, find_rule
 from titans_kernels.memory.validate import (
     check_base,
-    check_extra,
     check_options,
     check_residual,
+    check_rule,
     check_shapes,
 )
 
@@ -91,6 +91,8 @@ class Form(NamedTuple):
     """The only supported chunk size; None for any."""
     surprise_bound: bool = True
     """Whether it supports a surprise bound."""
+    layerwise: bool = False
+    """Whether it supports rules with a loss for each layer."""
     traced: Callable[[Inputs, Layers, Layers, Options], Result] | None = None
     """Replaces ``compute`` under torch.compile and for meta tensors, where ``compute`` cannot be traced."""
     limits: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
@@ -99,8 +101,10 @@ class Form(NamedTuple):
     def refusal(self, inputs: Inputs, weights: Layers, options: Options) -> str | None:
         """Why this form does not support a call, or None if it does."""
         layers, by_column = len(weights), inputs.forgets_by_column
-        if (self.rules is not None and type(options.rule) not in self.rules) or (
-            self.linear and not options.rule.linear
+        if (
+            (self.rules is not None and type(options.rule) not in self.rules)
+            or (self.linear and not options.rule.linear)
+            or (options.rule.layerwise and not self.layerwise)
         ):
             return f"it does not support the rule {options.rule}"
         if options.curved and not self.norm:
@@ -120,6 +124,8 @@ class Form(NamedTuple):
 
 
 FORMS = (
+    Form("layerwise", "online", online.layerwise, 1e-9, rules=(DeltaTTT,), layerwise=True, linear_base=True,
+         chunk_size=1, surprise_bound=False),
     Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta, MomentumDelta), depth=1,
          chunk_size=1, surprise_bound=False),
     Form("triton", "triton", _triton, 5e-5, device="cuda", base_depth=1, limits=_triton_limits),
@@ -133,7 +139,7 @@ FORMS = (
     Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
          any_loss=True),
     Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
-         any_loss=True),
+         any_loss=True, layerwise=True),
 )  # fmt: skip
 """Every form, in the order in which "auto" tries them."""
 
@@ -192,11 +198,11 @@ def neural_memory(
             N, and the returned state has batch dimension N. The values are read once per tensor; on the CPU
             they cost no GPU synchronisation.
         backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" picks
-            "online" for a linear memory with chunk_size 1 and no surprise bound (rules "paper",
-            "gated_delta" and "mdn"), otherwise "triton" on a GPU, with operands in q's dtype or autocast's;
-            if no kernel supports the call it falls back to "chunked" and logs that once. On a CPU "auto"
-            picks "native" if there is a C++ compiler and the memory is small, otherwise "chunked". For any
-            other rule whose update is the paper's it picks "chunked", otherwise "autograd".
+            "online" with chunk_size 1 and no surprise bound for a linear memory (rules "paper",
+            "gated_delta" and "mdn") and for "delta_ttt", otherwise "triton" on a GPU, with operands in q's
+            dtype or autocast's; if no kernel supports the call it falls back to "chunked" and logs that once.
+            On a CPU "auto" picks "native" if there is a C++ compiler and the memory is small, otherwise
+            "chunked". For any other rule it picks "chunked", otherwise "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" and "autograd" support any rule.
         residual: None for the paper's memory, a residual connection around it, with or without LN, or an
@@ -239,7 +245,7 @@ def neural_memory(
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule = find_rule(rule) if isinstance(rule, str) else rule
-    check_extra(extra, eta, rule)
+    check_rule(rule, extra, eta, chunk_size, weights, residual)
     dtype = state_dtype(q)
     inputs = Inputs.of(q, k, v, alpha, eta, theta, extra)
     weights = tuple(x.to(dtype) for x in weights)

@@ -47,11 +47,23 @@ def check_shapes(
     return documents
 
 
-def check_extra(extra: Tensor | None, eta: Tensor, rule: Rule) -> None:
-    """Raises ValueError unless ``extra`` has the rule's own gates."""
+def check_rule(
+    rule: Rule, extra: Tensor | None, eta: Tensor, chunk_size: int, weights: Layers, residual: Output | None
+) -> None:
+    """Raises ValueError unless ``extra`` has the rule's own gates and the rule supports the options."""
     found, expected = None if extra is None else tuple(extra.shape), (*eta.shape, rule.extra_gates)
     if found != expected and (found or rule.extra_gates):
         raise ValueError(f"extra: shape {found} is not [B, T, H, E] = {expected} for the rule {rule}")
+    if not rule.layerwise:
+        return
+    if chunk_size != 1:
+        raise ValueError(f"chunk_size: the rule {rule} needs 1, not {chunk_size}")
+    if residual is not None:
+        raise ValueError(f"residual: the rule {rule} supports none")
+    if len(widths := {W.shape[-1] for W in weights}) > 1:
+        raise ValueError(
+            f"weights: widths {sorted(widths)}; in the rule {rule} each layer predicts the value"
+        )
 
 
 def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.reference import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import coefficients
-from titans_kernels.memory.rules import GatedDelta, MomentumDelta, Rule
+from titans_kernels.memory.rules import DeltaTTT, GatedDelta, MomentumDelta, Rule
 
 BLOCK = 32
 """Tokens per triangular system. Affects only rounding."""
@@ -46,21 +47,59 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
 
 
+def layerwise(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """`DeltaTTT`, one scan after the other: a layer's queries and keys are what the one below reads."""
+    return each_document(_layers, inputs.to_state_dtype(), weights, momentum, options)
+
+
+def _layers(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    rule, f, y, W_after, S_after = options.rule, ACTIVATIONS[options.activation], inputs.v, [], []
+    assert isinstance(rule, DeltaTTT)
+    at_keys, theta = "after" if rule.post else "before", rule.later_theta(inputs.extra)
+    for l, (W, S) in enumerate(zip(weights, momentum, strict=True)):
+        # the offset from a base B has the loss of the value v - x B
+        base = options.base[l : l + 1]
+        of_base = [torch.einsum("bthd,hdf->bthf", x, B) for B in base for x in (inputs.q, inputs.k)]
+        here = inputs._replace(v=inputs.v - of_base[1]) if base else inputs
+        W = W - base[0] if base else W
+        reads, W, S = _memory(here, W, S, rule, at_keys if l < len(weights) - 1 else None)
+        if base:
+            reads, W = [x + part for x, part in zip(reads, of_base, strict=False)], W + base[0]
+        y, *keys = reads
+        inputs = inputs._replace(q=f.value(y), k=f.value(keys[0]) if keys else inputs.k, theta=theta)
+        W_after.append(W)
+        S_after.append(S)
+    return y, tuple(W_after), tuple(S_after)
+
+
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    (y,), W, S = _memory(inputs, weights[0], momentum[0], options.rule)
+    return y, (W,), (S,)
+
+
+def _memory(
+    inputs: Inputs, W: Tensor, S: Tensor, rule: Rule, at_keys: str | None = None
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Reads [B, T, H, F] at the queries, and at the keys if asked for; the state after the last token.
+
+    ``at_keys``: "before" or "after" a token's own write, or None.
+    """
     B, T, H, _ = inputs.q.shape
-    W, S = (x[0].flatten(0, 1) for x in (weights, momentum))
+    W, S = W.flatten(0, 1), S.flatten(0, 1)
     whole, outputs = T // BLOCK * BLOCK, []
     for start, end, b in ((0, whole, BLOCK), (whole, T, T - whole)):
         if start < end:
             part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
-            y, W, S = _blocks(part, W, S, b, options.rule)
-            outputs.append(y)
-    y = torch.cat(outputs, 1).unflatten(0, (B, H)).transpose(1, 2)
-    return y, (W.unflatten(0, (B, H)),), (S.unflatten(0, (B, H)),)
+            reads, W, S = _blocks(part, W, S, b, rule, at_keys)
+            outputs.append(reads)
+    reads = [torch.cat(x, 1).unflatten(0, (B, H)).transpose(1, 2) for x in zip(*outputs, strict=True)]
+    return reads, W.unflatten(0, (B, H)), S.unflatten(0, (B, H))
 
 
-def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """y [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b; inputs are [R, T, ...]."""
+def _blocks(
+    inputs: Inputs, W: Tensor, S: Tensor, b: int, rule: Rule, at_keys: str | None
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b, of [R, T, ...]."""
     q, k, v, alpha, eta, theta, extra = (x.unflatten(1, (-1, b)) for x in inputs)
     rows, flat = alpha.shape[:2], [alpha, eta, torch.ones_like(theta)]
     if isinstance(rule, MomentumDelta):
@@ -72,7 +111,8 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, rule: Rule) -> tuple[T
     if isinstance(rule, GatedDelta):
         D, c, n = D * (1 - alpha)[..., None], c * (1 - alpha), n * (1 - alpha)
     step = 2 * theta[..., None]
-    L = (step * D * (k @ k.mT)).tril(-1)
+    alike = k @ k.mT
+    L = (step * D * alike).tril(-1)
     known = step * torch.cat([v, c[..., None] * k, n[..., None] * k], -1)
     solved = torch.linalg.solve_triangular(L, known, upper=False, unitriangular=True)
     X, Y, Z = solved.split([v.shape[-1], k.shape[-1], k.shape[-1]], -1)
@@ -86,9 +126,14 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, rule: Rule) -> tuple[T
     block = _Blocks(keeps, m[:, :, -1, None, None], writes, seen, writes @ X)
     states = _states(block, torch.cat([W, S], 1))
     starts = states[:, :-1]
-    y = reads @ starts + among @ (X - seen @ starts)
+    written = X - seen @ starts
+    reads = [reads @ starts + among @ written]
+    if at_keys:
+        kept, moved, by = (c, n, D) if at_keys == "before" else (beta, m, C)
+        scaled = torch.cat([kept[..., None] * k, moved[..., None] * k], -1)
+        reads.append(scaled @ starts + (by * alike) @ written)
     # copies: a view would keep the states of all blocks in memory
-    return y.flatten(1, 2), states[:, -1, :width].clone(), states[:, -1, width:].clone()
+    return [x.flatten(1, 2) for x in reads], states[:, -1, :width].clone(), states[:, -1, width:].clone()
 
 
 class _Blocks(NamedTuple):

@@ -28,7 +28,7 @@ from titans_kernels.memory.options import (
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.residual import Output, predict, pull
-from titans_kernels.memory.rules import ChunkEnd, Rule
+from titans_kernels.memory.rules import ChunkEnd, DeltaTTT, Rule
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -36,7 +36,8 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 
     Gradients flow through everything, including the inner gradient.
     """
-    return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
+    rows = _layer_by_layer if options.rule.layerwise else _rows
+    return each_document(rows, inputs.to_state_dtype(), weights, momentum, options)
 
 
 def each_document(
@@ -89,6 +90,26 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
                 weights, momentum = (tuple(part) for part in zip(*ended, strict=True))
         read = weights if rule.reads == "token" else chunk_start
         y.append(apply_memory(read, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
+    return torch.stack(y, 1), weights, momentum
+
+
+def _layer_by_layer(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    """`DeltaTTT`: each layer predicts the value from its own input, and that error alone writes it."""
+    rule, f, base, y = options.rule, ACTIVATIONS[options.activation], options.base, []
+    assert isinstance(rule, DeltaTTT)
+    for t in range(inputs.q.shape[1]):
+        now = Inputs(*(x[:, t] for x in inputs))
+        x, v, after = now.k[:, :, None], now.v[:, :, None], []
+        for l, (W, S) in enumerate(zip(weights, momentum, strict=True)):
+            gradient = x.mT @ clip_norm(2 * (x @ W - v), options.surprise_bound)
+            theta = rule.later_theta(now.extra) if l else now.theta
+            alpha = broadcast_gate(now.alpha, W.shape[-1], inputs.forgets_by_column)
+            eta, theta = (gate[:, :, None, None] for gate in (now.eta, theta))
+            V, S = rule.update(W - base[l] if base else W, S, gradient, alpha, eta, theta)
+            after.append((V + base[l] if base else V, S))
+            x = f.value(x @ (after[-1][0] if rule.post else W))
+        weights, momentum = (tuple(part) for part in zip(*after, strict=True))
+        y.append(apply_memory(weights, now.q[:, :, None], f)[:, :, 0])
     return torch.stack(y, 1), weights, momentum
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from titans_kernels.memory.rules.base import PAPER, ChunkEnd, Rule
+from titans_kernels.memory.rules.delta_ttt import DeltaTTT
 from titans_kernels.memory.rules.e2_ttt import E2TTT
 from titans_kernels.memory.rules.gated_delta import GatedDelta
 from titans_kernels.memory.rules.lact import LaCT
@@ -19,8 +20,8 @@ from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
 __all__ = [
-    "E2TTT", "PAPER", "RULES", "ChunkEnd", "GatedDelta", "Huber", "LaCT", "Memora", "MomentumDelta", "Moneta",
-    "Rule", "Yaad", "YaadGated",
+    "E2TTT", "PAPER", "RULES", "ChunkEnd", "DeltaTTT", "GatedDelta", "Huber", "LaCT", "Memora",
+    "MomentumDelta", "Moneta", "Rule", "Yaad", "YaadGated",
     "find_rule",
 ]  # fmt: skip
 
@@ -28,6 +29,7 @@ RULES: dict[str, type[Rule]] = {
     "paper": Rule,
     "gated_delta": GatedDelta,
     "mdn": MomentumDelta,
+    "delta_ttt": DeltaTTT,
     "e2_ttt": E2TTT,
     "moneta": Moneta,
     "yaad_gated": YaadGated,

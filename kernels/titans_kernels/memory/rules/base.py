@@ -44,6 +44,8 @@ class Rule:
     arguments of `loss`, as [...], and of `update`, as [B, H, 1, 1]."""
     extra_bias: ClassVar[float] = 0.0
     """Their initial bias before the sigmoid."""
+    layerwise: ClassVar[bool] = False
+    """Whether each layer has an inner loss of its own, as in `DeltaTTT`."""
 
     def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Inner loss ``||M(k) - v||^2`` per token (eq. 12): two [..., D] to [...]."""
