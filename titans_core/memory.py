@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
-from titans_core.projections import ConvState, Projections, expand_rows
+from titans_core.projections import ConvState, Projections, expand_rows, project_gates
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -117,14 +117,10 @@ class NeuralMemory(Projections):
         unwritten = len(layers) - 1 if config.written == "last" else 0
         self.feature_weights = nn.ParameterList(layers[:unwritten])
         """Layers that no token writes; see `MemoryConfig.written`."""
-        rank = config.start_rank or 0
-        low_rank = layers[1:] if rank else []
-        self.initial_weights = nn.ParameterList(layers[unwritten : len(layers) - len(low_rank)])
-        self.start_factors = nn.ParameterList(
-            W.new_empty(*shape)
-            for W in low_rank
-            for shape in ((*W.shape[:2], rank), (W.shape[0], rank, W.shape[2]))
-        )
+        low_rank, rank = (config.depth - 1 if config.start_rank else 0), config.start_rank or 0
+        self.initial_weights = nn.ParameterList(layers[unwritten : len(layers) - low_rank])
+        factors = low_rank * [(head_dim, rank), (rank, head_dim)]
+        self.start_factors = nn.ParameterList(torch.empty(config.heads, *shape) for shape in factors)
         """L and R of each layer that starts at ``L R + I / 2``; see `MemoryConfig.start_rank`."""
         self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
@@ -288,7 +284,7 @@ class NeuralMemory(Projections):
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
         switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
         gates = {name: gate for name, gate in switched.items() if gate is not None}
-        found = dict(zip(gates, _project_gates(list(gates.values()), x), strict=True))
+        found = dict(zip(gates, project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
         if self.config.max_alpha != 1.0:
@@ -448,16 +444,6 @@ def _zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _expand_momentum(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The momentum in the shape of the weights."""
     return tuple(S.expand_as(W) for S, W in zip(momentum, weights, strict=True))
-
-
-def _project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
-    """Gates in [0, 1], in the state's precision: in bfloat16, 1 - alpha would round to 1."""
-    with without_autocast(x):
-        dtype, sizes = state_dtype(linears[0].weight), [n.out_features for n in linears]
-        weight, bias = (
-            torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
-        )
-        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(sizes, -1)
 
 
 def _check_packed_start(cache: MemoryCache) -> None:

@@ -5,13 +5,15 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv
-from titans_kernels import short_convolution, state_dtype
+from titans_kernels import short_convolution, state_dtype, without_autocast
 
 ConvState = dict[str, Tensor]
 """For q, k and v the last inputs of the convolution, [B, K - 1, C] each; empty without a convolution."""
@@ -115,3 +117,13 @@ def expand_rows(conv_state: ConvState, batch: int) -> ConvState:
 def _l2_normalized(x: Tensor) -> Tensor:
     """x with L2 norm 1 over the last dimension, in the precision of the state."""
     return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)
+
+
+def project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Gates in [0, 1], in the state's precision: in bfloat16, 1 - alpha would round to 1."""
+    with without_autocast(x):
+        dtype, sizes = state_dtype(linears[0].weight), [n.out_features for n in linears]
+        weight, bias = (
+            torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
+        )
+        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(sizes, -1)
