@@ -8,7 +8,6 @@ that is best for it on tuning problems; the errors are those of other problems.
 from __future__ import annotations
 
 import csv
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from titans_platform.report.figures.picture import LIGHT, MARKERS, Line, Picture
 from titans_platform.report.verdict import Difference
 
 Progress = Callable[[str], None]
-STEPS = tuple(2.0**i for i in range(-6, 1))
+STEPS = tuple(2.0**i for i in range(-8, 1))
 """Candidates of theta. With keys of norm 1 a linear memory's full step is 0.5."""
 GAINS = (1.0, 2.0, 4.0)
 """Candidates of the hidden weights' standard deviation at the start, times the root of their inputs."""
@@ -353,7 +352,10 @@ def _memories(ctx: click.Context, parameter: click.Parameter, names: tuple[str, 
 @click.option("--problems", type=click.IntRange(2), default=12, show_default=True, help="To report.")
 @click.option("--tuning", type=click.IntRange(1), default=4, show_default=True, help="Problems to tune on.")
 @click.option("--run", "source", metavar="RUN", help="Also take pairs from this run's first memory.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of torch  [all cores]")
+@click.option(
+    "--threads", type=click.IntRange(1), default=1, show_default=True,
+    help="Threads of torch; products this small gain nothing from a second.",
+)  # fmt: skip
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
     help="Write table.csv, fit.png and fit.pdf there.",
@@ -362,7 +364,7 @@ def _memories(ctx: click.Context, parameter: click.Parameter, names: tuple[str, 
 @json_option
 def command(
     memories: dict[str, Memory], kinds: tuple[str, ...], counts: tuple[int, ...], source: str | None,
-    threads: int | None, out: Path | None, root: Path, as_json: bool, **sizes: Any,
+    threads: int, out: Path | None, root: Path, as_json: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     """Fit fixed keys and values: which memory has the lower error, after how many passes?
 
@@ -376,7 +378,7 @@ def command(
       titans bench fit --memory huber/2 --memory "depth 3" --kind teacher --pairs 512
     """
     began = time.process_time()
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
     settings = [pair for pair in SETTINGS if not kinds or pair[0] in kinds]
     if source and (not kinds or RUN in kinds):
         settings.append((RUN, 32))
