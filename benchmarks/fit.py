@@ -62,7 +62,7 @@ class Memory:
     last_only: bool = False
     """Only the last layer is written: a linear memory of the features that the layers below make of a key."""
     eta: float = 0.0
-    """Momentum, the same for all pairs. There is no decay, and a rule's own gates are 1."""
+    """Momentum, the same for all pairs. There is no decay."""
     rule_options: dict[str, float] = field(default_factory=dict)
     """Parameters of the rule."""
 
@@ -95,6 +95,7 @@ MEMORIES = {
     "depth 2, hidden x2": Memory(depth=2, expansion=2),
     "depth 2, residual": Memory(depth=2, residual=True),
     "depth 3": Memory(depth=3),
+    "depth 2, delta_ttt": Memory("delta_ttt", depth=2),
     "last layer, hidden x2": Memory(depth=2, expansion=2, last_only=True),
 }
 """What is compared by default; the first is the baseline. gated_delta without decay is the paper's rule."""
@@ -152,7 +153,9 @@ def errors(
     k, v = features(pairs.k), pairs.v.repeat(C, 1, 1)[:, :, None]
     step = theta[:, None, None].expand(-1, P, 1).contiguous()
     alpha, eta = torch.zeros_like(step), torch.full_like(step, memory.eta)
-    extra = step.new_ones(*step.shape, rule.extra_gates) if rule.extra_gates else None
+    # a rule's own gates: the later layers' step where each has one, else open
+    own = (2 * step).clamp(max=1) if rule.layerwise else torch.ones_like(step)
+    extra = own[..., None].expand(*step.shape, rule.extra_gates) if rule.extra_gates else None
     found = torch.full((2, len(passes), C, N), torch.nan)
     with torch.no_grad():
         for number in range(1, max(passes) + 1):
@@ -207,6 +210,8 @@ def run(
             )
             problem = Problem(kind, *made)
         for chunk, (name, memory) in product(chunks, memories.items()):
+            if chunk > 1 and find_rule(memory.rule, **memory.rule_options).layerwise:
+                continue  # exists with chunks of one token alone
             progress(f"{kind}, {count} pairs, width {width}, chunk {chunk}: {name}")
             D = problem.tuning.k.shape[-1]
             about = {"memory": name, "rule": memory.rule, "depth": memory.depth, "width": D}
