@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from titans_core.memory import NeuralMemory, Writes
-from titans_kernels import DecodeState, MemoryState, OpenChunk, Rule
+from titans_kernels import AnyState, MemoryState, Rule
 
 
 class Nearest(NamedTuple):
@@ -126,7 +126,7 @@ class _Watch:
         self.after: MemoryState | None = None
 
     @torch.no_grad()
-    def on_write(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
+    def on_write(self, q: Tensor, writes: Writes, state: AnyState) -> None:
         if q.shape[0] != 1:
             raise ValueError(f"watch: a batch of {q.shape[0]} sequences; watch one at a time")
         size, first = self.memory.config.chunk_size, -state.position % self.memory.config.chunk_size
@@ -145,9 +145,7 @@ class _Watch:
             self.border = weights[0], self.tokens
         self.reads.append((self.border[1], q[0].detach()))
 
-    def _piece(
-        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
-    ) -> tuple[_Span, DecodeState | OpenChunk]:
+    def _piece(self, q: Tensor, writes: Writes, state: AnyState) -> tuple[_Span, AnyState]:
         k, step = writes.k, self.memory.steps(writes, state)
         first = self.memory.predict(k[:, :1], state.memory().weights)
         following, _ = self.memory.extend(torch.roll(k, -1, 1), writes, state)

@@ -19,9 +19,9 @@ from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
 from titans_core.projections import ConvState, Projections, expand_rows, project_gates
 from titans_kernels import (
+    AnyState,
     DecodeState,
     MemoryState,
-    OpenChunk,
     OutputActivation,
     Residual,
     Rule,
@@ -53,7 +53,7 @@ class Writes(NamedTuple):
 class MemoryCache(NamedTuple):
     """The recurrent state after any token, also inside a chunk."""
 
-    memory: DecodeState | OpenChunk
+    memory: AnyState
     conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
     """With one gate per chunk, those of the open chunk, [B, 1, H] each."""
@@ -67,7 +67,7 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-    def on_write(self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk) -> None:
+    def on_write(self, q: Tensor, writes: Writes, state: AnyState) -> None:
         """Before tokens are written, and read with q [B, T, H, E], starting from ``state``."""
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
@@ -244,6 +244,8 @@ class NeuralMemory(Projections):
         Raises:
             ValueError: the state is inside a chunk.
         """
+        if self.rule.window:
+            raise ValueError(f"reset: not supported by the rule {self.rule}, whose state has earlier tokens")
         if cache.memory.position:
             raise ValueError(
                 f"reset: the state is {cache.memory.position} tokens into a chunk "
@@ -256,7 +258,7 @@ class NeuralMemory(Projections):
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.start_weights]
         groups = self.head_dim if self._forgets_by_channel else None
-        per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget is not None)
+        per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget, length - opened)
         if not self.carries_momentum:
             per_head -= sum(D * F for D, F in shapes) - len(shapes)
         per_head += 2 + (groups or 1) + self.rule.extra_gates if c.gates_per == "chunk" and opened else 0
@@ -330,7 +332,7 @@ class NeuralMemory(Projections):
             gates = [torch.cat(pair, 1) for pair in zip(cache.gates, gates, strict=True)]
         return Writes(writes.k, writes.v, *(gate[:, first] for gate in gates))
 
-    def _held(self, writes: Writes, memory: DecodeState | OpenChunk) -> tuple[Tensor, ...]:
+    def _held(self, writes: Writes, memory: AnyState) -> tuple[Tensor, ...]:
         """`MemoryCache.gates` after these tokens."""
         if self.config.gates_per == "token" or not memory.position:
             return ()
@@ -350,9 +352,7 @@ class NeuralMemory(Projections):
         )
         return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes
 
-    def extend(
-        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk
-    ) -> tuple[Tensor, DecodeState | OpenChunk]:
+    def extend(self, q: Tensor, writes: Writes, state: AnyState) -> tuple[Tensor, AnyState]:
         """Write tokens starting from ``state``; what q [B, T, H, E] reads after each, and the new state."""
         c, full = self.config, _expand_momentum(state.momentum, state.weights)
         state = state._replace(momentum=full)
@@ -362,7 +362,7 @@ class NeuralMemory(Projections):
             base=self.base, write_budget=c.write_budget,
         )  # fmt: skip
 
-    def steps(self, writes: Writes, state: DecodeState | OpenChunk) -> Tensor:
+    def steps(self, writes: Writes, state: AnyState) -> Tensor:
         """theta [B, T, H] after the write budget of each chunk, for tokens written from ``state`` on."""
         budget = self.config.write_budget
         if budget is None:
@@ -372,9 +372,7 @@ class NeuralMemory(Projections):
             writes.k, writes.eta, writes.theta, self.config.chunk_size, held=held, budget=budget
         )
 
-    def _write(
-        self, q: Tensor, writes: Writes, state: DecodeState | OpenChunk, record: bool
-    ) -> tuple[Tensor, DecodeState | OpenChunk]:
+    def _write(self, q: Tensor, writes: Writes, state: AnyState, record: bool) -> tuple[Tensor, AnyState]:
         if self.watcher is not None:
             self.watcher.on_write(q, writes, state)
         y, after = self.extend(q, writes, state)

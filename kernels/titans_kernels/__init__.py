@@ -10,7 +10,7 @@ from titans_kernels.registry import lazy_exports
 if TYPE_CHECKING:
     from titans_kernels.layers import rms_norm, short_convolution
     from titans_kernels.memory.budget import write_budget
-    from titans_kernels.memory.decode import DecodeState, decode_step, extend_memory, state_numel
+    from titans_kernels.memory.decode import AnyState, DecodeState, decode_step, extend_memory, state_numel
     from titans_kernels.memory.forms.autograd import OpenChunk
     from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
     from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "RULES",
+    "AnyState",
     "DecodeState",
     "MemoryState",
     "OpenChunk",

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from tests.kernels.cases import assert_same
+from tests.kernels.cases import assert_same, with_extra
 from tests.kernels.test_rules import Case
-from titans_kernels import DecodeState, Residual, Rule, decode_step, extend_memory, find_rule, state_numel
+from titans_kernels import (
+    DecodeState,
+    Residual,
+    Rule,
+    decode_step,
+    extend_memory,
+    find_rule,
+    neural_memory,
+    state_numel,
+)
 from titans_kernels.memory.parts.norms import NEWTON_SCHULZ, newton_schulz
 from titans_kernels.memory.rules import PAPER
 
@@ -74,7 +85,8 @@ def gradient(loss, W: list[Tensor]) -> tuple[Tensor, ...]:
 def assert_published(case: Deep, expected: list[Tensor], leaves: list[Tensor], **options) -> None:
     """Every form, every cut and every gradient of ``leaves``."""
     options["chunk_size"] = options.get("chunk_size", B)
-    for backend in ("reference", "autograd", "auto"):
+    windowed = isinstance(options["rule"], Rule) and options["rule"].window
+    for backend in ("reference", "auto") if windowed else ("reference", "autograd", "auto"):
         assert_same(expected, case.whole(backend=backend, **options), leaves)
     size = case.tokens[0].shape[1]
     for sizes in ([size], [2, 1, 1, 5, size - 9], [size - 1, 1]):
@@ -128,15 +140,17 @@ def test_e2_ttt(clip):
     assert_published(case, case.by_hand(head), case.leaves, rule=find_rule("e2_ttt", clip=clip))
 
 
-@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "lact"])
+@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "lact", "omega"])
 def test_the_state_of_an_open_chunk_is_counted(name):
-    case, rule = Deep(), find_rule(name)
+    rule = find_rule(name)
+    case = Deep(rule=rule)
     for tokens in (1, 5, B, 15):
-        part = [x[:, :tokens] for x in case.tokens]
-        options = {"chunk_size": B, "rule": rule, "residual": case.residual}
+        *part, extra = with_extra(x[:, :tokens] for x in case.tokens)
+        options = {"chunk_size": B, "rule": rule, "residual": case.residual, "extra": extra}
         _, state = extend_memory(*part, DecodeState.of(case.state), **options)
         held = sum(x.numel() for x in tree_leaves(state))
-        assert held == 2 * state_numel([(4, 6), (6, 4)], tokens % B, rule)
+        before = tokens - tokens % B
+        assert held == 2 * state_numel([(4, 6), (6, 4)], tokens % B, rule, before=before)
 
 
 def test_moneta_keeps_its_accumulator():
@@ -254,3 +268,60 @@ def test_newton_schulz_brings_singular_values_near_one():
     values = torch.linalg.svdvals(newton_schulz(G))
     assert values.min() > 0.7
     assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("c", [1, 3, 9])
+@pytest.mark.parametrize("chunk_size", [1, B])
+def test_omega(c, chunk_size):
+    """The last c tokens, over borders of chunks too, with a window wider than a chunk."""
+    rule = find_rule("omega", c=c)
+    case = Deep(rule=rule)
+
+    def head(h, tokens, W, S):
+        y, start, (_, keys, values, *_) = [], W, tokens
+        for t, (q, _, _, alpha, eta, theta, *gamma) in enumerate(zip(*tokens, strict=True)):
+            if t % chunk_size == 0:
+                start = W
+            weight = [torch.ones(()).double(), *(gamma[0] if gamma else [])]
+
+            def loss(at, t=t, weight=weight):
+                seen = range(max(t - c + 1, 0), t + 1)
+                errors = {i: case.output(h, keys[i], f(at, keys[i])) - values[i] for i in seen}
+                return sum(weight[t - i] * e.square().sum() for i, e in errors.items())
+
+            S = [eta * s - theta * g for s, g in zip(S, gradient(loss, start), strict=True)]
+            W = [(1 - alpha) * w + s for w, s in zip(W, S, strict=True)]
+            y.append(case.output(h, q, f(W, q)))
+        return y, W, S
+
+    assert_published(case, case.by_hand(head), case.leaves, rule=rule, chunk_size=chunk_size)
+    paper = case.whole(rule="paper", chunk_size=chunk_size) if c == 1 else None
+    if paper:
+        assert_same(paper, case.whole(rule=rule, chunk_size=chunk_size), case.leaves)
+
+
+def test_a_window_stays_in_its_document():
+    rule, borders = find_rule("omega", c=4), [0, 5, 18, 19, T]
+    for backend in ("reference", "auto"):
+        case = Case(T, 2, documents=4, rule=rule)
+        *tokens, extra = case.tokens
+        options = {"chunk_size": 7, "backend": backend, "rule": rule}
+        packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
+        apart = []
+        for i, (start, end) in enumerate(pairwise(borders)):
+            own = (tuple(x[i : i + 1] for x in part) for part in case.state)
+            piece, gamma = (x[:, start:end] for x in tokens), extra[:, start:end]
+            y, after = neural_memory(*piece, *own, extra=gamma, **options)
+            apart.append([y, *after.weights, *after.momentum])
+        joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
+        assert_same(joined, packed, case.leaves)
+
+
+def test_what_a_window_does_not_go_with_is_named():
+    case = Case(9, 2, rule=find_rule("omega"))
+    with pytest.raises(ValueError, match=r"^backend: autograd does not support this call: it does not write"):
+        case.whole(rule="omega", backend="autograd", chunk_size=4)
+    with pytest.raises(ValueError, match=r"^write_budget: does not apply to the rule Omega"):
+        case.pieces([9], rule="omega", write_budget=1.0, chunk_size=4)
+    with pytest.raises(ValueError, match=r"^rule_options.c: 2.5 is not a whole number"):
+        find_rule("omega", c=2.5)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory import window
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.budget import effective_steps
 from titans_kernels.memory.forms import native
@@ -42,6 +43,7 @@ from titans_kernels.memory.validate import (
     check_rule,
     check_shapes,
 )
+from titans_kernels.memory.window import WindowState
 
 NATIVE = next(form for form in FORMS if form.name == "native")
 STEP_PRODUCTS = 2**20
@@ -128,6 +130,10 @@ class DecodeState(NamedTuple):
         return MemoryState(distances(W, base), S)
 
 
+AnyState = DecodeState | OpenChunk | WindowState
+"""The state of a sequence, on a chunk boundary or inside a chunk."""
+
+
 class Rows(NamedTuple):
     """Gate coefficients of the new tokens, one row each, over the open chunk's tokens and the new ones."""
 
@@ -166,7 +172,7 @@ def decode_step(
     alpha: Tensor,
     eta: Tensor,
     theta: Tensor,
-    state: DecodeState | OpenChunk,
+    state: AnyState,
     *,
     extra: Tensor | None = None,
     chunk_size: int = 64,
@@ -176,7 +182,7 @@ def decode_step(
     residual: Output | None = None,
     base: Layers | None = None,
     write_budget: float | None = None,
-) -> tuple[Tensor, DecodeState | OpenChunk]:
+) -> tuple[Tensor, AnyState]:
     """Write and read the next token, or the next few of the open chunk, exactly as `neural_memory` would.
 
     All options must stay the same for the whole sequence.
@@ -225,6 +231,8 @@ def decode_step(
         return y, DecodeState.of(ended)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
     tokens = with_targets(Inputs.of(q, k, v, alpha, eta, theta, extra), options).to_state_dtype()
+    if rule.window:
+        return _windowed(tokens, state, options, q.dtype, write_budget)
     tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
     with without_autocast(q):
         if _has_factors(options.rule, by_column=tokens.forgets_by_column):
@@ -250,7 +258,7 @@ def extend_memory(
     alpha: Tensor,
     eta: Tensor,
     theta: Tensor,
-    state: DecodeState | OpenChunk,
+    state: AnyState,
     *,
     extra: Tensor | None = None,
     chunk_size: int = 64,
@@ -261,7 +269,7 @@ def extend_memory(
     residual: Output | None = None,
     base: Layers | None = None,
     write_budget: float | None = None,
-) -> tuple[Tensor, DecodeState | OpenChunk]:
+) -> tuple[Tensor, AnyState]:
     """`decode_step` for any number of tokens.
 
     The first tokens fill the open chunk, `neural_memory` processes all full chunks, and the rest starts the
@@ -301,6 +309,10 @@ def extend_memory(
     check_rule(rule, extra, eta, chunk_size, state.weights, residual)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
     tokens = Inputs.of(q, k, v, alpha, eta, theta, extra)
+    if rule.window:
+        options = options._replace(residual=check_residual(residual, q, v))
+        tokens = with_targets(tokens, options).to_state_dtype()
+        return _windowed(tokens, state, options, q.dtype, write_budget)
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
         tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
         y, after = _compiled(tokens, _as_factors(state), options)
@@ -335,6 +347,7 @@ def state_numel(
     rule: Rule,
     groups: int | None = None,
     write_budget: float | None = None,
+    before: int = 0,
 ) -> int:
     """Number of elements in the state of one head, ``position`` tokens into a chunk.
 
@@ -344,14 +357,35 @@ def state_numel(
         rule: the update rule.
         groups: A, for alpha per column; None for one alpha per head.
         write_budget: as in `neural_memory`; a budget needs the tokens' effective steps.
+        before: number of tokens before the open chunk, which a rule with a `Rule.window` keeps some of.
     """
     weights, steps = sum(D * F for D, F in shapes), position if write_budget else 0
+    if rule.window:
+        widths = shapes[0][0] + shapes[-1][-1]
+        held = min(rule.window, before) * widths + position * (widths + 3 + rule.extra_gates)
+        return (4 if position else 2) * weights + held
     if position and not _has_factors(rule, by_column=groups is not None):
         ends = rule.ends_chunks
         layers, gates = 6 if ends else 3, (groups or 1) + ends
         return layers * weights + position * gates + steps * (1 + shapes[0][0])
     gates = (2 + rule.ends_chunks) * position + 3
     return 2 * weights + position * sum(D + F for D, F in shapes) + gates + steps
+
+
+def _windowed(
+    tokens: Inputs, state: AnyState, options: Options, dtype: torch.dtype, write_budget: float | None
+) -> tuple[Tensor, WindowState]:
+    """y [B, T, H, D_v] of new tokens and the state after them, for a rule with a `Rule.window`."""
+    if write_budget:
+        raise ValueError(f"write_budget: does not apply to the rule {options.rule}; set it to None")
+    if tokens.forgets_by_column:
+        raise ValueError(f"alpha: per column is not supported by the rule {options.rule}; use one per head")
+    held = state if isinstance(state, WindowState) else None
+    if held is None and state.position:
+        raise ValueError("state: inside a chunk of another rule; continue with the same rule")
+    with without_autocast(tokens.q):
+        y, after = window.extend(tokens, MemoryState(state.weights, state.momentum), held, options)
+    return y.to(dtype), after
 
 
 def _has_factors(rule: Rule, by_column: bool) -> bool:
@@ -363,7 +397,7 @@ def _rule(rule: Rule | str) -> Rule:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: DecodeState | OpenChunk,
+    q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: AnyState,
     write_budget: float | None,
 ) -> None:  # fmt: skip
     check_shapes(q, k, v, gates, state.weights, state.momentum)
@@ -379,7 +413,7 @@ def _check(
 
 
 def _budgeted(
-    tokens: Inputs, state: DecodeState | OpenChunk, chunk_size: int, budget: float | None
+    tokens: Inputs, state: AnyState, chunk_size: int, budget: float | None
 ) -> tuple[Inputs, Tensor]:
     """The tokens with theta', and the effective steps [B, H, p + T] of the open chunk and the new tokens."""
     if budget is None:
@@ -389,14 +423,14 @@ def _budgeted(
     return tokens._replace(theta=theta), torch.cat([state.steps, steps.transpose(1, 2)], 2)
 
 
-def _with_steps(state: DecodeState | OpenChunk, k: Tensor, steps: Tensor) -> DecodeState | OpenChunk:
+def _with_steps(state: AnyState, k: Tensor, steps: Tensor) -> AnyState:
     """The open chunk with the keys and steps that the budget of its next tokens depends on."""
     if isinstance(state, DecodeState):  # which has the keys
         return state._replace(steps=steps)
     return state._replace(keys=torch.cat([state.keys, k.transpose(1, 2)], 2), steps=steps)
 
 
-def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
+def _as_factors(state: AnyState) -> DecodeState:
     if isinstance(state, DecodeState):
         return state
     raise ValueError(
@@ -404,7 +438,7 @@ def _as_factors(state: DecodeState | OpenChunk) -> DecodeState:
     )
 
 
-def _as_open_chunk(state: DecodeState | OpenChunk, rule: Rule) -> OpenChunk:
+def _as_open_chunk(state: AnyState, rule: Rule) -> OpenChunk:
     if isinstance(state, OpenChunk):
         return state
     if state.position:
@@ -431,7 +465,7 @@ def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[T
     return predict(residual, now.q, y).transpose(1, 2), state
 
 
-def _serves_compiled(tokens: Inputs, state: DecodeState | OpenChunk, options: Options) -> bool:
+def _serves_compiled(tokens: Inputs, state: AnyState, options: Options) -> bool:
     """Whether the C++ form supports these tokens, which start or end inside a chunk."""
     if not isinstance(state, DecodeState) or options.residual is not None:
         return False

@@ -74,6 +74,8 @@ class Form(NamedTuple):
     """Supported rules; None for any. `Rule` itself is the paper's."""
     linear: bool = False
     """Whether the rule must be linear (`Rule.linear`)."""
+    windows: bool = False
+    """Whether the rule may have a `Rule.window`."""
     alpha: Literal["head", "column", "any"] = "head"
     """Supported alpha: one per head, one per group of columns, or either."""
     norm: bool = False
@@ -107,6 +109,8 @@ class Form(NamedTuple):
             or (options.rule.layerwise and not self.layerwise)
         ):
             return f"it does not support the rule {options.rule}"
+        if options.rule.window and not self.windows:
+            return "it does not write a token together with earlier ones"
         if options.curved and not self.norm:
             what = "LN inside the memory" if options.norm else "an activation of the memory's output"
             return f"it does not support {what}"
@@ -135,11 +139,11 @@ FORMS = (
     Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
          traced=custom_op.write_and_read),
     Form("factored", "chunked", factored.write_and_read, 1e-9, rules=None, linear=True, norm=True,
-         any_loss=True, traced=autograd.write_and_read),
+         any_loss=True, windows=True, traced=autograd.write_and_read),
     Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
          any_loss=True),
     Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
-         any_loss=True, layerwise=True),
+         any_loss=True, layerwise=True, windows=True),
 )  # fmt: skip
 """Every form, in the order in which "auto" tries them."""
 
@@ -304,7 +308,8 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         if reason is None:
             if slower and not torch.compiler.is_compiling():
                 ran.warn_once("neural_memory", "chunked in place of triton", slower)
-            return form._replace(compute=form.traced) if traced and form.traced else form
+            replaced = traced and form.traced and not options.rule.window
+            return form._replace(compute=form.traced) if replaced else form
         if form.name == "triton" and type(options.rule) is Rule:
             slower = reason
     raise ValueError(f"backend: {backend} does not support this call: {reason}; use backend='auto'")

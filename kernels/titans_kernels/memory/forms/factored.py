@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.forms.autograd import end_chunk
 from titans_kernels.memory.forms.reference import apply_memory, each_document, surprise
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.parts.gates import Coefficients, LastCoefficients
+from titans_kernels.memory.parts.gates import Coefficients, LastCoefficients, decay_products
 from titans_kernels.memory.residual import predict
 
 
@@ -35,14 +36,42 @@ class Chunk(NamedTuple):
     h: Tensor
 
 
+class Window(NamedTuple):
+    """Keys and values [B, H, w, D] of the tokens before a chunk that `Rule.window` reaches."""
+
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def none(k: Tensor, v: Tensor) -> Window:
+        """Without tokens, like k and v."""
+        return Window(k[:, :, :0], v[:, :, :0])
+
+    def followed(self, k: Tensor, v: Tensor) -> Window:
+        """With the tokens that follow."""
+        return Window(torch.cat([self.k, k], 2), torch.cat([self.v, v], 2))
+
+    def last(self, n: int) -> Window:
+        """At most n last tokens; copies, since a view would keep all tokens of the call alive."""
+        return Window(*(x[:, :, max(x.shape[2] - n, 0) :].clone() for x in self))
+
+
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write every token and read it, as `reference.write_and_read` does."""
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    size, T, outputs = options.chunk_size, inputs.q.shape[1], []
     now = Inputs(*(x.transpose(1, 2) for x in inputs))
+    y, W, S, _ = write_rows(now, weights, momentum, options, Window.none(now.k, now.v))
+    return y.transpose(1, 2), W, S
+
+
+def write_rows(
+    now: Inputs, W: Layers, S: Layers, options: Options, before: Window
+) -> tuple[Tensor, Layers, Layers, Window]:
+    """y [B, H, T, F] of tokens [B, H, T, ...] from a chunk's start, the state and the window after them."""
+    size, T, outputs = options.chunk_size, now.q.shape[2], []
     full = T - T % size
     chunks = [
         chunk
@@ -50,11 +79,13 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         if b
         for chunk in _coefficients(Inputs(*(x[:, :, start:end] for x in now)), b, options)
     ]
-    W, S = weights, momentum
-    for tokens, chunk in zip(zip(*(x.split(size, 2) for x in now), strict=True), chunks, strict=True):
-        y, W, S = _chunk(Inputs(*tokens), chunk, W, S, options)
+    tokens = zip(*(x.split(size, 2) for x in now), strict=True)
+    for inputs, chunk in zip(map(Inputs._make, tokens), chunks, strict=True):
+        y, W, S = _chunk(inputs, chunk, W, S, options, before)
         outputs.append(y)
-    return torch.cat(outputs, 2).transpose(1, 2), W, S
+        if options.rule.window:
+            before = before.followed(inputs.k, inputs.v).last(options.rule.window)
+    return torch.cat(outputs, 2), W, S, before
 
 
 def _coefficients(now: Inputs, b: int, options: Options) -> list[Chunk]:
@@ -62,7 +93,10 @@ def _coefficients(now: Inputs, b: int, options: Options) -> list[Chunk]:
     gates = options.rule.gates(now.alpha, now.eta, now.theta)
     B, H, n = now.q.shape[0], now.q.shape[1], now.q.shape[2] // b
     rows = [gate.unflatten(2, (n, b)).flatten(0, 2) for gate in gates]
-    if options.rule.reads == "chunk":
+    if options.rule.window:
+        alpha, eta, theta = rows
+        found = _windowed(alpha, eta, theta, now.extra.unflatten(2, (n, b)).flatten(0, 2))
+    elif options.rule.reads == "chunk":
         c, *rest = LastCoefficients.apply(*rows)  # pyright: ignore[reportGeneralTypeIssues]
         found = c[:, None], rest[0], *(x[:, None] for x in rest[1:])
     else:
@@ -70,11 +104,29 @@ def _coefficients(now: Inputs, b: int, options: Options) -> list[Chunk]:
     return [Chunk(*x) for x in zip(*(x.unflatten(0, (B, H, n)).unbind(2) for x in found), strict=True)]
 
 
-def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options) -> Result:
+def _windowed(alpha: Tensor, eta: Tensor, theta: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
+    """As `Coefficients`, over c - 1 tokens before the chunk and its own: ``C = A E Gamma diag(theta)``.
+
+    ``gamma`` [R, b, c - 1] is that of the previous token, of the one before it, and so on.
+    """
+    b, c = theta.shape[-1], gamma.shape[-1] + 1
+    row = torch.cat([gamma.flip(-1), torch.ones_like(theta)[..., None]], -1) * theta[..., None]
+    # [R, b, c + b] read as rows of c + b - 1 moves row t by t columns: Gamma is a band
+    band = F.pad(row, (0, b)).flatten(1)[:, : b * (c + b - 1)].unflatten(1, (b, c + b - 1))
+    A, E = decay_products(1 - alpha), decay_products(eta)
+    N, h = E @ band, eta.cumprod(-1)
+    return A @ N, N[:, -1], (1 - alpha).cumprod(-1), (A @ h[..., None])[..., 0], h
+
+
+def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options, before: Window) -> Result:
     """y [B, H, b, F] of a chunk, and the weights and momentum after it."""
     rule, f, residual, base = options.rule, ACTIVATIONS[options.activation], options.residual, options.base
-    error = lambda prediction, v: rule.error(prediction, v, *now.extra.unbind(-1))  # noqa: E731
-    X, d = surprise(W, now.k, now.v, f, options.surprise_bound, error, residual)
+    extra, keys = now.extra.unbind(-1), Window(now.k, now.v)
+    if rule.window:  # the gates are those of the coefficients
+        extra, keys = (), before.followed(*keys)
+        at = at._replace(C=at.C[..., -keys.k.shape[2] :], n=at.n[..., -keys.k.shape[2] :])
+    error = lambda prediction, v: rule.error(prediction, v, *extra)  # noqa: E731
+    X, d = surprise(W, *keys, f, options.surprise_bound, error, residual)
     beta, m, h = (x[..., -1, None, None] for x in (at.beta, at.m, at.h))
     kept = tuple(beta * w + m * s for w, s in zip(W, S, strict=True))
     if base:
@@ -85,13 +137,13 @@ def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options) -> Re
         moved = (x[..., None, :] * last[..., None]).flatten(-2).mT @ e
         dW, dS = moved.chunk(2, -2)
         after.append((w - dW, s - dS))
-    before, (W, S) = (W, S), (tuple(part) for part in zip(*after, strict=True))
+    starts, (W, S) = (W, S), (tuple(part) for part in zip(*after, strict=True))
     ends = rule.ends_chunks and now.q.shape[2] == options.chunk_size
     if ends:
-        W, S = end_chunk(rule, (W, S), before, (kept, kept_S), [beta] * len(W), now.eta)
+        W, S = end_chunk(rule, (W, S), starts, (kept, kept_S), [beta] * len(W), now.eta)
     if rule.reads == "chunk":
-        return apply_memory(before[0], now.q, f, residual), W, S
-    y = _read(now.q, at, X, d, *before, f, base)
+        return apply_memory(starts[0], now.q, f, residual), W, S
+    y = _read(now.q, at, X, d, *starts, f, base)
     y = predict(residual, now.q, y)
     if ends:  # the last token reads what its chunk ends with
         y = torch.cat([y[:, :, :-1], apply_memory(W, now.q[:, :, -1:], f, residual)], 2)

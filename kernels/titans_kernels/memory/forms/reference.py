@@ -78,6 +78,11 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         gradient = inner_gradient(
             point, now.k, now.v, f, options.surprise_bound, rule, options.residual, now.extra
         )
+        for j in range(1, min(rule.window, t) + 1):  # also the gradients of tokens before this one
+            k, v = inputs.k[:, t - j], inputs.v[:, t - j]
+            earlier = inner_gradient(point, k, v, f, options.surprise_bound, rule, options.residual)
+            gamma = now.extra[..., j - 1, None, None]
+            gradient = tuple(g + gamma * x for g, x in zip(gradient, earlier, strict=True))
         own = now.extra[..., None, None].unbind(2)
         step = partial(_updated, rule, (alpha, eta, theta, *own), base=base, by_column=by_column)
         weights, momentum = step(weights, momentum, gradient)  # (13, 14)

@@ -16,12 +16,13 @@ from titans_kernels.memory.rules.gated_delta import GatedDelta
 from titans_kernels.memory.rules.lact import LaCT
 from titans_kernels.memory.rules.miras import Memora, Moneta, YaadGated
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
+from titans_kernels.memory.rules.omega import Omega
 from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
 __all__ = [
     "E2TTT", "PAPER", "RULES", "ChunkEnd", "DeltaTTT", "GatedDelta", "Huber", "LaCT", "Memora",
-    "MomentumDelta", "Moneta", "Rule", "Yaad", "YaadGated",
+    "MomentumDelta", "Moneta", "Omega", "Rule", "Yaad", "YaadGated",
     "find_rule",
 ]  # fmt: skip
 
@@ -35,6 +36,7 @@ RULES: dict[str, type[Rule]] = {
     "yaad_gated": YaadGated,
     "memora": Memora,
     "lact": LaCT,
+    "omega": Omega,
     "huber": Huber,
     "yaad": Yaad,
 }

@@ -103,6 +103,11 @@ class Rule:
         return pullback(torch.ones_like(loss))[0]
 
     @property
+    def window(self) -> int:
+        """Number of earlier tokens whose gradients are written with a token's, weighted by ``extra``."""
+        return 0
+
+    @property
     def linear(self) -> bool:
         """Whether a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
         own = type(self)
