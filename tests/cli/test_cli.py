@@ -30,6 +30,7 @@ FROZEN = {
     "--root --json",
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
+    "bench rules": "--rule --rounds --batch --length --threads --json",
     "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",
     "bench stream": "--preset --variants --tokens --every --text --memory-gb --threads --figure --json",
     "clean": "--all-checkpoints --root --dry-run --json",

@@ -208,7 +208,7 @@ def neural_memory(
             On a CPU "auto" picks "native" if there is a C++ compiler and the memory is small, otherwise
             "chunked". For any other rule it picks "chunked", otherwise "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
-            "paper". "reference" and "autograd" support any rule.
+            "paper". "reference" supports any rule, "autograd" any but "delta_ttt".
         residual: None for the paper's memory, a residual connection around it, with or without LN, or an
             `OutputActivation`. "native", "online" and "triton" support neither of the last two nor alpha per
             column; "auto" skips them.

@@ -68,6 +68,7 @@ BENCHMARKS = {
         "memory",
         "Time the memory layer's forward and backward pass on the CPU.",
     ),
+    "rules": ("benchmarks.rules", "rules", "Compare the memory's rules: form, error and speed on a CPU."),
     "step": ("benchmarks.step", "step", "Time a training step of every row of a study."),
     "stream": ("benchmarks.stream", "stream", "Speed and memory use over the length of a long text."),
 }

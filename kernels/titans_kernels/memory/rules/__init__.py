@@ -1,8 +1,9 @@
 """Update rules of the memory, one file each; `base.Rule` is the paper's.
 
 A subclass of `Rule` may override the loss and its target, the gradient point, the update, the end of a chunk
-and the weights that are read. The reference, the generic chunked form (`autograd`) and `decode_step` support
-every rule, `factored` every rule whose update is the paper's; `op.FORMS` says which others support which.
+and the weights that are read. The reference and `decode_step` support every rule, the generic chunked form
+(`autograd`) every rule but `DeltaTTT`, `factored` every rule whose update is the paper's; `op.FORMS`
+says which others support which.
 """
 
 from __future__ import annotations
