@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,9 +56,12 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
 
 
 @pytest.mark.parametrize(
-    "switch", ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]
+    ("variant", "switch"),
+    [
+        *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
+        *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation"]),
+    ],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):
         m = LanguageModel(config(variant, **SWITCHES[switch])).to(dtype)
