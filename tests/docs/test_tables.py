@@ -16,6 +16,7 @@ TOP = Path(__file__).parents[2]
 TABLES = {
     "babilong.csv": ("docs/results.md", "Questions to a book"),
     "carried.csv": ("docs/carried.md", "All rows"),
+    "drift.csv": ("docs/depth.md", "Drift: decay with an answer known in advance"),
     "dna.csv": ("docs/comparisons.md", "DNA: two tasks of GUE"),
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
@@ -62,3 +63,19 @@ def test_a_table_is_that_of_its_cells(name):
             if len(values) > 1:
                 expected += f"±{statistics.stdev(values):.{places}f}"
             assert cell == expected, row
+
+
+def test_the_fixed_pairs_of_depth_are_those_of_their_file():
+    names = ["linear", "depth 2", "depth 3", "last layer, hidden x2", "depth 2, delta_ttt"]
+    with (TOP / "docs" / "fit.csv").open() as file:
+        stored = {
+            (f"{row['kind']} {row['pairs']}", row["memory"], row["passes"]): float(row["stored"])
+            for row in csv.DictReader(file) if row["chunk"] == "1"
+        }  # fmt: skip
+    text = (TOP / "docs" / "depth.md").read_text("utf-8").partition("### Fixed pairs, no training\n")[2]
+    settings = dict.fromkeys(setting for setting, _, _ in stored)
+    assert len(settings) == 9
+    for setting in settings:
+        (line,) = re.findall(rf"^\| {setting} \|(.*)\|$", text, re.M)
+        cells = [" / ".join(f"{stored[setting, name, number]:.3f}" for number in "18") for name in names]
+        assert [cell.strip() for cell in line.split("|")] == cells
