@@ -314,10 +314,14 @@ def ours() -> dict[str, Callable[[], Any]]:
         "forget_to initial": {"forget_to": "initial"},
         "residual norm": {"residual": "norm"},
         "no momentum": {"momentum": False},
+        "written last": {"written": "last"},
+        "output activation": {"output_activation": "silu", "depth": 1},
     }
     for title, memory in memories.items():
         if memory.get("rule"):  # the other rules have no write budget of their own
             memory = {**memory, "write_budget": None}
+            if RULES[memory["rule"]].layerwise:
+                memory |= {"chunk_size": 1, "surprise_bound": None}
         found[f"ours: lmm, {title}"] = variant_factory("lmm", memory=memory)
     return found
 
