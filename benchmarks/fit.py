@@ -351,9 +351,32 @@ def _memories(ctx: click.Context, parameter: click.Parameter, names: tuple[str, 
     "--kind", "kinds", multiple=True, type=click.Choice([*KINDS, RUN]), help="Of pairs; repeatable  [all]"
 )
 @click.option("--pairs", "counts", multiple=True, type=click.IntRange(1), help="Number of pairs; repeatable.")
-@click.option("--width", "widths", multiple=True, type=click.IntRange(2), default=(32,), show_default=True)
-@click.option("--chunk", "chunks", multiple=True, type=click.IntRange(1), default=(1, 16), show_default=True)
-@click.option("--passes", multiple=True, type=click.IntRange(1), default=(1, 2, 4, 8), show_default=True)
+@click.option(
+    "--width",
+    "widths",
+    multiple=True,
+    type=click.IntRange(2),
+    default=(32,),
+    show_default=True,
+    help="Of keys, values and hidden layers; repeatable.",
+)
+@click.option(
+    "--chunk",
+    "chunks",
+    multiple=True,
+    type=click.IntRange(1),
+    default=(1, 16),
+    show_default=True,
+    help="Tokens of a chunk; repeatable.",
+)
+@click.option(
+    "--passes",
+    multiple=True,
+    type=click.IntRange(1),
+    default=(1, 2, 4, 8),
+    show_default=True,
+    help="Read back after so many; repeatable.",
+)
 @click.option("--problems", type=click.IntRange(2), default=12, show_default=True, help="To report.")
 @click.option("--tuning", type=click.IntRange(1), default=4, show_default=True, help="Problems to tune on.")
 @click.option("--run", "source", metavar="RUN", help="Also take pairs from this run's first memory.")
@@ -378,7 +401,7 @@ def command(
     rank with non-linear values, values from a teacher network, and pairs that a trained run writes (--run).
 
     \b
-    Examples:
+    Example:
       titans bench fit --out fit
       titans bench fit --memory huber/2 --memory "depth 3" --kind teacher --pairs 512
     """
