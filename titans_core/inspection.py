@@ -168,7 +168,7 @@ class _Watch:
         one_alpha = seen.alpha.ndim == seen.theta.ndim
         alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
         rule = self.memory.rule
-        known = one_alpha and type(rule).update is Rule.update and not rule.ends_chunks
+        known = one_alpha and type(rule).update is Rule.update and not (rule.ends_chunks or rule.window)
         mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(self.reads)
         found = MemoryTrace(
