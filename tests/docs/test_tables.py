@@ -19,6 +19,7 @@ TABLES = {
     "drift.csv": ("docs/depth.md", "Drift: decay with an answer known in advance"),
     "dna.csv": ("docs/comparisons.md", "DNA: two tasks of GUE"),
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
+    "hybrids.csv": ("docs/hybrids.md", "Ten reporting seeds"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
     "far-needle.csv": ("docs/results.md", "How far a memory holds"),
     "forgetting.csv": ("docs/results.md", "Forgetting what is over"),
