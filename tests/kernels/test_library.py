@@ -22,7 +22,7 @@ class Arguments:
 
     def __init__(
         self, *, batch: int = 1, documents: list[int] | None = None, grad: bool = True, norm: bool = False,
-        base: bool = False,
+        base: bool = False, output: str | None = None,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64).requires_grad_(grad)  # noqa: E731
@@ -32,12 +32,12 @@ class Arguments:
         self.weights = [rand(N, 2, *s) for s in ((3, 4), (4, 4), (4, 3))]
         self.base = [rand(*W.shape[1:]) for W in self.weights] if base else []
         self.momentum = [rand(*W.shape) for W in self.weights]
-        self.cu_seqlens = None if documents is None else torch.tensor(documents)
+        self.cu_seqlens, self.output = None if documents is None else torch.tensor(documents), output
 
     @property
     def op(self) -> tuple:
         state = self.weights, self.momentum, self.base, self.norm
-        return *self.tokens, *state, 7, "silu", 0.5, self.cu_seqlens
+        return *self.tokens, *state, 7, "silu", 0.5, self.cu_seqlens, self.output
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -55,7 +55,9 @@ CASES = [{"batch": 2}, {"documents": BORDERS}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, {"documents": BORDERS, "norm": True, "base": True}])
+@pytest.mark.parametrize(
+    "case", [*CASES, {"documents": BORDERS, "norm": True, "base": True}, {"batch": 2, "output": "silu"}]
+)
 def test_the_operators_keep_the_rules_of_the_library(case):
     torch.library.opcheck(memory_chunked, Arguments(**case).op)
     arguments = Arguments(**case, grad=False)

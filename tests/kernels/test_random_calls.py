@@ -125,8 +125,13 @@ def test_the_memory_is_the_recurrence(forms, seed):
             torch.testing.assert_close(y, expected[0][:1, : y.shape[1]], rtol=1e-10, atol=1e-11)
 
 
-# Triton's widths and float32 have tests of their own, in test_triton.py
-@pytest.mark.parametrize("name", [form.name for form in op.FORMS if form.tolerance and form.name != "triton"])
+# in files of their own: Triton, with its widths and float32, and a form of another rule
+ELSEWHERE = ("triton", "layerwise")
+
+
+@pytest.mark.parametrize(
+    "name", [form.name for form in op.FORMS if form.tolerance and form.name not in ELSEWHERE]
+)
 def test_a_form_computes_what_its_row_of_the_table_says(name):
     """Each call that a form does not refuse is within its tolerance of the reference."""
     (form,) = (form for form in op.FORMS if form.name == name)
@@ -137,7 +142,7 @@ def test_a_form_computes_what_its_row_of_the_table_says(name):
             call.options |= {"chunk_size": 1, "surprise_bound": None}
         if name == "channels":
             call.tokens[3] = call.tokens[3].detach()[..., None].requires_grad_()
-        inputs = op.Inputs(*call.tokens)
+        inputs = op.Inputs.of(*call.tokens)
         options = op.Options(
             *(call.options[name] for name in ("chunk_size", "activation", "surprise_bound")), call.borders,
             residual=call.residual, base=call.base or (),

@@ -120,7 +120,7 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
     [
         (
             ["objective.kind=regresion"],
-            "objective.kind: 'regresion' is not one of classification, next_token, regression; did you mean ",
+            "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did",
         ),
         (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
         (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
