@@ -124,7 +124,7 @@ def errors(
     chunk: int,
     seed: int,
 ) -> Tensor:
-    """[2, passes, C, N]: squared error over variance, of stored and of unseen pairs (NaN without any).
+    """[2, passes, C, N]: squared error over variance, of stored and of held-out pairs (NaN without any).
 
     C candidates and N problems make one batch, [C * N, P, 1, D], or several. inf: a memory that diverged.
     """
@@ -166,8 +166,8 @@ def errors(
             if number in passes:
                 at = list(passes).index(number)
                 found[0, at] = error(pairs.k, pairs.v, weights)
-                if pairs.unseen_k is not None and pairs.unseen_v is not None:
-                    found[1, at] = error(pairs.unseen_k, pairs.unseen_v, weights)
+                if pairs.held_out:
+                    found[1, at] = error(pairs.held_out.k, pairs.held_out.v, weights)
     return found
 
 
@@ -179,11 +179,11 @@ def fit(memory: Memory, problem: Problem, passes: Sequence[int], chunk: int) -> 
     chosen = list(dict.fromkeys(best))
     found = errors(memory, problem.reporting, chosen, passes, chunk, 0)
     for at, (number, candidate) in enumerate(zip(passes, best, strict=True)):
-        stored, unseen = found[:, at, chosen.index(candidate)].tolist()
+        stored, held_out = found[:, at, chosen.index(candidate)].tolist()
         yield {
             "kind": problem.kind, "pairs": problem.reporting.k.shape[1], "chunk": chunk, "passes": number,
             "theta": candidate.theta, "gain": candidate.gain,
-            "at_edge": candidate.theta in (STEPS[0], STEPS[-1]), "stored": stored, "unseen": unseen,
+            "at_edge": candidate.theta in (STEPS[0], STEPS[-1]), "stored": stored, "held_out": held_out,
         }  # fmt: skip
 
 
@@ -242,10 +242,10 @@ def lower(rows: Sequence[dict[str, Any]], baseline: str) -> dict[tuple[str, int,
 def lines_of(rows: Sequence[dict[str, Any]], baseline: str) -> list[str]:
     """The tables of `run` as text of 80 columns, and the count of settings below them."""
     passes = sorted({row["passes"] for row in rows})
-    shape = "{:<22} {:>6}" + " {:>10}" * len(passes) + " {:>6}"
+    shape = "{:<22} {:>6}" + " {:>10}" * len(passes) + " {:>8}"
     lines = ["Squared error over variance of stored pairs after so many passes, mean and sd over"]
     lines.append(
-        f"{len(rows[0]['stored'])} problems; and of unseen pairs after the first. Each at its own step."
+        f"{len(rows[0]['stored'])} problems; and of held-out pairs after the first. Each at its own step."
     )
     tables: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
@@ -254,13 +254,13 @@ def lines_of(rows: Sequence[dict[str, Any]], baseline: str) -> list[str]:
     several = len({width for _, _, width, _ in tables}) > 1
     for (kind, count, width, chunk), table in tables.items():
         title = f"{kind} {count}, b {chunk}" + (f", D {width}" if several else "")
-        lines += ["", shape.format(title, "state", *passes, "unseen")]
+        lines += ["", shape.format(title, "state", *passes, "held out")]
         for name, own in table.items():
             cells = [_cell(row["stored"]) for row in own]
-            unseen = fmean(own[0]["unseen"])
+            held_out = fmean(own[0]["held_out"])
             lines.append(
                 shape.format(
-                    name, f"{own[0]['state']:,}", *cells, "" if unseen != unseen else f"{unseen:.2f}"
+                    name, f"{own[0]['state']:,}", *cells, "" if held_out != held_out else f"{held_out:.2f}"
                 )
             )
     settings = {(kind, count, width) for kind, count, width, _ in tables}
@@ -287,10 +287,10 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """One line a row, with mean and standard deviation over problems."""
     with path.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
-        names = [name for name in rows[0] if name not in ("stored", "unseen")]
-        out.writerow([*names, "problems", "stored", "stored_sd", "unseen", "unseen_sd"])
+        names = [name for name in rows[0] if name not in ("stored", "held_out")]
+        out.writerow([*names, "problems", "stored", "stored_sd", "held_out", "held_out_sd"])
         for row in rows:
-            x = torch.tensor([row["stored"], row["unseen"]], dtype=torch.float64)
+            x = torch.tensor([row["stored"], row["held_out"]], dtype=torch.float64)
             spread = x.std(1) if x.shape[1] > 1 else torch.zeros(2)
             cells = [f"{value:.4f}" for pair in zip(x.mean(1), spread, strict=True) for value in pair]
             out.writerow([*(row[name] for name in names), x.shape[1], *cells])
@@ -331,7 +331,7 @@ def _memories(ctx: click.Context, parameter: click.Parameter, names: tuple[str, 
         rule, slash, depth = name.rpartition("/")
         if name not in MEMORIES and not (slash and depth.isdecimal() and int(depth)):
             known = ", ".join(repr(name) for name in MEMORIES)
-            raise click.BadParameter(f"{name!r} is none of {known}, nor RULE/DEPTH such as huber/2")
+            raise click.BadParameter(f"{name!r} is not one of {known}, and not RULE/DEPTH, such as huber/2")
         chosen[name] = MEMORIES.get(name) or Memory(rule, int(depth))
         try:
             find_rule(chosen[name].rule)

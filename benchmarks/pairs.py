@@ -25,14 +25,12 @@ class Pairs(NamedTuple):
     k: Tensor
     """[N, P, D]"""
     v: Tensor
-    unseen_k: Tensor | None = None
-    """[N, P', D] other keys of the same map, which are never written; None: keys and values are unrelated."""
-    unseen_v: Tensor | None = None
+    held_out: Pairs | None = None
+    """Other pairs of the same map, which are never written; None: keys and values are unrelated."""
 
     def take(self, which: slice) -> Pairs:
         """Some of the problems."""
-        unseen = (None if x is None else x[which] for x in (self.unseen_k, self.unseen_v))
-        return Pairs(self.k[which], self.v[which], *unseen)
+        return Pairs(self.k[which], self.v[which], self.held_out and self.held_out.take(which))
 
 
 Normal = Callable[..., Tensor]
@@ -82,20 +80,20 @@ def teacher(normal: Normal, N: int, D: int) -> Map:
 KINDS: dict[str, Callable[[Normal, int, int], Map]] = {
     "random": random, "clustered": clustered, "low-rank": low_rank, "teacher": teacher,
 }  # fmt: skip
-"""Generated kinds; every map but random's has unseen pairs."""
+"""Generated kinds; every map but random's has held-out pairs."""
 
 
 def generate(kind: str, N: int, P: int, D: int, seed: int) -> Pairs:
-    """N problems of a kind of `KINDS`, each with its own map; as many unseen pairs as stored ones."""
+    """N problems of a kind of `KINDS`, each with its own map; as many held-out pairs as stored ones."""
     generator = torch.Generator().manual_seed(seed)
     draw = KINDS[kind](lambda *shape: torch.randn(*shape, generator=generator), N, D)
-    return _scaled(*draw(P), *(() if kind == "random" else draw(P)))
+    return _scaled(*draw(P), None if kind == "random" else draw(P))
 
 
 def trained(run: str, N: int, P: int, root: Path, seed: int) -> Pairs:
     """Keys and values that the first memory of a trained run writes, one head of one training row a problem.
 
-    The first P tokens of a row are stored, the next P are unseen.
+    The first P tokens of a row are stored, the next P are held out.
 
     Raises:
         UsageError: the run has no memory, its rows are too short, or it does not train on tokens.
@@ -117,7 +115,7 @@ def trained(run: str, N: int, P: int, root: Path, seed: int) -> Pairs:
         memory.watcher = None
     k, v = (torch.cat(parts, 1) for parts in zip(*((w.k, w.v) for w in seen), strict=True))
     k, v = (x.float().transpose(1, 2).flatten(0, 1)[:N] for x in (k, v))
-    return _scaled(k[:, :P], v[:, :P], k[:, P : 2 * P], v[:, P : 2 * P])
+    return _scaled(k[:, :P], v[:, :P], (k[:, P : 2 * P], v[:, P : 2 * P]))
 
 
 class _Writes:
@@ -132,8 +130,10 @@ class _Writes:
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None: ...
 
 
-def _scaled(k: Tensor, v: Tensor, unseen_k: Tensor | None = None, unseen_v: Tensor | None = None) -> Pairs:
+def _scaled(k: Tensor, v: Tensor, held_out: tuple[Tensor, Tensor] | None) -> Pairs:
+    """Pairs of the size that `Pairs` states, held-out values on the scale of the stored ones."""
     scale = v.square().sum(-1, keepdim=True).mean(1, keepdim=True).sqrt()
-    unit = lambda x: None if x is None else F.normalize(x, dim=-1)  # noqa: E731
-    unseen_v = None if unseen_v is None else unseen_v / scale
-    return Pairs(F.normalize(k, dim=-1), v / scale, unit(unseen_k), unseen_v)
+    stored = Pairs(F.normalize(k, dim=-1), v / scale)
+    if held_out is None:
+        return stored
+    return stored._replace(held_out=Pairs(F.normalize(held_out[0], dim=-1), held_out[1] / scale))

@@ -53,17 +53,17 @@ def test_a_memory_that_diverges_has_infinite_error():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_are_scaled_and_unseen_ones_are_of_the_same_map(kind):
+def test_pairs_are_scaled_and_held_out_ones_are_of_the_same_map(kind):
     one, two = (generate(kind, 3, 32, 8, seed) for seed in (0, 1))
     torch.testing.assert_close(one.k.norm(dim=-1), torch.ones(3, 32))
     torch.testing.assert_close(one.v.square().sum(-1).mean(1), torch.ones(3))
     assert not torch.equal(one.k, two.k)
-    assert (one.unseen_k is None) == (kind == "random")
-    if one.unseen_k is not None and one.unseen_v is not None and two.unseen_v is not None:
-        assert not torch.equal(one.k, one.unseen_k)
+    assert (one.held_out is None) == (kind == "random")
+    if one.held_out and two.held_out:
+        assert not torch.equal(one.k, one.held_out.k)
         # the least squares map of the stored pairs predicts them, and not those of another map
         W = torch.linalg.lstsq(one.k, one.v).solution
-        wrong = [(one.unseen_k @ W - v).square().sum().item() for v in (one.unseen_v, two.unseen_v)]
+        wrong = [(one.held_out.k @ W - v).square().sum().item() for v in (one.held_out.v, two.held_out.v)]
         assert wrong[0] < 0.9 * wrong[1]
 
 
@@ -87,9 +87,9 @@ def test_each_memory_of_the_table_learns(name):
     chunk = 1 if name == "depth 2, delta_ttt" else 16
     found = errors(memory, pairs, candidates, (1, 8), chunk, seed=0)
     assert found.shape == (2, 2, len(candidates), 2)
-    (once, often), (_, unseen) = found.mean(-1).amin(-1)
+    (once, often), (_, held_out) = found.mean(-1).amin(-1)
     assert often < 0.9 * once
-    assert often < unseen < 1.5
+    assert often < held_out < 1.5
 
 
 @pytest.mark.slow
@@ -125,8 +125,8 @@ def test_pairs_of_a_run_are_what_its_memory_writes(tmp_path):
     folder = small.trained(tmp_path)
     pairs = trained(str(folder), 3, 8, tmp_path, seed=0)
     assert pairs.k.shape == pairs.v.shape == (3, 8, 8)
-    assert pairs.unseen_k is not None
-    assert pairs.unseen_k.shape == (3, 8, 8)
+    assert pairs.held_out is not None
+    assert pairs.held_out.k.shape == (3, 8, 8)
     torch.testing.assert_close(pairs.k.norm(dim=-1), torch.ones(3, 8))
     with pytest.raises(UsageError, match="rows of 32 tokens, fewer than 64"):
         trained(str(folder), 3, 32, tmp_path, seed=0)
@@ -135,7 +135,7 @@ def test_pairs_of_a_run_are_what_its_memory_writes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--memory", "depth 9"], "'depth 9' is none of 'linear'"),
+        (["--memory", "depth 9"], "'depth 9' is not one of 'linear'"),
         (["--memory", "nobody/2"], "nobody"),
         (["--kind", "trained"], "--kind: trained needs --run"),
         (["--run", "nowhere", "--kind", "trained"], "nowhere"),
@@ -152,10 +152,10 @@ def test_lines_count_settings_and_edges():
     row = {"kind": "random", "pairs": 8, "width": 8, "chunk": 1, "state": 64, "at_edge": False}
     nan = [math.nan] * 3
     rows = [
-        row | {"memory": "linear", "passes": 1, "stored": [0.5, 0.6, 0.7], "unseen": nan},
-        row | {"memory": "worse", "passes": 1, "stored": [0.7, 0.8, 0.91], "unseen": nan},
-        row | {"memory": "better", "passes": 1, "stored": [0.4, 0.5, 0.61], "unseen": nan, "at_edge": True},
-        row | {"memory": "same", "passes": 1, "stored": [0.6, 0.5, 0.7], "unseen": nan},
+        row | {"memory": "linear", "passes": 1, "stored": [0.5, 0.6, 0.7], "held_out": nan},
+        row | {"memory": "worse", "passes": 1, "stored": [0.7, 0.8, 0.91], "held_out": nan},
+        row | {"memory": "better", "passes": 1, "stored": [0.4, 0.5, 0.61], "held_out": nan, "at_edge": True},
+        row | {"memory": "same", "passes": 1, "stored": [0.6, 0.5, 0.7], "held_out": nan},
     ]
     counted = {name: counts for (name, _, _), counts in lower(rows, "linear").items()}
     assert counted == {"worse": (1, 0, 0), "better": (0, 1, 0), "same": (0, 0, 1)}

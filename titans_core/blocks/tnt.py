@@ -17,7 +17,7 @@ from titans_core.config import Frozen, MemoryConfig, ModelConfig, PositiveInt
 from titans_core.documents import Documents, reset_rows
 from titans_core.memory import MemoryCache, NeuralMemory, Writes
 from titans_kernels import MemoryState, Rule, linear_attention, state_dtype
-from titans_kernels.memory.forms.reference import clip_norm
+from titans_kernels.memory.parts.norms import clip_norm
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class LocalMemory(NeuralMemory):
             flat, borders = [x.flatten(0, 1)[None] for x in (q, *writes)], documents.cu_seqlens
             y = self._whole(flat[0], Writes(*flat[1:]), documents.position_BT.flatten(), borders)
             return y[0].unflatten(0, (B, T)), None
-        first = self.fresh(B)
-        opened, keys, seen = state or first
+        opened, keys, seen = state or self.fresh(B)
         outputs, at = [], 0
         while at < T:
             whole = 0 if seen or self.watcher is not None else (T - at) // self.shard * self.shard
@@ -107,7 +106,7 @@ class LocalMemory(NeuralMemory):
                 opened = MemoryCache(memory, {}, self._held(now, memory))
                 seen = (seen + part.shape[1]) % self.shard
                 if not seen:
-                    opened, keys, _ = first
+                    opened, keys, _ = self.fresh(B)
             outputs.append(y)
             at = here.stop
         return torch.cat(outputs, 1), LocalState(opened, keys, seen)

@@ -6,36 +6,33 @@ and decay. A new token then costs one pass through the memory and one row of pro
 chunk; earlier writes are not recomputed. For rules with an update of their own, and for alpha per column, the
 state inside a chunk is an `OpenChunk`.
 
-Shapes: B batch, T new tokens, H heads, D/F input/output width of a layer, p tokens in the open chunk.
+Shapes: B batch, T new tokens, H heads, D width of a key, D_v of a value.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titans_kernels.memory import window
-from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.budget import effective_steps
 from titans_kernels.memory.forms import native
-from titans_kernels.memory.forms.autograd import OpenChunk, continue_chunk, end_chunk
-from titans_kernels.memory.forms.reference import apply_memory, surprise
+from titans_kernels.memory.forms.autograd import continue_chunk
+from titans_kernels.memory.forms.reference import apply_memory
 from titans_kernels.memory.op import FORMS, neural_memory, with_targets
-from titans_kernels.memory.options import (
-    Inputs,
-    Layers,
-    MemoryState,
-    Options,
-    distances,
-    whole,
-    without_autocast,
-)
-from titans_kernels.memory.parts.gates import decay_products
-from titans_kernels.memory.residual import Output, predict
+from titans_kernels.memory.open_chunk import by_factors
+from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, whole, without_autocast
+from titans_kernels.memory.residual import Output
 from titans_kernels.memory.rules import PAPER, Rule, find_rule
+from titans_kernels.memory.state import (
+    AnyState,
+    DecodeState,
+    as_factors,
+    as_open_chunk,
+    has_factors,
+    with_steps,
+)
 from titans_kernels.memory.validate import (
     check_base,
     check_options,
@@ -49,120 +46,6 @@ NATIVE = next(form for form in FORMS if form.name == "native")
 STEP_PRODUCTS = 2**20
 """The C++ form recomputes all tokens of the open chunk. Up to this many multiplications per layer that is
 cheaper than the overhead of calling PyTorch's operators."""
-
-
-class DecodeState(NamedTuple):
-    """The state of a sequence, float32 (float64 for float64 input).
-
-    On a chunk boundary it serves every rule; inside a chunk, a linear one (`Rule.linear`) with one alpha per
-    head.
-
-    Let W, S be the state at the start of the open chunk and g_i = X_i^T d_i the gradients of its tokens. Then
-    the current weights are ``beta W + m S - sum_i c_i g_i`` and the current momentum is
-    ``h S - sum_i n_i g_i``. With a base, W and the current weights are offsets from it.
-    """
-
-    weights: Layers  # at the start of the open chunk [B, H, D, F]
-    momentum: Layers
-    inputs: Layers  # X of each layer [B, H, p, D]
-    errors: Layers  # d of each layer [B, H, p, F]
-    c: Tensor  # [B, H, p]
-    n: Tensor
-    beta: Tensor  # [B, H]
-    m: Tensor
-    h: Tensor
-    steps: Tensor  # effective steps of the tokens with a write budget [B, H, p], else [B, H, 0]
-    etas: Tensor  # eta of the tokens for a rule with `end_chunk` [B, H, p], else [B, H, 0]
-
-    @staticmethod
-    def of(state: MemoryState) -> DecodeState:
-        """A `DecodeState` on a chunk boundary; the tensors of ``state`` are [B, H, D, F]."""
-        first = state.weights[0]
-        B, H = first.shape[:2]
-        no_rows = first.new_zeros(B, H, 0)
-        return DecodeState(
-            tuple(state.weights),
-            tuple(state.momentum),
-            tuple(W.new_zeros(B, H, 0, W.shape[-2]) for W in state.weights),
-            tuple(W.new_zeros(B, H, 0, W.shape[-1]) for W in state.weights),
-            no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H), no_rows,
-            no_rows,
-        )  # fmt: skip
-
-    @property
-    def position(self) -> int:
-        """Number of tokens in the open chunk; 0 on a chunk boundary."""
-        return self.n.shape[-1]
-
-    @property
-    def keys(self) -> Tensor:
-        """Keys of the open chunk's tokens [B, H, p, D]."""
-        return self.inputs[0]
-
-    @property
-    def opened(self) -> tuple[Tensor, ...]:
-        """Everything but the starting weights and momentum that determines the current weights, flattened."""
-        return (*self.inputs, *self.errors, self.c, self.n, self.beta, self.m, self.h)
-
-    def memory(self) -> MemoryState:
-        """Weights and momentum after the last token."""
-        if not self.position:
-            return MemoryState(self.weights, self.momentum)
-        beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
-        W, S = [], []
-        with without_autocast(self.n):
-            for W0, S0, X, d in zip(self.weights, self.momentum, self.inputs, self.errors, strict=True):
-                W.append(beta * W0 + m * S0 - (X * self.c[..., None]).mT @ d)
-                S.append(h * S0 - (X * self.n[..., None]).mT @ d)
-        return MemoryState(tuple(W), tuple(S))
-
-    def ended(self, rule: Rule, base: Layers) -> MemoryState:
-        """`memory` after `Rule.end_chunk` of a full chunk."""
-        now = self.memory()
-        if not rule.ends_chunks:
-            return now
-        beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
-        kept = tuple(beta * W + m * S for W, S in zip(self.weights, self.momentum, strict=True))
-        W, S = end_chunk(
-            rule, (whole(now.weights, base), now.momentum), (whole(self.weights, base), self.momentum),
-            (whole(kept, base), tuple(h * S for S in self.momentum)), [beta] * len(kept), self.etas,
-        )  # fmt: skip
-        return MemoryState(distances(W, base), S)
-
-
-AnyState = DecodeState | OpenChunk | WindowState
-"""The state of a sequence, on a chunk boundary or inside a chunk."""
-
-
-class Rows(NamedTuple):
-    """Gate coefficients of the new tokens, one row each, over the open chunk's tokens and the new ones."""
-
-    C: Tensor  # [B, H, T, p + T]
-    n: Tensor  # [B, H, p + T], for the last token
-    beta: Tensor  # [B, H, T]
-    m: Tensor
-    h: Tensor
-
-    @staticmethod
-    def of(alpha: Tensor, eta: Tensor, theta: Tensor, state: DecodeState) -> Rows:
-        """From the gates [B, H, T] of the new tokens.
-
-        The new tokens see the earlier coefficients as one more weight and one more momentum, which evolve as
-        W and S do: by the products ``kept`` and ``moved`` from the first new token on.
-        """
-        keep = 1 - alpha
-        kept, h = keep.cumprod(-1), eta.cumprod(-1)
-        A, E = _products(keep), _products(eta)
-        N = E * theta[..., None, :]
-        moved = (A @ h[..., None])[..., 0]
-        old = kept[..., None] * state.c[..., None, :] + moved[..., None] * state.n[..., None, :]
-        return Rows(
-            torch.cat([old, A @ N], -1),
-            torch.cat([h[..., -1:] * state.n, N[..., -1, :]], -1),
-            kept * state.beta[..., None],
-            kept * state.m[..., None] + moved * state.h[..., None],
-            h * state.h[..., None],
-        )
 
 
 def decode_step(
@@ -235,10 +118,10 @@ def decode_step(
         return _windowed(tokens, state, options, q.dtype, write_budget)
     tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
     with without_autocast(q):
-        if _has_factors(options.rule, by_column=tokens.forgets_by_column):
-            y, state = _by_factors(tokens, _as_factors(state), options)
+        if has_factors(options.rule, by_column=tokens.forgets_by_column):
+            y, state = by_factors(tokens, as_factors(state), options)
         else:
-            y, state = continue_chunk(tokens, _as_open_chunk(state, options.rule), options)
+            y, state = continue_chunk(tokens, as_open_chunk(state, options.rule), options)
         if state.position == chunk_size:
             ended = state.ended(options.rule, own) if isinstance(state, DecodeState) else state.memory()
             if isinstance(state, DecodeState) and options.rule.ends_chunks and options.rule.reads == "token":
@@ -247,7 +130,7 @@ def decode_step(
                 y = torch.cat([y[:, :-1], read], 1)
             state = DecodeState.of(ended)
         elif write_budget:
-            state = _with_steps(state, tokens.k, steps)
+            state = with_steps(state, tokens.k, steps)
     return y.to(q.dtype), state
 
 
@@ -315,7 +198,7 @@ def extend_memory(
         return _windowed(tokens, state, options, q.dtype, write_budget)
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
         tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
-        y, after = _compiled(tokens, _as_factors(state), options)
+        y, after = _compiled(tokens, as_factors(state), options)
         return y, after._replace(steps=steps[..., steps.shape[-1] - after.position :].clone())
     fill = min(T, -state.position % chunk_size)
     whole = (T - fill) // chunk_size * chunk_size
@@ -341,37 +224,6 @@ def extend_memory(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), state
 
 
-def state_numel(
-    shapes: Sequence[Sequence[int]],
-    position: int,
-    rule: Rule,
-    groups: int | None = None,
-    write_budget: float | None = None,
-    before: int = 0,
-) -> int:
-    """Number of elements in the state of one head, ``position`` tokens into a chunk.
-
-    Args:
-        shapes: [D, F] of each layer.
-        position: number of tokens in the open chunk.
-        rule: the update rule.
-        groups: A, for alpha per column; None for one alpha per head.
-        write_budget: as in `neural_memory`; a budget needs the tokens' effective steps.
-        before: number of tokens before the open chunk, which a rule with a `Rule.window` keeps some of.
-    """
-    weights, steps = sum(D * F for D, F in shapes), position if write_budget else 0
-    if rule.window:
-        widths = shapes[0][0] + shapes[-1][-1]
-        held = min(rule.window, before) * widths + position * (widths + 3 + rule.extra_gates)
-        return (4 if position else 2) * weights + held
-    if position and not _has_factors(rule, by_column=groups is not None):
-        ends = rule.ends_chunks
-        layers, gates = 6 if ends else 3, (groups or 1) + ends
-        return layers * weights + position * gates + steps * (1 + shapes[0][0])
-    gates = (2 + rule.ends_chunks) * position + 3
-    return 2 * weights + position * sum(D + F for D, F in shapes) + gates + steps
-
-
 def _windowed(
     tokens: Inputs, state: AnyState, options: Options, dtype: torch.dtype, write_budget: float | None
 ) -> tuple[Tensor, WindowState]:
@@ -386,10 +238,6 @@ def _windowed(
     with without_autocast(tokens.q):
         y, after = window.extend(tokens, MemoryState(state.weights, state.momentum), held, options)
     return y.to(dtype), after
-
-
-def _has_factors(rule: Rule, by_column: bool) -> bool:
-    return rule.linear and not by_column
 
 
 def _rule(rule: Rule | str) -> Rule:
@@ -423,48 +271,6 @@ def _budgeted(
     return tokens._replace(theta=theta), torch.cat([state.steps, steps.transpose(1, 2)], 2)
 
 
-def _with_steps(state: AnyState, k: Tensor, steps: Tensor) -> AnyState:
-    """The open chunk with the keys and steps that the budget of its next tokens depends on."""
-    if isinstance(state, DecodeState):  # which has the keys
-        return state._replace(steps=steps)
-    return state._replace(keys=torch.cat([state.keys, k.transpose(1, 2)], 2), steps=steps)
-
-
-def _as_factors(state: AnyState) -> DecodeState:
-    if isinstance(state, DecodeState):
-        return state
-    raise ValueError(
-        "state: inside a chunk of another rule or of alpha per column; continue with the same rule and alpha"
-    )
-
-
-def _as_open_chunk(state: AnyState, rule: Rule) -> OpenChunk:
-    if isinstance(state, OpenChunk):
-        return state
-    if state.position:
-        raise ValueError(
-            "state: inside a chunk of a linear rule; continue with that rule and one alpha per head"
-        )
-    return OpenChunk.of(state.memory(), rule)
-
-
-def _by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
-    """y [B, T, H, D_v] of the next tokens of the open chunk, and the state after them."""
-    now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
-    rule = options.rule
-    rows = Rows.of(*rule.gates(now.alpha, now.eta, now.theta), state)
-    bound, residual, weights = options.surprise_bound, options.residual, whole(state.weights, options.base)
-    error = lambda prediction, v: rule.error(prediction, v, *now.extra.unbind(-1))  # noqa: E731
-    new = surprise(weights, now.k, now.v, f, bound, error, residual)
-    state = _written(state, rows, new)
-    if rule.ends_chunks:
-        state = state._replace(etas=torch.cat([state.etas, now.eta], 2))
-    if rule.reads == "chunk":
-        return apply_memory(weights, now.q, f, residual).transpose(1, 2), state
-    y = _read(now.q, rows, state, f, options.base)
-    return predict(residual, now.q, y).transpose(1, 2), state
-
-
 def _serves_compiled(tokens: Inputs, state: AnyState, options: Options) -> bool:
     """Whether the C++ form supports these tokens, which start or end inside a chunk."""
     if not isinstance(state, DecodeState) or options.residual is not None:
@@ -492,31 +298,3 @@ def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Ten
         return y, DecodeState.of(MemoryState(weights, momentum))
     layers = tuple(left[:depth]), tuple(left[depth : 2 * depth])
     return y, DecodeState(weights, momentum, *layers, *left[2 * depth :], steps=state.steps, etas=state.etas)
-
-
-def _products(r: Tensor) -> Tensor:
-    """`decay_products`; for a single token a matrix of one."""
-    return torch.ones_like(r)[..., None] if r.shape[-1] == 1 else decay_products(r)
-
-
-def _written(state: DecodeState, rows: Rows, new: tuple[list[Tensor], list[Tensor]]) -> DecodeState:
-    """The open chunk with the new tokens. Copies, since a view would keep all tokens of the call alive."""
-    inputs, errors = (
-        tuple(torch.cat(pair, 2) for pair in zip(old, add, strict=True))
-        for old, add in zip((state.inputs, state.errors), new, strict=True)
-    )
-    c, beta, m, h = rows.C[..., -1, :], *(x[..., -1] for x in (rows.beta, rows.m, rows.h))
-    if rows.C.shape[-2] > 1:
-        c, beta, m, h = (x.clone() for x in (c, beta, m, h))
-    return state._replace(inputs=inputs, errors=errors, c=c, n=rows.n, beta=beta, m=m, h=h)
-
-
-def _read(x: Tensor, rows: Rows, state: DecodeState, f: Activation, base: Layers) -> Tensor:
-    """Read queries x [B, H, T, D], each with the weights after its token."""
-    beta, m = rows.beta[..., None], rows.m[..., None]
-    layers = zip(state.weights, state.momentum, state.inputs, state.errors, strict=True)
-    for l, (W, S, X, d) in enumerate(layers):
-        x = x if l == 0 else f.value(x)
-        z = (beta * x) @ W + (m * x) @ S - ((x @ X.mT) * rows.C) @ d
-        x = z + x @ base[l] if base else z
-    return x

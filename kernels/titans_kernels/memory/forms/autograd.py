@@ -9,7 +9,6 @@ Shapes: B rows or one packed document, H heads, T tokens of a chunk, D/F input/o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.forms.reference import apply_memory, each_document
+from titans_kernels.memory.forms.reference import apply_memory, each_document, end_chunk
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -31,7 +30,7 @@ from titans_kernels.memory.options import (
 from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.parts.vjp import flows, vjp
 from titans_kernels.memory.residual import Output, predict, pull
-from titans_kernels.memory.rules import ChunkEnd, Rule
+from titans_kernels.memory.rules import Rule
 
 
 class OpenChunk(NamedTuple):
@@ -122,19 +121,9 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     return torch.cat(y, 2).transpose(1, 2), after
 
 
-def end_chunk(
-    rule: Rule, after: tuple[Layers, Layers], start: tuple[Layers, Layers], kept: tuple[Layers, Layers],
-    decays: Iterable[Tensor], eta: Tensor,
-) -> tuple[Layers, Layers]:  # fmt: skip
-    """`Rule.end_chunk` of every layer."""
-    ends = [ChunkEnd._make((*end, eta)) for end in zip(*after, *start, *kept, decays, strict=True)]
-    ended = [rule.end_chunk(end) for end in ends]
-    return tuple(W for W, _ in ended), tuple(S for _, S in ended)
-
-
 def token_gradients(
     rule: Rule, start: Layers, k: Tensor, v: Tensor, decays: list[Tensor], f: Activation,
-    bound: float | None, residual: Output | None = None, base: Layers = (), extra: Tensor | None = None,
+    bound: float | None, residual: Output | None, base: Layers, extra: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradient of each token's inner loss, per layer [B, H, T, D, F].
 
@@ -149,10 +138,10 @@ def token_gradients(
         bound: maximum norm of each token's error signal at every layer, or None.
         residual: residual around all layers, or None.
         base: [H, D, F] per layer, or empty.
-        extra: the rule's own gates, [B, H, T, E], or None.
+        extra: the rule's own gates, [B, H, T, E].
     """
     norm = residual.norm if residual is not None else ()
-    gates = () if extra is None else extra[..., None, :].unbind(-1)
+    gates = extra[..., None, :].unbind(-1)
     create_graph, x, pullbacks = flows(*start, k, v, *decays, *norm, *base, *gates), k[..., None, :], []
     for l, (W, decay) in enumerate(zip(start, decays, strict=True)):
         points = rule.gradient_point(W[:, :, None], decay)

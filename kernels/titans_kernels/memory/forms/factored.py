@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.forms.autograd import end_chunk
-from titans_kernels.memory.forms.reference import apply_memory, each_document, surprise
+from titans_kernels.memory.forms.reference import apply_memory, each_document, end_chunk, surprise
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import Coefficients, LastCoefficients, decay_products
 from titans_kernels.memory.residual import predict

@@ -53,7 +53,7 @@ def extend(
 ) -> tuple[Tensor, Layers, Layers, list[Tensor]]:
     """Write and read tokens that start or end inside a chunk, without a gradient.
 
-    ``held`` is `decode.DecodeState.opened` before the call; the last result is the same after the call, empty
+    ``held`` is `state.DecodeState.opened` before the call; the last result is the same after the call, empty
     on a chunk boundary. With a base, weights are offsets from it.
     """
     depth, before, held = len(weights), held[0].shape[2], [x.contiguous() for x in held]

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, H heads, D width of a head, F width of a hidden layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -90,9 +90,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
             kept = step(*kept, tuple(map(torch.zeros_like, gradient)))
             if (t + 1) % options.chunk_size == 0:
                 lost = [broadcast_gate(decay, W.shape[-1], by_column) for W in weights]
-                ends = zip(weights, momentum, *before, *kept, lost, strict=True)
-                ended = [rule.end_chunk(ChunkEnd._make((*end, etas))) for end in ends]
-                weights, momentum = (tuple(part) for part in zip(*ended, strict=True))
+                weights, momentum = end_chunk(rule, (weights, momentum), before, kept, lost, etas)
         read = weights if rule.reads == "token" else chunk_start
         y.append(apply_memory(read, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
@@ -159,6 +157,16 @@ def write_budget(
 
 def _joined(documents: Sequence[Layers]) -> Layers:
     return tuple(torch.cat(layer) for layer in zip(*documents, strict=True))
+
+
+def end_chunk(
+    rule: Rule, after: tuple[Layers, Layers], start: tuple[Layers, Layers], kept: tuple[Layers, Layers],
+    decays: Iterable[Tensor], eta: Tensor,
+) -> tuple[Layers, Layers]:  # fmt: skip
+    """`Rule.end_chunk` of every layer."""
+    ends = [ChunkEnd._make((*end, eta)) for end in zip(*after, *start, *kept, decays, strict=True)]
+    ended = [rule.end_chunk(end) for end in ends]
+    return tuple(W for W, _ in ended), tuple(S for _, S in ended)
 
 
 def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Output | None = None) -> Tensor:
