@@ -4,7 +4,8 @@
 // vector's lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too;
 // what is added is zero and stays so, for f(0) = 0. A name that ends in _t is such a matrix transposed,
 // [P][features]. A layer's weights and momentum are stacked over its input: [2 D][F], with a base to forget to
-// [3 D][F].
+// [3 D][F]. With LN, M(x) = x + unit w + b, where unit is the last layer's output z normalised; formulas as in
+// ../memory/residual.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -153,6 +154,8 @@ extern "C" struct Spec {
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
   const int64_t* chunks;   // chunks of all documents before each
+  const Real* norm;        // LN's weight and bias, [2, heads, width]; null: none
+  Real* dnorm;             // their gradient of each document and head, [documents, heads, 2, width]
 };
 
 namespace {
@@ -204,6 +207,9 @@ template <class R> struct Chunk {
   R *alpha, *eta, *theta, *C, *C_s, *N, *beta, *m, *h, *rest;  // rest: 1 - beta, what a base has of a read
   R *dC, *dC_s, *dbeta, *dm, *dh, *dc, *dn, *dalpha, *deta, *dtheta, *carry_C, *carry_N;
   R *pair, *pair2, *square, *square_t, *dz, *dx, *v, *spare_t;
+  // LN: z normalised, M(q) or its gradient, the gradient of M(k); of each lane 1 / deviation and two means; weight
+  // and bias of the head, and their gradients
+  R *unit, *out, *dp, *per, *mean, *along, *weight, *bias, *dweight, *dbias;
   int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
   int old = 0;       // how many of them came before the call
 
@@ -234,6 +240,11 @@ template <class R> struct Chunk {
     for (R** p : {&C, &C_s, &N, &dC, &dC_s, &square, &square_t}) arena.ask(*p, most * most);
     for (R** p : {&pair, &pair2}) arena.ask(*p, parts * widest * most);
     for (R** p : {&dz, &dx, &v, &spare_t}) arena.ask(*p, widest * most);
+    if (spec.norm) {
+      for (R** p : {&unit, &out, &dp}) arena.ask(*p, widest * most);
+      for (R** p : {&per, &mean, &along}) arena.ask(*p, most);
+      for (R** p : {&weight, &bias, &dweight, &dbias}) arena.ask(*p, widest);
+    }
     arena.give();
   }
 
@@ -381,6 +392,102 @@ template <class R> struct Chunk {
     }
   }
 
+  void load_norm(int head) {
+    if (!spec.norm) return;
+    int64_t width = spec.widths[L];
+    const R *w = spec.norm + head * width, *b = w + H * width;
+    std::copy(w, w + width, weight), std::copy(b, b + width, bias);
+    std::fill(dweight, dweight + width, R(0)), std::fill(dbias, dbias + width, R(0));
+  }
+  void store_norm(int64_t job) const {
+    if (!spec.norm) return;
+    int64_t width = spec.widths[L];
+    R* to = spec.dnorm + 2 * job * width;
+    std::copy(dweight, dweight + width, to), std::copy(dbias, dbias + width, to + width);
+  }
+
+  // `mean` of x and `along`, the mean of x y, over the features.
+  APART void means(const R* x, const R* y) {
+    int width = spec.widths[L];
+    std::fill(mean, mean + P, R(0)), std::fill(along, along + P, R(0));
+    for (int i = 0; i < width; i++)
+      for (int t = 0; t < P; t++) mean[t] += x[i * P + t], along[t] += x[i * P + t] * y[i * P + t];
+    for (int t = 0; t < P; t++) mean[t] /= width, along[t] /= width;
+  }
+  // `unit` and `per` of z; of a lane without a token they are zero, and so is what is made of them.
+  APART void normalise(const R* z) {
+    int width = spec.widths[L];
+    means(z, z);
+    for (int i = 0; i < width; i++)
+      for (int t = 0; t < P; t++) unit[i * P + t] = z[i * P + t] - mean[t];
+    means(unit, unit);
+    for (int t = 0; t < P; t++) per[t] = t < n ? 1 / std::sqrt(along[t] + R(1e-6)) : R(0);
+    scaled(width, P, unit, per, unit);
+  }
+  // to = per (g - mean g - unit mean (g unit)), in place too
+  APART void through(const R* g, R* to) {
+    means(g, unit);
+    for (int i = 0; i < spec.widths[L]; i++)
+      for (int t = 0; t < P; t++)
+        to[i * P + t] = per[t] * (g[i * P + t] - mean[t] - unit[i * P + t] * along[t]);
+    std::fill(to + spec.widths[L] * P, to + padded(spec.widths[L]) * P, R(0));
+  }
+  // Feature i of the gradient of the loss with respect to M(k), after `normalise`.
+  void error(int i, R* to) const {
+    const R *k = layers[0].X + i * P, *value = v + i * P, *x = unit + i * P;
+    for (int t = 0; t < P; t++) to[t] = 2 * (x[t] * weight[i] + bias[i] + k[t] - value[t]);
+  }
+
+  // M(q) of the last u.
+  APART void leave_norm() {
+    normalise(layers[L - 1].u);
+    for (int i = 0; i < spec.widths[L]; i++)
+      for (int t = 0; t < P; t++)
+        out[i * P + t] = unit[i * P + t] * weight[i] + bias[i] + layers[0].x[i * P + t];
+  }
+  // dz from the gradient of M(q) to that of the last u; `out` keeps the former, which is also part of q's.
+  APART void leave_norm_backward() {
+    normalise(layers[L - 1].u);
+    std::copy(dz, dz + spec.widths[L] * P, out);
+    for (int i = 0; i < spec.widths[L]; i++) add_norm(i, unit + i * P, dz + i * P, dz + i * P);
+    through(dz, dz);
+  }
+  // Gradients of weight and bias from that of unit w + b, which times the weight is unit's.
+  void add_norm(int i, const R* x, const R* dy, R* dx) {
+    R total = 0;
+    for (int t = 0; t < P; t++) total += dy[t];
+    dweight[i] += inner(P, x, dy), dbias[i] += total;
+    for (int t = 0; t < P; t++) dx[t] = dy[t] * weight[i];
+  }
+  // dd of the last layer from the gradient of d to that of z; `dp` gets that of M(k).
+  APART void error_backward(Layer<R>& y) {
+    int width = spec.widths[L], size = width * P;
+    R *g = pair, *dg = pair + y.F * P, *dunit = dz, *with_g = square, *e = square_t;
+    normalise(y.z);
+    for (int i = 0; i < width; i++) {
+      error(i, g + i * P);
+      for (int t = 0; t < P; t++) g[i * P + t] *= weight[i];
+    }
+    means(g, unit);
+    std::copy(along, along + P, with_g);
+    through(y.dd, dg);  // `along` is then that of dd
+    for (int i = 0; i < width; i++) {
+      error(i, e);
+      dweight[i] += inner(P, e, dg + i * P);
+      for (int t = 0; t < P; t++) dp[i * P + t] = 2 * dg[i * P + t] * weight[i];
+      add_norm(i, unit + i * P, dp + i * P, dunit + i * P);
+      for (int t = 0; t < P; t++)
+        dunit[i * P + t] -= per[t] * (g[i * P + t] * along[t] + y.dd[i * P + t] * with_g[t]);
+    }
+    through(g, g);
+    means(y.dd, g);
+    std::copy(along, along + P, e);  // the gradient of 1 / deviation, times that
+    through(dunit, y.dd);
+    for (int i = 0; i < width; i++)
+      for (int t = 0; t < P; t++) y.dd[i * P + t] -= unit[i * P + t] * e[t] * per[t];
+    for (int i = 0; i < size; i++) layers[0].dX[i] += dp[i];
+  }
+
   APART void bound(Layer<R>& y) {
     if (!spec.bound) return;
     std::fill(y.scale, y.scale + P, R(0));
@@ -393,12 +500,21 @@ template <class R> struct Chunk {
   APART void keys(R** errors, int64_t job) {
     for (int l = 0; l < L; l++) {
       Layer<R>& y = layers[l];
-      R* z = l < L - 1 ? y.z : y.d;
+      R* z = l < L - 1 || spec.norm ? y.z : y.d;
       multiply<R>(y.F, P, y.D, 1, y.WS, 1, y.F, y.X, z, false);
       if (l < L - 1) activate(spec.activation, y.F * P, z, layers[l + 1].X);
     }
     Layer<R>& top = layers[L - 1];
-    for (int i = 0; i < top.F * P; i++) top.d[i] = 2 * (top.d[i] - v[i]);
+    if (spec.norm) {
+      normalise(top.z);
+      for (int i = 0; i < spec.widths[L]; i++) {
+        error(i, top.d + i * P);
+        for (int t = 0; t < P; t++) top.d[i * P + t] *= weight[i];
+      }
+      through(top.d, top.d);
+    } else {
+      for (int i = 0; i < top.F * P; i++) top.d[i] = 2 * (top.d[i] - v[i]);
+    }
     bound(top);
     for (int l = L - 2; l >= 0; l--) {
       Layer<R>&y = layers[l], &up = layers[l + 1];
@@ -431,6 +547,7 @@ template <class R> struct Chunk {
       multiply<R>(y.F, P, parts * y.D, 1, y.WS, 1, y.F, pair, y.u, false);
       multiply<R>(y.F, P, P, -1, y.d, P, 1, y.P, y.u, true);
     }
+    if (spec.norm) leave_norm();
   }
 
   // Of each key's input what goes into the state after the chunk.
@@ -452,6 +569,7 @@ template <class R> struct Chunk {
   APART void reads_backward() {
     std::fill(dC_s, dC_s + P * P, R(0));
     std::fill(dbeta, dbeta + P, R(0)), std::fill(dm, dm + P, R(0)), std::fill(dh, dh + P, R(0));
+    if (spec.norm) leave_norm_backward();
     for (int l = L - 1; l >= 0; l--) {  // dz is that of u
       Layer<R>& y = layers[l];
       transpose(y.F, P, dz, y.dz_t);
@@ -473,6 +591,7 @@ template <class R> struct Chunk {
       slopes<R>(spec.activation, y.D * P, layers[l - 1].u, dz, nullptr);
       for (int i = 0; i < y.D * P; i++) dz[i] *= dx[i];
     }
+    for (int i = 0; spec.norm && i < spec.widths[0] * P; i++) dx[i] += out[i];
   }
 
   // Of the step to the next state, and of the reads with respect to this one.
@@ -531,7 +650,10 @@ template <class R> struct Chunk {
     }
     Layer<R>& top = layers[L - 1];
     bound_backward(top);
-    for (int i = 0; i < top.F * P; i++) top.dd[i] *= 2;
+    if (spec.norm)
+      error_backward(top);
+    else
+      for (int i = 0; i < top.F * P; i++) top.dd[i] *= 2;
     for (int l = L - 1; l >= 0; l--) {
       Layer<R>& y = layers[l];
       transpose(y.F, P, y.dd, spare_t);
@@ -563,6 +685,7 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
   int L = chunk.L;
   for (int64_t job = first; job < stop; job++) {
     Place at(spec, job);
+    chunk.load_norm(at.head);
     for (int l = 0; l < L; l++) {
       Layer<R>& y = chunk.layers[l];
       int64_t size = y.inputs * y.outputs;
@@ -578,7 +701,7 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
       chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, length - done));
       if (chunk.old) chunk.resume(open.held, job);
       chunk.gates(), chunk.keys(open.held + L, job), chunk.reads();
-      chunk.store(chunk.layers[L - 1].u, token, at.head, spec.widths[L], tokens.y);
+      chunk.store(spec.norm ? chunk.out : chunk.layers[L - 1].u, token, at.head, spec.widths[L], tokens.y);
       if (open.after && done + spec.chunk > length)
         chunk.leave(open.left, job);
       else
@@ -601,6 +724,7 @@ void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** d
   int L = chunk.L;
   for (int64_t job = first; job < stop; job++) {
     Place at(spec, job);
+    chunk.load_norm(at.head);
     for (int l = 0; l < L; l++) {
       Layer<R>& y = chunk.layers[l];
       int64_t size = y.inputs * y.outputs, place = job * size;
@@ -619,7 +743,7 @@ void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** d
       chunk.store(chunk.dx, token, at.head, spec.widths[0], grads.q);
       chunk.advance_backward(), chunk.keys_backward(), chunk.gates_backward();
       chunk.store(chunk.layers[0].dX, token, at.head, spec.widths[0], grads.k);
-      chunk.store(chunk.layers[L - 1].dd, token, at.head, spec.widths[L], grads.v, R(-1));
+      chunk.store(spec.norm ? chunk.dp : chunk.layers[L - 1].dd, token, at.head, spec.widths[L], grads.v, R(-1));
       chunk.store_gate(chunk.dalpha, token, at.head, grads.alpha);
       chunk.store_gate(chunk.deta, token, at.head, grads.eta);
       chunk.store_gate(chunk.dtheta, token, at.head, grads.theta);
@@ -630,6 +754,7 @@ void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** d
       chunk.store_state(y.grad, y, dbefore[l] + place, dbefore[L + l] + place);
       if (base) chunk.store_base(y.grad, y, dbefore[2 * L + l] + place);
     }
+    chunk.store_norm(job);
   }
 }
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, whole
 from titans_kernels.memory.parts.layout import document_borders
+from titans_kernels.memory.residual import OutputActivation
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 256 * 2**20
@@ -30,6 +31,8 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
     """Why the library does not support a call of the paper's rule, or None if it does."""
     if inputs.q.device.type != "cpu":
         return f"tensors are on {inputs.q.device.type}"
+    if isinstance(options.residual, OutputActivation):
+        return "it does not support an activation of the memory's output"
     chunks = sum(-(-n // options.chunk_size) for n in _lengths(inputs.q, options.cu_seqlens))
     kept = 2 * chunks * sum(W[0].numel() for W in weights) * inputs.state_dtype.itemsize
     if kept > KEEP_BYTES:
@@ -41,10 +44,12 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
     """Write and read every token, as `reference.write_and_read` does."""
     call, depth = Call.of(inputs, weights, options), len(weights)
     tokens, before, base = inputs.to_state_dtype()[:6], (*weights, *momentum), options.base
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *before, *base)):
-        y, *state = _Memory.apply(call, *tokens, *before, *base)
+    norm = torch.stack(options.norm) if options.norm else None
+    arguments = (norm, *tokens, *before, *base)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
+        y, *state = _Memory.apply(call, *arguments)
     else:
-        y, *state = call.forward(tokens, before, base)
+        y, *state = call.forward(tokens, before, base, norm)
     return y, tuple(state[:depth]), tuple(state[depth:])
 
 
@@ -89,7 +94,7 @@ class _Spec(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation")),
         ("bound", ctypes.c_double),
         ("parts", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("widths", "borders", "chunks")),
+        *((name, ctypes.c_void_p) for name in ("widths", "borders", "chunks", "norm", "dnorm")),
     )
 
 
@@ -97,7 +102,7 @@ class Call(NamedTuple):
     """The options of one call and the layout of its documents.
 
     Tokens are q, k, v [B, T, H, D] and the gates [B, T, H]; a state is L weights and L momenta [N, H, D, F];
-    a base is [H, D, F] per layer, or empty.
+    a base is [H, D, F] per layer, or empty; LN's weight and bias are one tensor [2, H, F], or None.
     """
 
     spec: _Spec
@@ -128,6 +133,7 @@ class Call(NamedTuple):
         tokens: Sequence[Tensor],
         state: Sequence[Tensor],
         base: Sequence[Tensor] = (),
+        norm: Tensor | None = None,
         kept: Tensor | None = None,
         edges: _Edges | None = None,
         closes: bool = True,
@@ -141,6 +147,7 @@ class Call(NamedTuple):
         base = [x.contiguous() for x in base]
         y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state if closes]
         strides = numbers(tuple(x.stride(0) for x in before))
+        self.spec.norm = None if norm is None else norm.data_ptr()
         self._run(
             self.library.memory_forward, pointers([*tokens, y]), pointers(before), strides,
             pointers(base) if base else None, pointers(after) if closes else None, pointer(kept),
@@ -152,20 +159,25 @@ class Call(NamedTuple):
         self,
         tokens: Sequence[Tensor],
         base: Sequence[Tensor],
+        norm: Tensor | None,
         kept: Tensor,
         dy: Tensor,
         dafter: Sequence[Tensor | None],
-    ) -> list[Tensor]:
-        """Gradients of the tokens, of the state before them and of the base; None in ``dafter`` is zeros."""
+    ) -> list[Tensor | None]:
+        """Gradients of LN, the tokens, the state before them and the base; None in ``dafter`` is zeros."""
         tokens, base = [x.contiguous() for x in tokens], [x.contiguous() for x in base]
         dafter, dy = [None if x is None else x.contiguous() for x in dafter], dy.contiguous()
         grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy)
+        dnorm = None if norm is None else norm.new_empty(self.documents, norm.shape[1], 2, norm.shape[2])
+        self.spec.norm = None if norm is None else norm.data_ptr()
+        self.spec.dnorm = None if dnorm is None else dnorm.data_ptr()
         self._run(
             self.library.memory_backward, pointers([*tokens, None]), pointers(base) if base else None,
             pointer(kept), pointers(dafter), pointers([*grads, dy]), pointers(before),
         )  # fmt: skip
         last = 2 * self.spec.depth
-        return [*grads, *before[:last], *(dB.sum(0) for dB in before[last:])]
+        dnorm = None if dnorm is None else dnorm.sum(0).transpose(0, 1)
+        return [dnorm, *grads, *before[:last], *(dB.sum(0) for dB in before[last:])]
 
     def _like_state(self, x: Tensor) -> list[Tensor]:
         widths = list(self.arrays[0])
@@ -182,13 +194,13 @@ class _Memory(torch.autograd.Function):
     """`Call` as an autograd function."""
 
     @staticmethod
-    def forward(ctx, call, *arguments):
+    def forward(ctx, call, norm, *arguments):
         ctx.set_materialize_grads(False)
         kept = arguments[0].new_empty(call.kept_numel)
         last = 6 + 2 * call.spec.depth
         base = arguments[last:]
-        outputs = call.forward(arguments[:6], arguments[6:last], base, kept)
-        ctx.save_for_backward(*arguments[:6], kept, *base)
+        outputs = call.forward(arguments[:6], arguments[6:last], base, norm, kept)
+        ctx.save_for_backward(*arguments[:6], norm, kept, *base)
         ctx.call = call
         return tuple(outputs)
 
@@ -197,9 +209,9 @@ class _Memory(torch.autograd.Function):
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         # read once: under activation checkpointing a second read fails
         saved = ctx.saved_tensors
-        tokens, (kept, *base) = saved[:6], saved[6:]
+        tokens, (norm, kept, *base) = saved[:6], saved[6:]
         dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
-        return None, *ctx.call.backward(tokens, base, kept, dy, doutputs[1:])
+        return None, *ctx.call.backward(tokens, base, norm, kept, dy, doutputs[1:])
 
 
 def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
