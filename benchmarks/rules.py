@@ -130,7 +130,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
         "|---|--:|--:|---|--:|--:|--:|",
     ]
     for r in rows:
-        speed = f"{r['tokens_per_second']:,.0f} | {r['to_paper']:.2f}"
+        speed = f"{r['tokens_per_second']:,.0f} | {r['to_paper']:.{2 if r['to_paper'] > 0.01 else 3}f}"
         lines.append(
             f"| {r['rule']} | {r['depth']} | {r['chunk']} | {r['form']} | {r['error']:.1e} | {speed} |"
         )

@@ -140,7 +140,7 @@ def test_e2_ttt(clip):
     assert_published(case, case.by_hand(head), case.leaves, rule=find_rule("e2_ttt", clip=clip))
 
 
-@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "lact", "omega"])
+@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "lact", "omega", "atlas"])
 def test_the_state_of_an_open_chunk_is_counted(name):
     rule = find_rule(name)
     case = Deep(rule=rule)
@@ -230,18 +230,19 @@ def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(c
     assert_published(case, case.by_hand(head), case.without_momentum, rule="memora", chunk_size=chunk_size)
 
 
+def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inputs]
+    X = G.T / (G.norm() + 1e-7)
+    transposed = X.shape[0] > X.shape[1]
+    X = X.T if transposed else X
+    for a, b, c in NEWTON_SCHULZ:
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return (X.T if transposed else X).T
+
+
 @pytest.mark.parametrize("muon", [0.0, 1.0])
 def test_lact(muon):
     case = Deep(norm=False)
-
-    def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inputs]
-        X = G.T / (G.norm() + 1e-7)
-        transposed = X.shape[0] > X.shape[1]
-        X = X.T if transposed else X
-        for a, b, c in NEWTON_SCHULZ:
-            A = X @ X.T
-            X = a * X + (b * A + c * A @ A) @ X
-        return (X.T if transposed else X).T
 
     def head(h, tokens, W, S):
         y = []
@@ -300,8 +301,42 @@ def test_omega(c, chunk_size):
         assert_same(paper, case.whole(rule=rule, chunk_size=chunk_size), case.leaves)
 
 
-def test_a_window_stays_in_its_document():
-    rule, borders = find_rule("omega", c=4), [0, 5, 18, 19, T]
+@pytest.mark.parametrize("c", [1, 3, 9])
+@pytest.mark.parametrize("chunk_size", [1, B])
+def test_atlas(c, chunk_size):
+    """Muon of the momentum of the last c tokens' gradients; theta is the size of the step alone."""
+    rule = find_rule("atlas", c=c)
+    case = Deep(rule=rule)
+    with torch.no_grad():  # NS5 multiplies the rounding errors of a small singular value by 500
+        case.tokens[4].mul_(0.5).add_(0.2)
+        case.tokens[5].mul_(0.1)
+
+    def head(h, tokens, W, S):
+        y, start, (_, keys, values, *_) = [], W, tokens
+        for t, (q, _, _, alpha, eta, theta, *gamma) in enumerate(zip(*tokens, strict=True)):
+            if t % chunk_size == 0:
+                start = W
+            weight = [torch.ones(()).double(), *(gamma[0] if gamma else [])]
+            G = [torch.zeros_like(w) for w in W]
+            for i in range(max(t - c + 1, 0), t + 1):
+                loss = lambda at, i=i: (case.output(h, keys[i], f(at, keys[i])) - values[i]).square().sum()  # noqa: E731
+                G = [x + weight[t - i] * g for x, g in zip(G, gradient(loss, start), strict=True)]
+            S = [eta * s - x for s, x in zip(S, G, strict=True)]
+            W = [(1 - alpha) * w + theta * orthogonalised(s.T).T for w, s in zip(W, S, strict=True)]
+            y.append(case.output(h, q, f(W, q)))
+        return y, W, S
+
+    options = {"rule": rule, "chunk_size": chunk_size}
+    assert_published(case, case.by_hand(head), case.leaves, **options)
+    options["base"] = tuple(0.3 * W[0].detach() for W in case.state.weights)
+    expected = case.whole(backend="reference", **options)
+    assert_same(expected, case.whole(**options), case.leaves)
+    assert_same(expected, case.pieces([3, 1, T - 4], **options), case.leaves)
+
+
+@pytest.mark.parametrize("name", ["omega", "atlas"])
+def test_a_window_stays_in_its_document(name):
+    rule, borders = find_rule(name, c=4), [0, 5, 18, 19, T]
     for backend in ("reference", "auto"):
         case = Case(T, 2, documents=4, rule=rule)
         *tokens, extra = case.tokens

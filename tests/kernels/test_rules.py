@@ -28,6 +28,7 @@ from titans_kernels.memory.forms import reference
 from titans_kernels.memory.rules import (
     E2TTT,
     PAPER,
+    Atlas,
     GatedDelta,
     Huber,
     LaCT,
@@ -75,6 +76,7 @@ EVERY_RULE = {
     "moneta": Moneta(q=2.5),
     "yaad_gated": YaadGated(delta=3.0),
     "lact": LaCT(muon=0.0),  # Newton-Schulz of a rank-one step multiplies rounding errors
+    "atlas": Atlas(c=1),
     "huber": Huber(delta=0.3),
     "yaad": Yaad(delta=1.3),
     "normalised": Normalised(),

@@ -73,7 +73,7 @@ class Form(NamedTuple):
     rules: tuple[type[Rule], ...] | None = (Rule,)
     """Supported rules; None for any. `Rule` itself is the paper's."""
     linear: bool = False
-    """Whether the rule must be linear (`Rule.linear`)."""
+    """Whether the rule must be linear (`Rule.linear`), or but for a step of its own (`Rule.stepped`)."""
     windows: bool = False
     """Whether the rule may have a `Rule.window`."""
     alpha: Literal["head", "column", "any"] = "head"
@@ -106,7 +106,7 @@ class Form(NamedTuple):
         layers, by_column = len(weights), inputs.forgets_by_column
         if (
             (self.rules is not None and type(options.rule) not in self.rules)
-            or (self.linear and not options.rule.linear)
+            or (self.linear and not (options.rule.linear or options.rule.stepped))
             or (options.rule.layerwise and not self.layerwise)
         ):
             return f"it does not support the rule {options.rule}"

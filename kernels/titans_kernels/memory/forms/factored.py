@@ -5,7 +5,8 @@ The gradient of token i stays a product ``X_i^T d_i`` and is never formed. In a 
     W_t = beta_t W + m_t S - sum_i C[t, i] X_i^T d_i,
 
 so all tokens read by one product with the chunk's d; a rule that reads at the chunk's start needs the last
-row of C alone. Any loss, target and `Rule.end_chunk`.
+row of C alone. Any loss, target and `Rule.end_chunk`. With a `Rule.step` the same holds for the momentum,
+and the weights of every token are formed.
 
 Shapes: B rows or one packed document, H heads, T tokens, b tokens of a chunk, D/F input/output width.
 """
@@ -17,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.forms.reference import apply_memory, each_document, end_chunk, surprise
-from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances
 from titans_kernels.memory.parts.gates import Coefficients, LastCoefficients, decay_products
 from titans_kernels.memory.residual import predict
 
@@ -75,12 +77,15 @@ def write_rows(
     chunks = [
         chunk
         for start, end, b in ((0, full, size), (full, T, T - full))
-        if b
+        if b and not options.rule.stepped
         for chunk in _coefficients(Inputs(*(x[:, :, start:end] for x in now)), b, options)
     ]
-    tokens = zip(*(x.split(size, 2) for x in now), strict=True)
-    for inputs, chunk in zip(map(Inputs._make, tokens), chunks, strict=True):
-        y, W, S = _chunk(inputs, chunk, W, S, options, before)
+    for i, tokens in enumerate(zip(*(x.split(size, 2) for x in now), strict=True)):
+        inputs = Inputs(*tokens)
+        if options.rule.stepped:
+            y, W, S = _steps(inputs, W, S, options, before)
+        else:
+            y, W, S = _chunk(inputs, chunks[i], W, S, options, before)
         outputs.append(y)
         if options.rule.window:
             before = before.followed(inputs.k, inputs.v).last(options.rule.window)
@@ -108,13 +113,17 @@ def _windowed(alpha: Tensor, eta: Tensor, theta: Tensor, gamma: Tensor) -> tuple
 
     ``gamma`` [R, b, c - 1] is that of the previous token, of the one before it, and so on.
     """
+    A, N, h = decay_products(1 - alpha), _momenta(eta, theta, gamma), eta.cumprod(-1)
+    return A @ N, N[:, -1], (1 - alpha).cumprod(-1), (A @ h[..., None])[..., 0], h
+
+
+def _momenta(eta: Tensor, theta: Tensor, gamma: Tensor) -> Tensor:
+    """``N = E Gamma diag(theta)`` [..., b, c + b - 1]: each token's momentum of the gradients."""
     b, c = theta.shape[-1], gamma.shape[-1] + 1
     row = torch.cat([gamma.flip(-1), torch.ones_like(theta)[..., None]], -1) * theta[..., None]
-    # [R, b, c + b] read as rows of c + b - 1 moves row t by t columns: Gamma is a band
-    band = F.pad(row, (0, b)).flatten(1)[:, : b * (c + b - 1)].unflatten(1, (b, c + b - 1))
-    A, E = decay_products(1 - alpha), decay_products(eta)
-    N, h = E @ band, eta.cumprod(-1)
-    return A @ N, N[:, -1], (1 - alpha).cumprod(-1), (A @ h[..., None])[..., 0], h
+    # [..., b, c + b] read as rows of c + b - 1 moves row t by t columns: Gamma is a band
+    band = F.pad(row, (0, b)).flatten(-2)[..., : b * (c + b - 1)].unflatten(-1, (b, c + b - 1))
+    return decay_products(eta) @ band
 
 
 def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options, before: Window) -> Result:
@@ -147,6 +156,33 @@ def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options, befor
     if ends:  # the last token reads what its chunk ends with
         y = torch.cat([y[:, :, :-1], apply_memory(W, now.q[:, :, -1:], f, residual)], 2)
     return y, W, S
+
+
+def _steps(now: Inputs, W: Layers, S: Layers, options: Options, before: Window) -> Result:
+    """`_chunk` with a `Rule.step`: the momenta, the steps and the weights of all tokens, [B, H, b, D, F]."""
+    rule, f, residual, base = options.rule, ACTIVATIONS[options.activation], options.residual, options.base
+    alpha, eta, theta = rule.gates(now.alpha, now.eta, now.theta)
+    gamma, *extra = now.extra.split([rule.window, *[1] * (rule.extra_gates - rule.window)], -1)
+    keys = before.followed(now.k, now.v)
+    error = lambda prediction, v: rule.error(prediction, v, *(x[..., 0] for x in extra))  # noqa: E731
+    X, d = surprise(W, *keys, f, options.surprise_bound, error, residual)
+    N, h = _momenta(eta, torch.ones_like(theta), gamma)[..., -keys.k.shape[2] :], eta.cumprod(-1)
+    A, beta, weights, momenta = decay_products(1 - alpha), (1 - alpha).cumprod(-1), [], []
+    for l, (x, e, w, s) in enumerate(zip(X, d, distances(W, base), S, strict=True)):
+        gradients = x[..., None] * e[..., None, :]
+        sums = (N @ gradients.flatten(-2)).unflatten(-1, w.shape[-2:])
+        momenta.append(h[..., None, None] * s[:, :, None] - sums)
+        # the intermediate results of a step, such as those of Newton-Schulz, are several weights a token
+        step = checkpoint(
+            rule.step, momenta[-1], theta[..., None, None], use_reentrant=False, preserve_rng_state=False
+        )
+        steps = (A @ step.flatten(-2)).unflatten(-1, w.shape[-2:])
+        moved = beta[..., None, None] * w[:, :, None] + steps
+        weights.append(moved + base[l][:, None] if base else moved)
+    after = tuple(x[:, :, -1] for x in weights), tuple(x[:, :, -1] for x in momenta)
+    if rule.reads == "chunk":
+        return apply_memory(W, now.q, f, residual), *after
+    return apply_memory(tuple(weights), now.q[..., None, :], f, residual)[..., 0, :], *after
 
 
 def _read(

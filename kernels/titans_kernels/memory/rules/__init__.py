@@ -2,8 +2,8 @@
 
 A subclass of `Rule` may override the loss and its target, the gradient point, the update, the end of a chunk
 and the weights that are read. The reference and `decode_step` support every rule, the generic chunked form
-(`autograd`) every rule but `DeltaTTT`, `factored` every rule whose update is the paper's; `op.FORMS`
-says which others support which.
+(`autograd`) every rule but `DeltaTTT`, `factored` every rule whose update is the paper's or has a `step` of
+its own; `op.FORMS` says which others support which.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from titans_kernels.memory.rules.gated_delta import GatedDelta
 from titans_kernels.memory.rules.lact import LaCT
 from titans_kernels.memory.rules.miras import Memora, Moneta, YaadGated
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
-from titans_kernels.memory.rules.omega import Omega
+from titans_kernels.memory.rules.omega import Atlas, Omega
 from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.registry import find_class
 
 __all__ = [
-    "E2TTT", "PAPER", "RULES", "ChunkEnd", "DeltaTTT", "GatedDelta", "Huber", "LaCT", "Memora",
+    "E2TTT", "PAPER", "RULES", "Atlas", "ChunkEnd", "DeltaTTT", "GatedDelta", "Huber", "LaCT", "Memora",
     "MomentumDelta", "Moneta", "Omega", "Rule", "Yaad", "YaadGated",
     "find_rule",
 ]  # fmt: skip
@@ -38,6 +38,7 @@ RULES: dict[str, type[Rule]] = {
     "memora": Memora,
     "lact": LaCT,
     "omega": Omega,
+    "atlas": Atlas,
     "huber": Huber,
     "yaad": Yaad,
 }

@@ -81,11 +81,25 @@ class Rule:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Weights and momentum [B, H, D, F] of a layer after a token; its gates are [B, H, 1, 1].
 
-        ``S' = eta S - theta gradient`` (eq. 14) and ``W' = (1 - alpha) W + S'`` (eq. 13). A rule may keep any
-        state of the weights' shape as its momentum.
+        ``S' = eta S - theta gradient`` (eq. 14) and ``W' = (1 - alpha) W + S'`` (eq. 13); with a `step` of
+        the rule's own, ``S' = eta S - gradient`` and ``W' = (1 - alpha) W + step(S', theta)``. A rule may
+        keep any state of the weights' shape as its momentum.
         """
-        momentum = eta * momentum - theta * gradient
-        return (1 - alpha) * weights + momentum, momentum
+        rate = theta if type(self).step is Rule.step else 1
+        momentum = eta * momentum - rate * gradient
+        return (1 - alpha) * weights + self.step(momentum, theta), momentum
+
+    def step(self, momentum: Tensor, theta: Tensor) -> Tensor:
+        """What a token adds to a layer's weights: its momentum after the token.
+
+        The momentum of a rule with a step of its own does not depend on theta, so that those of a chunk are
+        known together, and its steps too.
+
+        Args:
+            momentum: [B, H, D, F], or of all tokens of a chunk [B, H, b, D, F].
+            theta: [B, H, 1, 1], or [B, H, b, 1, 1].
+        """
+        return momentum
 
     def end_chunk(self, end: ChunkEnd) -> tuple[Tensor, Tensor]:
         """Weights and momentum of a layer after a full chunk; the last token already reads them.
@@ -110,6 +124,15 @@ class Rule:
     @property
     def linear(self) -> bool:
         """Whether a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
+        return type(self).step is Rule.step and self._gradients_at_start
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a chunk has momenta linear in its tokens' gradients, and a `step` of each."""
+        return type(self).step is not Rule.step and self._gradients_at_start and not self.ends_chunks
+
+    @property
+    def _gradients_at_start(self) -> bool:
         own = type(self)
         return own.update is Rule.update and own.gradient_point is Rule.gradient_point
 
