@@ -50,6 +50,10 @@ class MemoryConfig(Frozen):
     start_rank: PositiveInt | None = None
     """Start of all layers but the first: ``L R + I / 2`` with trained factors of this rank (DeltaTTT, LaCT:
     32) in place of a matrix. Needs expansion 1, written: all and at least two layers."""
+    feature_degree: Literal[1, 2] = 1
+    """2: polynomial features of queries and keys, ``[a_0, a_1 k, a_2 k (x) k]`` with learned a_i (ATLAS,
+    eq. 5). The first layer, and its state, then has ``1 + E + E (E + 1) / 2`` inputs for heads of width E,
+    2,145 for 64. Needs residual: none."""
     momentum: bool = True
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
@@ -107,8 +111,8 @@ class MemoryConfig(Frozen):
 
     @model_validator(mode="after")
     def _outputs_fit(self) -> MemoryConfig:
-        for name, value in (("output_activation", self.output_activation), ("written", self.written)):
-            if value not in ("none", "all") and self.residual != "none":
+        for name, plain in {"output_activation": "none", "written": "all", "feature_degree": 1}.items():
+            if (value := getattr(self, name)) != plain and self.residual != "none":
                 raise ValueError(f"residual: {self.residual} is not supported with {name} {value}; use none")
         fits = (self.expansion, self.written) == (1, "all") and self.depth > 1
         if self.start_rank is not None and not fits:

@@ -167,8 +167,9 @@ class _Watch:
         prediction = self.memory.predict(seen.k[None], self.after.weights)
         one_alpha = seen.alpha.ndim == seen.theta.ndim
         alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
-        rule = self.memory.rule
-        known = one_alpha and type(rule).update is Rule.update and not (rule.ends_chunks or rule.window)
+        rule, kind = self.memory.rule, type(self.memory.rule)
+        papers = kind.update is Rule.update and kind.step is Rule.step
+        known = one_alpha and papers and not (rule.ends_chunks or rule.window)
         mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(self.reads)
         found = MemoryTrace(

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
+from titans_core.features import PolynomialFeatures
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
 from titans_core.projections import ConvState, Projections, expand_rows, project_gates
@@ -112,7 +113,9 @@ class NeuralMemory(Projections):
         own = self.rule.extra_gates
         self.extra = nn.Linear(d_model, config.heads * own) if own else None
         hidden = config.expansion * self.head_dim
-        widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
+        self.polynomial = PolynomialFeatures(config.heads, head_dim) if config.feature_degree > 1 else None
+        first = self.polynomial.width if self.polynomial else head_dim
+        widths = [first, *[hidden] * (config.depth - 1), self.head_dim]
         layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
         unwritten = len(layers) - 1 if config.written == "last" else 0
         self.feature_weights = nn.ParameterList(layers[:unwritten])
@@ -301,7 +304,8 @@ class NeuralMemory(Projections):
         return alpha, eta, theta, extra
 
     def _features(self, x_BTHE: Tensor) -> Tensor:
-        """The output of the layers that no token writes; queries or keys themselves if all are written."""
+        """Features of queries or keys: of `MemoryConfig.feature_degree`, then of layers no token writes."""
+        x_BTHE = self.polynomial(x_BTHE) if self.polynomial else x_BTHE
         if not self.feature_weights:
             return x_BTHE
         f, dtype = ACTIVATIONS[self.config.activation], state_dtype(x_BTHE)

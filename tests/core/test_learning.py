@@ -15,7 +15,8 @@ from titans_kernels import DecodeState
 # lmm is enough for `make test-fast`
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "switch"), [*((v, "default") for v in MEMORY_VARIANTS), ("lmm", "later_version")]
+    ("variant", "switch"),
+    [*((v, "default") for v in MEMORY_VARIANTS), ("lmm", "later_version"), ("lmm", "polynomial")],
 )
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
     m = model(variant, **SWITCHES[switch])

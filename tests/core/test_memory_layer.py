@@ -8,6 +8,7 @@ import torch
 from tests.core.small import model
 from titans_core import Documents, MemoryConfig, NeuralMemory, record
 from titans_core.telemetry import healthy_limits, out_of_range, weight_norm
+from titans_kernels import neural_memory
 
 
 @pytest.mark.parametrize("forget_to", ["zero", "initial"])
@@ -140,7 +141,43 @@ def test_where_only_the_last_layer_is_written_the_others_are_features(chunk_size
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("field", [{"written": "last"}, {"output_activation": "silu"}])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk_size", [1, 8])
+def test_polynomial_features_are_those_of_all_products(depth, chunk_size):
+    """A memory of the E^2 products has the same reads, from a first layer with the same rows."""
+    memory = model(feature_degree=2, depth=depth, chunk_size=chunk_size, surprise_bound=None).blocks[0].memory
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 21, 16, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        memory.polynomial.coefficients_HI.mul_(torch.rand(2, 3, generator=generator))
+    q, writes, _ = memory._project_tokens(x, memory.start(2).conv_state)
+    a = memory.polynomial.coefficients_HI
+
+    def phi(x: torch.Tensor) -> torch.Tensor:
+        one, products = torch.ones_like(x[..., :1]), x[..., :, None] * x[..., None, :]
+        return torch.cat([a[:, :1] * one, a[:, 1:2] * x, a[:, 2:] * products.flatten(-2)], -1)
+
+    plain_q, plain_k = memory.project(x, "qk", memory.start(2).conv_state)[0]
+    first, *rest = memory.initial_weights
+    rows, columns = torch.triu_indices(8, 8)
+    same = first.new_zeros(2, 1 + 8 + 64, first.shape[-1])
+    same[:, :9] = first[:, :9]
+    products = first[:, 9:] / (1 + (rows != columns).double()).sqrt()[:, None]
+    same[:, 9 + 8 * rows + columns] = products
+    same[:, 9 + 8 * columns + rows] = products
+    options = {"chunk_size": chunk_size, "backend": "reference"}
+    expected, after = neural_memory(phi(plain_q), phi(plain_k), *writes[1:5], (same, *rest), **options)
+    y, state = memory.extend(q, writes, memory.start(2).memory)
+    found = [y, *state.memory().weights[1:], *state.memory().momentum[1:]]
+    torch.testing.assert_close(
+        found, [expected, *after.weights[1:], *after.momentum[1:]], rtol=1e-9, atol=1e-10
+    )
+    leaves = [p for name, p in memory.named_parameters() if not name.startswith(("w_o", "output"))]
+    grads = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (y, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("field", [{"written": "last"}, {"output_activation": "silu"}, {"feature_degree": 2}])
 def test_what_a_residual_does_not_go_with_is_refused(field):
     with pytest.raises(ValueError, match=r"residual: input is not supported with .*; use none"):
         MemoryConfig(residual="input", **field)

@@ -90,3 +90,10 @@ def test_local_memories_do_not_reach_beyond_their_shard():
 def test_a_shard_that_cuts_chunks_is_refused():
     with pytest.raises(ValueError, match=r"options\.shard: 12 is not a multiple of the local chunk 5"):
         LanguageModel(config("tnt", options={"local_chunks": [5], "shard": 12}))
+
+
+def test_features_of_keys_are_refused():
+    with pytest.raises(
+        ValueError, match=r"^memory.feature_degree: 2 is not supported by variant tnt; use 1$"
+    ):
+        LanguageModel(config("tnt", feature_degree=2))

@@ -35,6 +35,7 @@ DEFAULTS = {
             "output_activation": "none",
             "written": "all",
             "start_rank": None,
+            "feature_degree": 1,
             "momentum": True,
             "decay": True,
             "decay_per": "head",

@@ -169,6 +169,8 @@ class TNT(Block):
         options = cls.read_options(config)
         if config.memory.written != "all":
             raise ValueError(f"memory.written: {config.memory.written}, but variant tnt writes all layers")
+        if config.memory.feature_degree != 1:
+            raise ValueError("memory.feature_degree: 2 is not supported by variant tnt; use 1")
         for size in options.local_chunks or (config.memory.chunk_size,):
             if options.shard % size:
                 raise ValueError(

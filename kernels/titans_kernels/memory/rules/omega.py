@@ -22,7 +22,8 @@ class Omega(Rule):
     count. The text does not say how gamma is made: here it is a gate of the token t for each i before it, and
     1 for i = t. ``c = 1`` is the paper's rule.
 
-    Left out: LN of the weights at a chunk's end. `Atlas` adds Muon.
+    Left out: LN of the weights at a chunk's end. `Atlas` adds Muon; polynomial features of keys and queries
+    are `feature_degree` of titans_core's `MemoryConfig`.
     """
 
     c: float = 4
