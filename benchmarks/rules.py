@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import RULES, MemoryState, OutputActivation, Rule, forms_used, neural_memory
+from titans_kernels import RULES, MemoryState, OutputActivation, Residual, Rule, forms_used, neural_memory
 from titans_kernels.memory.op import FORMS
+from titans_kernels.memory.residual import Output
 from titans_platform.cli import echo_json, json_option
 
 ONE_TOKEN = next(form.rules for form in FORMS if form.name == "online") or ()
@@ -31,28 +32,33 @@ class Case(NamedTuple):
     rule: Rule
     depth: int
     chunk_size: int
-    output: OutputActivation | None = None
+    output: Output | None = None
+    expansion: int = 1
+    """Width of the hidden layers over that of a head."""
 
     def call(self, given: Sequence[Tensor], backend: str = "auto") -> tuple[Tensor, MemoryState]:
         """y and the state after the last token."""
-        q, k, v, alpha, eta, theta, extra, *state = given
+        q, k, v, alpha, eta, theta, extra, weight, bias, *state = given
+        residual = Residual(weight, bias) if isinstance(self.output, Residual) else self.output
         return neural_memory(
             q, k, v, alpha, eta, theta, tuple(state[: self.depth]), tuple(state[self.depth :]),
             extra=extra if self.rule.extra_gates else None, chunk_size=self.chunk_size, rule=self.rule,
-            residual=self.output, backend=backend,
+            residual=residual, backend=backend,
         )  # fmt: skip
 
     def inputs(self, batch: int, length: int, heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-        """Random leaves: q, k, v, alpha, eta, theta, the rule's own gates, weights and momenta."""
+        """Random leaves: q, k, v, alpha, eta, theta, the rule's own gates, LN's two, weights and momenta."""
         generator = torch.Generator().manual_seed(0)
         normal = lambda *s: torch.randn(*s, generator=generator, dtype=dtype)  # noqa: E731
         gate = lambda *s: torch.rand(batch, length, heads, *s, generator=generator, dtype=dtype)  # noqa: E731
         q, k, v = (F.normalize(normal(batch, length, heads, width), dim=-1) for _ in range(3))
-        shapes = [(batch, heads, *pair) for pair in pairwise([width] * (self.depth + 1))]
+        hidden = [self.expansion * width] * (self.depth - 1)
+        shapes = [(batch, heads, *pair) for pair in pairwise([width, *hidden, width])]
+        norm = torch.ones(heads, width, dtype=dtype), torch.zeros(heads, width, dtype=dtype)
         W = [self.rule.start(normal(*s) / s[-1] ** 0.5) for s in shapes]
         # steps as small as a chunk of 64 tokens needs
-        leaves = [q, k, v, 0.05 * gate(), 0.5 * gate(), 0.02 * gate(), gate(self.rule.extra_gates), *W,
-                  *map(torch.zeros_like, W)]  # fmt: skip
+        leaves = [q, k, v, 0.05 * gate(), 0.5 * gate(), 0.02 * gate(), gate(self.rule.extra_gates),
+                  *norm, *W, *map(torch.zeros_like, W)]  # fmt: skip
         return [x.requires_grad_() for x in leaves]
 
     def error(self) -> tuple[str, float]:
@@ -82,7 +88,13 @@ def cases(names: Sequence[str] = ()) -> list[Case]:
 
     The paper's rule comes first, at every depth and chunk size of the others.
     """
-    paper, others = Rule(), [Case("paper, silu output", Rule(), 1, 64, OutputActivation("silu"))]
+    paper = Rule()
+    others = [
+        Case("paper, silu output", paper, 1, 64, OutputActivation("silu")),
+        Case("paper, residual norm", paper, 2, 64, Residual()),
+        Case("paper, expansion 2", paper, 2, 64, None, 2),
+        Case("paper, norm, expansion 4", paper, 2, 64, Residual(), 4),
+    ]
     for name, kind in RULES.items():
         if kind is not Rule:
             rule, online = kind(), kind in ONE_TOKEN

@@ -68,7 +68,7 @@ def test_with_a_residual_and_an_alpha_by_column(depth, kind, groups):
         case, options = Case(T, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
         options["surprise_bound"] = bound
         expected = case.whole(backend="reference", **options)
-        for backend in (*test_residual.parallel(kind, groups), *(["autograd"] if T < 20 else [])):
+        for backend in (*test_residual.parallel(groups), *(["autograd"] if T < 20 else [])):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 

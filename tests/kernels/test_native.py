@@ -11,7 +11,15 @@ import torch
 
 from tests.kernels.cases import needs_compiler
 from tests.kernels.test_neural_memory import CHUNKS, Case, assert_close, lengths
-from titans_kernels import layers, native, neural_memory, rms_norm, short_convolution
+from titans_kernels import (
+    OutputActivation,
+    Residual,
+    layers,
+    native,
+    neural_memory,
+    rms_norm,
+    short_convolution,
+)
 from titans_kernels.memory import op
 
 
@@ -153,6 +161,8 @@ def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path)
 def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     case = Case(5)
     inputs = op.Inputs.of(*case.inputs)
-    options = op.Options(4, "silu", None, None)
-    assert op.choose("auto", inputs, case.weights, options).name == "native"
-    assert op.choose("chunked", inputs, case.weights, options).name == "chunked"
+    norm = Residual(*torch.ones(2, 2, 3, dtype=torch.float64))
+    for output in (None, Residual(), norm, OutputActivation("silu")):
+        options = op.Options(4, "silu", None, None, residual=output)
+        assert op.choose("auto", inputs, case.weights, options).name == "native"
+        assert op.choose("chunked", inputs, case.weights, options).name == "chunked"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels.cases import Call, assert_same
+from tests.kernels.cases import Call, assert_same, needs_compiler
 from titans_kernels import (
     MemoryState,
     OutputActivation,
@@ -17,12 +17,11 @@ from titans_kernels import (
     Rule,
     decode_step,
     find_rule,
-    native,
     neural_memory,
     read_memory,
 )
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms import channels, chunked, reference
+from titans_kernels.memory.forms import channels, chunked, native, reference
 
 KINDS = ["none", "input", "norm", "silu"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +40,7 @@ class Case(Call):
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         widths = widths or [4, *[8] * (depth - 1), 4]
-        tokens = [F.normalize(rand(batch, T, 2, 4) - 0.5, dim=-1) for _ in range(3)]
+        tokens = [F.normalize(rand(batch, T, 2, widths[0]) - 0.5, dim=-1) for _ in range(3)]
         alpha = 0.05 * rand(batch, T, 2, *([groups] if groups else []))
         eta, theta = 0.9 * rand(batch, T, 2), 0.05 * rand(batch, T, 2)
         alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
@@ -53,18 +52,18 @@ class Case(Call):
             tuple(((rand(*s) - 0.5) * 4 / s[-2] ** 0.5).requires_grad_() for s in shapes),
             tuple((0.1 * (rand(*s) - 0.5)).requires_grad_() for s in shapes),
         )
-        norm = (1 + 0.2 * rand(2, 4)).requires_grad_(), (rand(2, 4) - 0.5).requires_grad_()
-        kinds = {"none": None, "input": Residual(), "norm": Residual(*norm), "silu": OutputActivation("silu")}
-        self.residual = kinds[kind]
+        norm = 1 + 0.2 * rand(2, widths[0]), rand(2, widths[0]) - 0.5
+        kinds = {"none": None, "input": Residual(), "norm": Residual(*(x.requires_grad_() for x in norm))}
+        self.residual = kinds[kind] if kind in kinds else OutputActivation(kind)
 
 
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
 CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)]
 
 
-def parallel(kind: str, groups: int | None) -> list[str]:
+def parallel(groups: int | None) -> list[str]:
     """Parallel forms that support a case."""
-    compiled = kind in ("input", "norm") and groups is None and native.library(torch.float64) is not None
+    compiled = groups is None and native.library(torch.float64) is not None
     return ["chunked", *(["native"] if compiled else [])]
 
 
@@ -78,7 +77,7 @@ def test_every_form_is_the_recurrence(depth, kind, groups):
         case, options = Case(T, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
         options["surprise_bound"] = bound
         expected = case.whole(backend="reference", **options)
-        for backend in (*parallel(kind, groups), *(["autograd"] if T < 20 else [])):
+        for backend in (*parallel(groups), *(["autograd"] if T < 20 else [])):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 
@@ -96,13 +95,46 @@ def test_other_rules(rule, kind, groups):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", ["norm", "silu", "gelu", "identity"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_compiled_form_is_the_parallel_form(depth, kind):
+    """Wider than a vector, about the borders of chunks, forgetting towards a base, packed or in rows."""
+    for T, width, borders in ((63, 17, None), (64, 17, None), (65, 33, [0, 3, 3, 50, 65])):
+        case = Case(T, widths=[width, *[40] * (depth - 1), width], kind=kind, batch=1 if borders else 2,
+                    documents=borders and 4)  # fmt: skip
+        base = tuple(0.1 * W[0].detach() for W in case.state.weights)
+        for B in base:
+            B.requires_grad_()
+        for bound in (None, 0.5):
+            options = {"chunk_size": 32, "surprise_bound": bound, "base": base}
+            options["cu_seqlens"] = borders and torch.tensor(borders)
+            expected = case.whole(backend="chunked", **options)
+            assert_same(expected, case.whole(backend="native", **options), [*case.leaves, *base])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["input", "norm", "silu"])
+@pytest.mark.parametrize(("chunk_size", "depth", "bound"), [(5, 1, 0.3), (8, 3, None), (20, 2, 0.3)])
+def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, monkeypatch):
+    case, calls, extend = Case(45, depth, kind=kind, batch=2), [], native.extend
+    options = {"chunk_size": chunk_size, "surprise_bound": bound}
+    monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
+    with torch.no_grad():
+        expected = case.whole(backend="reference", **options)
+        for sizes in ([45], [4, 41], [3, 1, 1, 30, 10], [21, 22, 2], [1] * 45):
+            found = case.pieces(sizes, **options)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    assert len(calls) > 5
+
+
 @pytest.mark.parametrize(("kind", "groups"), SWITCHED)
 def test_activations_widths_and_rows(kind, groups):
     case = Case(21, widths=[4, 12, 8, 4], batch=3, kind=kind, groups=groups)
     for activation in ("gelu", "identity"):
         options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation}
         expected = case.whole(backend="reference", **options)
-        for backend in parallel(kind, groups):
+        for backend in parallel(groups):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 
@@ -145,7 +177,7 @@ def test_an_activation_of_the_output_of_one_layer_is_modular_ttt():
         (slope,) = torch.autograd.grad(F.silu(z).sum(), z)
         W = (1 - alpha[t]) * W - 2 * theta[t] * torch.outer(k[t], slope * (F.silu(z.detach()) - v[t]))
         reads.append(F.silu(q[t] @ W))
-    for backend in ("reference", "autograd", "chunked"):
+    for backend in ("reference", "autograd", "chunked", "auto"):
         y = case.whole(backend=backend, chunk_size=4)[0]
         torch.testing.assert_close(y[0, :, 0], torch.stack(reads), rtol=1e-11, atol=1e-12)
 
@@ -153,7 +185,7 @@ def test_an_activation_of_the_output_of_one_layer_is_modular_ttt():
 @pytest.mark.parametrize("backend", ["reference", "autograd", "chunked", "native"])
 @pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 2), ("silu", None)])
 def test_packed_documents_are_separate_calls(kind, groups, backend):
-    if backend == "native" and backend not in parallel(kind, groups):
+    if backend == "native" and backend not in parallel(groups):
         pytest.skip("not supported")
     borders = [0, 3, 18, 18, 19, 25]
     case = Case(borders[-1], kind=kind, groups=groups, documents=len(borders) - 1)
@@ -195,7 +227,7 @@ def test_float32_is_near_the_float64_recurrence(kind, groups):
         single.residual = Residual(*low(case.residual))
     options = {"chunk_size": 16, "surprise_bound": 0.5}
     expected = case.whole(backend="reference", **options)
-    for backend in parallel(kind, groups):
+    for backend in parallel(groups):
         for x, y in zip(expected, single.whole(backend=backend, **options), strict=True):
             assert y.dtype == torch.float32
             assert (x - y).norm() <= 1e-4 * x.norm()
@@ -283,16 +315,16 @@ def test_compiled_is_eager_and_so_is_every_gradient(kind, groups, borders):
     assert_same(case.whole(**options), compiled(), case.leaves)
 
 
-@pytest.mark.parametrize(("kind", "groups", "reason"), [
-    ("norm", None, "it does not support LN inside the memory"),
-    ("silu", None, "it does not support an activation of the memory's output"),
-    ("none", 4, "it does not support alpha per column"),
+@pytest.mark.parametrize(("backend", "kind", "groups", "reason"), [
+    *((backend, *row) for backend in ("online", "triton") for row in (
+        ("norm", None, "it does not support LN inside the memory"),
+        ("silu", None, "it does not support an activation of the memory's output"),
+    )),
+    *((backend, "none", 4, "it does not support alpha per column")
+      for backend in ("native", "online", "triton")),
 ])  # fmt: skip
-@pytest.mark.parametrize("backend", ["native", "online", "triton"])
 def test_a_form_that_does_not_compute_it_says_so(backend, kind, groups, reason):
     case = Case(8, 1, kind=kind, groups=groups)
-    if (backend, kind) == ("native", "norm"):
-        pytest.skip("supported")
     with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}"):
         case.whole(backend=backend, chunk_size=1)
 

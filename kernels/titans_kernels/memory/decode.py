@@ -190,10 +190,10 @@ def extend_memory(
     rule, T = _rule(rule), q.shape[1]
     own = check_base(base, state.weights)
     check_rule(rule, extra, eta, chunk_size, state.weights, residual)
-    options = Options(chunk_size, activation, surprise_bound, None, rule, residual=residual, base=own)
+    fitted = check_residual(residual, q, v)
+    options = Options(chunk_size, activation, surprise_bound, None, rule, residual=fitted, base=own)
     tokens = Inputs.of(q, k, v, alpha, eta, theta, extra)
     if rule.window:
-        options = options._replace(residual=check_residual(residual, q, v))
         tokens = with_targets(tokens, options).to_state_dtype()
         return _windowed(tokens, state, options, q.dtype, write_budget)
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
@@ -273,7 +273,7 @@ def _budgeted(
 
 def _serves_compiled(tokens: Inputs, state: AnyState, options: Options) -> bool:
     """Whether the C++ form supports these tokens, which start or end inside a chunk."""
-    if not isinstance(state, DecodeState) or options.residual is not None:
+    if not isinstance(state, DecodeState):
         return False
     T, reached = tokens.q.shape[1], state.position + tokens.q.shape[1]
     if not (state.position or reached % options.chunk_size):
@@ -283,7 +283,8 @@ def _serves_compiled(tokens: Inputs, state: AnyState, options: Options) -> bool:
         return False
     if torch.compiler.is_compiling() or tokens.q.is_meta:
         return False
-    leaves = (*tokens, *state.weights, *state.momentum, *state.opened, state.steps, *options.base)
+    before = (*state.weights, *state.momentum, *state.opened, state.steps)
+    leaves = (*tokens, *before, *options.base, *options.norm)
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         return False
     return NATIVE.refusal(tokens, state.weights, options) is None
@@ -291,9 +292,12 @@ def _serves_compiled(tokens: Inputs, state: AnyState, options: Options) -> bool:
 
 def _compiled(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
     """Process all tokens in one call of the C++ form."""
-    depth = len(state.weights)
+    depth, dtype, tokens = len(state.weights), tokens.q.dtype, tokens.to_state_dtype()
+    adds_input = options.residual is not None and not options.curved
+    if adds_input:  # as in `op`, the loss of f for the value v - k
+        tokens = tokens._replace(v=tokens.v - tokens.k)
     y, weights, momentum, left = native.extend(tokens, state.weights, state.momentum, state.opened, options)
-    y = y.to(tokens.q.dtype)
+    y = (tokens.q + y if adds_input else y).to(dtype)
     if not left:
         return y, DecodeState.of(MemoryState(weights, momentum))
     layers = tuple(left[:depth]), tuple(left[depth : 2 * depth])

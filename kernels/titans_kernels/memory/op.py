@@ -79,8 +79,7 @@ class Form(NamedTuple):
     alpha: Literal["head", "column", "any"] = "head"
     """Supported alpha: one per head, one per group of columns, or either."""
     norm: bool = False
-    """Whether it supports LN inside the memory (`Residual.norm`) and, unless ``limits`` refuses it, an
-    activation of its output."""
+    """Whether it supports LN inside the memory (`Residual.norm`) and an activation of its output."""
     any_loss: bool = False
     """Whether the loss may depend on more than prediction - value. If not, ``x + f(x)`` and the base of a
     linear memory are folded into the value."""
@@ -134,8 +133,8 @@ FORMS = (
     Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta, MomentumDelta), depth=1,
          chunk_size=1, surprise_bound=False),
     Form("triton", "triton", _triton, 5e-5, device="cuda", base_depth=1, limits=_triton_limits),
-    Form("native", "native", native.write_and_read, 1e-9, device="cpu", linear_base=True,
-         norm=True, limits=native.refusal),
+    Form("native", "native", native.write_and_read, 1e-9, device="cpu", norm=True, linear_base=True,
+         limits=native.refusal),
     Form("chunked", "chunked", chunked.write_and_read, 1e-9, norm=True, traced=custom_op.write_and_read),
     Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
          traced=custom_op.write_and_read),
@@ -211,8 +210,8 @@ def neural_memory(
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" supports any rule, "autograd" any but "delta_ttt".
         residual: None for the paper's memory, a residual connection around it, with or without LN, or an
-            `OutputActivation`. "online" and "triton" support neither of the last two nor alpha per column,
-            "native" LN only; "auto" skips them.
+            `OutputActivation`. "online" and "triton" support neither of the last two nor alpha per column;
+            "native" does not support the latter. "auto" skips them.
         base: per layer B [H, D_in, D_out], shared by the batch: the weights decay towards B instead of zero,
             ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. ``weights`` and the returned weights are then the
             offsets W - B, so a memory that starts at its base has zero weights. "triton" supports a base for

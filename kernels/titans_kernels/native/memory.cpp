@@ -4,161 +4,31 @@
 // vector's lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too;
 // what is added is zero and stays so, for f(0) = 0. A name that ends in _t is such a matrix transposed,
 // [P][features]. A layer's weights and momentum are stacked over its input: [2 D][F], with a base to forget to
-// [3 D][F]. With LN, M(x) = x + unit w + b, where unit is the last layer's output z normalised; formulas as in
-// ../memory/residual.py.
+// [3 D][F].
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <new>
+#include <numeric>
 #include <utility>
 #include <vector>
 
-#include "exponential.h"
-
-// each function compiled once, not into all its callers: 1.4 seconds in place of 8, and no slower
-#define APART __attribute__((noinline))
-
-namespace {
-
-#if defined(__AVX512F__)
-constexpr int BYTES = 64, TALL = 8;
-#elif defined(__AVX__)
-constexpr int BYTES = 32, TALL = 4;
-#else
-constexpr int BYTES = 16, TALL = 4;
-#endif
-constexpr int LANES = 16;
-
-inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-template <class R> struct Vector {
-  typedef R type __attribute__((vector_size(BYTES), aligned(alignof(R)), may_alias));
-  static constexpr int size = BYTES / sizeof(R);
-};
-
-// MR rows and NV vectors of C (+)= sign A B, where A[m][k] is at a[m * row + k * column]
-template <class R, int MR, int NV>
-inline void tile(int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb, R* c,
-                 int64_t ldc, bool add) {
-  typedef typename Vector<R>::type V;
-  constexpr int size = Vector<R>::size;
-  V sum[MR][NV];
-  for (int i = 0; i < MR; i++)
-    for (int j = 0; j < NV; j++) sum[i][j] = V{};
-  for (int k = 0; k < K; k++) {
-    V right[NV];
-    for (int j = 0; j < NV; j++) right[j] = *(const V*)(b + k * ldb + j * size);
-    for (int i = 0; i < MR; i++) {
-      R left = a[i * row + k * column];
-      for (int j = 0; j < NV; j++) sum[i][j] += left * right[j];
-    }
-  }
-  for (int i = 0; i < MR; i++)
-    for (int j = 0; j < NV; j++) {
-      V* to = (V*)(c + i * ldc + j * size);
-      *to = add ? *to + sign * sum[i][j] : sign * sum[i][j];
-    }
-}
-
-template <class R, int NV>
-inline void columns(int M, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb,
-                    R* c, int64_t ldc, bool add) {
-  for (int m = 0; m < M; m += TALL)
-    tile<R, TALL, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
-}
-
-// C [M][N] (+)= sign A B; M and N are multiples of LANES
-template <class R>
-APART void multiply(int M, int N, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, R* c,
-              bool add) {
-  constexpr int size = Vector<R>::size;
-  int n = 0;
-  for (; n + 2 * size <= N; n += 2 * size)
-    columns<R, 2>(M, K, sign, a, row, column, b + n, N, c + n, N, add);
-  for (; n < N; n += size) columns<R, 1>(M, K, sign, a, row, column, b + n, N, c + n, N, add);
-}
-
-template <class R> APART void transpose(int M, int N, const R* from, R* to) {
-  for (int m = 0; m < M; m += LANES)
-    for (int n = 0; n < N; n += LANES)
-      for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) to[(n + i) * int64_t(M) + m + j] = from[(m + j) * int64_t(N) + n + i];
-}
-
-enum Activation { SILU, GELU, IDENTITY };
-
-template <class R> APART void activate(int activation, int n, const R* z, R* f) {
-  if (activation == SILU)
-    for (int i = 0; i < n; i++) f[i] = z[i] / (1 + exponential(-z[i]));
-  else if (activation == GELU)
-    for (int i = 0; i < n; i++) f[i] = R(0.5) * z[i] * (1 + std::erf(z[i] * R(M_SQRT1_2)));
-  else
-    std::copy(z, z + n, f);
-}
-
-// f' and, where there is space for it, f''
-template <class R> APART void slopes(int activation, int n, const R* z, R* first, R* second) {
-  if (activation == SILU) {
-    for (int i = 0; i < n; i++) {
-      R s = 1 / (1 + exponential(-z[i])), rest = s * (1 - s);
-      first[i] = s + z[i] * rest;
-      if (second) second[i] = rest * (2 + z[i] * (1 - 2 * s));
-    }
-  } else if (activation == GELU) {
-    for (int i = 0; i < n; i++) {
-      R density = std::exp(R(-0.5) * z[i] * z[i]) * R(0.398942280401432677939946);
-      first[i] = R(0.5) * (1 + std::erf(z[i] * R(M_SQRT1_2))) + z[i] * density;
-      if (second) second[i] = density * (2 - z[i] * z[i]);
-    }
-  } else {
-    std::fill(first, first + n, R(1));
-    if (second) std::fill(second, second + n, R(0));
-  }
-}
-
-// y += sign x scale, a factor for each lane
-template <class R> APART void add_scaled(int rows, int P, const R* x, const R* scale, R sign, R* y) {
-  for (int i = 0; i < rows; i++)
-    for (int t = 0; t < P; t++) y[i * P + t] += sign * x[i * P + t] * scale[t];
-}
-
-template <class R> APART void scaled(int rows, int P, const R* x, const R* scale, R* y) {
-  for (int i = 0; i < rows; i++)
-    for (int t = 0; t < P; t++) y[i * P + t] = x[i * P + t] * scale[t];
-}
-
-// out[t] += sign sum_i x[i][t] y[i][t]
-template <class R> APART void add_inner(int rows, int P, const R* x, const R* y, R sign, R* out) {
-  for (int t0 = 0; t0 < P; t0 += LANES) {
-    R sum[LANES] = {};
-    for (int i = 0; i < rows; i++)
-      for (int t = 0; t < LANES; t++) sum[t] += x[i * P + t0 + t] * y[i * P + t0 + t];
-    for (int t = 0; t < LANES; t++) out[t0 + t] += sign * sum[t];
-  }
-}
-
-template <class R> APART R inner(int n, const R* x, const R* y) {
-  R sum[LANES] = {}, total = 0;
-  for (int i = 0; i < n; i += LANES)
-    for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
-  for (R part : sum) total += part;
-  return total;
-}
-
-}  // namespace
+#include "lanes.h"
+#include "norm.h"
 
 extern "C" struct Spec {
   int64_t heads, depth, chunk, activation;
+  int64_t output;  // what follows the layers f: an activation, or an `Output`
   double bound;  // 0: none
   int64_t parts;  // of a layer's stack: 3 with a base, else 2
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
   const int64_t* chunks;   // chunks of all documents before each
-  const Real* norm;        // LN's weight and bias, [2, heads, width]; null: none
-  Real* dnorm;             // their gradient of each document and head, [documents, heads, 2, width]
 };
 
 namespace {
+
+enum Output { PLAIN = -1, NORM = -2 };  // nothing, and x + LN(f(x))
 
 template <class R> struct Tokens {
   R *q, *k, *v, *alpha, *eta, *theta, *y;  // [T, heads, width] and [T, heads]
@@ -206,10 +76,10 @@ template <class R> struct Chunk {
   // gates; C and N are [t][s], C_s is [s][t]
   R *alpha, *eta, *theta, *C, *C_s, *N, *beta, *m, *h, *rest;  // rest: 1 - beta, what a base has of a read
   R *dC, *dC_s, *dbeta, *dm, *dh, *dc, *dn, *dalpha, *deta, *dtheta, *carry_C, *carry_N;
-  R *pair, *pair2, *square, *square_t, *dz, *dx, *v, *spare_t;
-  // LN: z normalised, M(q) or its gradient, the gradient of M(k); of each lane 1 / deviation and two means; weight
-  // and bias of the head, and their gradients
-  R *unit, *out, *dp, *per, *mean, *along, *weight, *bias, *dweight, *dbias;
+  Norm<R> norm;
+  R *r, *read_r;   // of LN, for keys and reads
+  R *y, *dy, *dp;  // what is read, its gradient, and that of the prediction M(k)
+  R *pair, *square, *square_t, *dz, *dx, *v, *spare_t;
   int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
   int old = 0;       // how many of them came before the call
 
@@ -235,16 +105,13 @@ template <class R> struct Chunk {
       for (R** p : {&y.dd, &y.dz_t, &y.slope, &y.second}) arena.ask(*p, out);
     }
     for (R** p : {&alpha, &eta, &theta, &beta, &m, &h, &rest, &dbeta, &dm, &dh, &dc, &dn, &dalpha, &deta, &dtheta,
-                  &carry_C, &carry_N})
+                  &carry_C, &carry_N, &r, &read_r})
       arena.ask(*p, most);
     for (R** p : {&C, &C_s, &N, &dC, &dC_s, &square, &square_t}) arena.ask(*p, most * most);
-    for (R** p : {&pair, &pair2}) arena.ask(*p, parts * widest * most);
-    for (R** p : {&dz, &dx, &v, &spare_t}) arena.ask(*p, widest * most);
-    if (spec.norm) {
-      for (R** p : {&unit, &out, &dp}) arena.ask(*p, widest * most);
-      for (R** p : {&per, &mean, &along}) arena.ask(*p, most);
-      for (R** p : {&weight, &bias, &dweight, &dbias}) arena.ask(*p, widest);
-    }
+    arena.ask(pair, parts * widest * most);
+    for (R** p : {&dz, &dx, &v, &spare_t, &y, &dy, &dp}) arena.ask(*p, widest * most);
+    for (R** p : {&norm.dweight, &norm.dbias}) arena.ask(*p, padded(spec.widths[L]) * LANES);
+    norm.rows = spec.widths[L];
     arena.give();
   }
 
@@ -313,6 +180,19 @@ template <class R> struct Chunk {
     load_gate(tokens.alpha, token, head, alpha);
     load_gate(tokens.eta, token, head, eta);
     load_gate(tokens.theta, token, head, theta);
+  }
+
+  // LN's weight and bias of a head, from [heads, D]; and their gradients, to [documents, heads, D].
+  void load_norm(R** from, int head) {
+    norm.weight = from[0] + head * norm.rows, norm.bias = from[1] + head * norm.rows;
+    std::fill(norm.dweight, norm.dweight + norm.rows * LANES, R(0));
+    std::fill(norm.dbias, norm.dbias + norm.rows * LANES, R(0));
+  }
+  void store_norm(R** to, int64_t job) const {
+    R* sums[] = {norm.dweight, norm.dbias};
+    for (int part = 0; part < 2; part++)
+      for (int i = 0; i < norm.rows; i++)
+        to[part][job * norm.rows + i] = std::accumulate(sums[part] + i * LANES, sums[part] + (i + 1) * LANES, R(0));
   }
 
   // Tokens of an open chunk, [old][width], to the lanes of a matrix and from them.
@@ -392,102 +272,6 @@ template <class R> struct Chunk {
     }
   }
 
-  void load_norm(int head) {
-    if (!spec.norm) return;
-    int64_t width = spec.widths[L];
-    const R *w = spec.norm + head * width, *b = w + H * width;
-    std::copy(w, w + width, weight), std::copy(b, b + width, bias);
-    std::fill(dweight, dweight + width, R(0)), std::fill(dbias, dbias + width, R(0));
-  }
-  void store_norm(int64_t job) const {
-    if (!spec.norm) return;
-    int64_t width = spec.widths[L];
-    R* to = spec.dnorm + 2 * job * width;
-    std::copy(dweight, dweight + width, to), std::copy(dbias, dbias + width, to + width);
-  }
-
-  // `mean` of x and `along`, the mean of x y, over the features.
-  APART void means(const R* x, const R* y) {
-    int width = spec.widths[L];
-    std::fill(mean, mean + P, R(0)), std::fill(along, along + P, R(0));
-    for (int i = 0; i < width; i++)
-      for (int t = 0; t < P; t++) mean[t] += x[i * P + t], along[t] += x[i * P + t] * y[i * P + t];
-    for (int t = 0; t < P; t++) mean[t] /= width, along[t] /= width;
-  }
-  // `unit` and `per` of z; of a lane without a token they are zero, and so is what is made of them.
-  APART void normalise(const R* z) {
-    int width = spec.widths[L];
-    means(z, z);
-    for (int i = 0; i < width; i++)
-      for (int t = 0; t < P; t++) unit[i * P + t] = z[i * P + t] - mean[t];
-    means(unit, unit);
-    for (int t = 0; t < P; t++) per[t] = t < n ? 1 / std::sqrt(along[t] + R(1e-6)) : R(0);
-    scaled(width, P, unit, per, unit);
-  }
-  // to = per (g - mean g - unit mean (g unit)), in place too
-  APART void through(const R* g, R* to) {
-    means(g, unit);
-    for (int i = 0; i < spec.widths[L]; i++)
-      for (int t = 0; t < P; t++)
-        to[i * P + t] = per[t] * (g[i * P + t] - mean[t] - unit[i * P + t] * along[t]);
-    std::fill(to + spec.widths[L] * P, to + padded(spec.widths[L]) * P, R(0));
-  }
-  // Feature i of the gradient of the loss with respect to M(k), after `normalise`.
-  void error(int i, R* to) const {
-    const R *k = layers[0].X + i * P, *value = v + i * P, *x = unit + i * P;
-    for (int t = 0; t < P; t++) to[t] = 2 * (x[t] * weight[i] + bias[i] + k[t] - value[t]);
-  }
-
-  // M(q) of the last u.
-  APART void leave_norm() {
-    normalise(layers[L - 1].u);
-    for (int i = 0; i < spec.widths[L]; i++)
-      for (int t = 0; t < P; t++)
-        out[i * P + t] = unit[i * P + t] * weight[i] + bias[i] + layers[0].x[i * P + t];
-  }
-  // dz from the gradient of M(q) to that of the last u; `out` keeps the former, which is also part of q's.
-  APART void leave_norm_backward() {
-    normalise(layers[L - 1].u);
-    std::copy(dz, dz + spec.widths[L] * P, out);
-    for (int i = 0; i < spec.widths[L]; i++) add_norm(i, unit + i * P, dz + i * P, dz + i * P);
-    through(dz, dz);
-  }
-  // Gradients of weight and bias from that of unit w + b, which times the weight is unit's.
-  void add_norm(int i, const R* x, const R* dy, R* dx) {
-    R total = 0;
-    for (int t = 0; t < P; t++) total += dy[t];
-    dweight[i] += inner(P, x, dy), dbias[i] += total;
-    for (int t = 0; t < P; t++) dx[t] = dy[t] * weight[i];
-  }
-  // dd of the last layer from the gradient of d to that of z; `dp` gets that of M(k).
-  APART void error_backward(Layer<R>& y) {
-    int width = spec.widths[L], size = width * P;
-    R *g = pair, *dg = pair + y.F * P, *dunit = dz, *with_g = square, *e = square_t;
-    normalise(y.z);
-    for (int i = 0; i < width; i++) {
-      error(i, g + i * P);
-      for (int t = 0; t < P; t++) g[i * P + t] *= weight[i];
-    }
-    means(g, unit);
-    std::copy(along, along + P, with_g);
-    through(y.dd, dg);  // `along` is then that of dd
-    for (int i = 0; i < width; i++) {
-      error(i, e);
-      dweight[i] += inner(P, e, dg + i * P);
-      for (int t = 0; t < P; t++) dp[i * P + t] = 2 * dg[i * P + t] * weight[i];
-      add_norm(i, unit + i * P, dp + i * P, dunit + i * P);
-      for (int t = 0; t < P; t++)
-        dunit[i * P + t] -= per[t] * (g[i * P + t] * along[t] + y.dd[i * P + t] * with_g[t]);
-    }
-    through(g, g);
-    means(y.dd, g);
-    std::copy(along, along + P, e);  // the gradient of 1 / deviation, times that
-    through(dunit, y.dd);
-    for (int i = 0; i < width; i++)
-      for (int t = 0; t < P; t++) y.dd[i * P + t] -= unit[i * P + t] * e[t] * per[t];
-    for (int i = 0; i < size; i++) layers[0].dX[i] += dp[i];
-  }
-
   APART void bound(Layer<R>& y) {
     if (!spec.bound) return;
     std::fill(y.scale, y.scale + P, R(0));
@@ -496,25 +280,31 @@ template <class R> struct Chunk {
     scaled(y.F, P, y.d, square, y.d);
   }
 
+  // d from the last layer's output z; E is the error 2 (M(k) - v) where that is not d. With LN z becomes n, and d of
+  // the tokens that pad the chunk is not zero, but their keys and their columns of C and N are.
+  APART void surprise(Layer<R>& top) {
+    int size = top.F * P;
+    if (spec.output == PLAIN) {
+      for (int i = 0; i < size; i++) top.d[i] = 2 * (top.z[i] - v[i]);
+    } else if (spec.output == NORM) {
+      std::fill(top.d + norm.rows * P, top.d + size, R(0));
+      norm.surprise(P, layers[0].X, v, top.z, r, top.E, top.d);
+    } else {
+      activate(spec.output, size, top.z, top.E);
+      slopes<R>(spec.output, size, top.z, top.d, nullptr);
+      for (int i = 0; i < size; i++) top.E[i] = 2 * (top.E[i] - v[i]), top.d[i] *= top.E[i];
+    }
+  }
+
   // Forward through the memory, then the errors back; ``errors`` [L] of the tokens that came before the call.
   APART void keys(R** errors, int64_t job) {
     for (int l = 0; l < L; l++) {
       Layer<R>& y = layers[l];
-      R* z = l < L - 1 || spec.norm ? y.z : y.d;
-      multiply<R>(y.F, P, y.D, 1, y.WS, 1, y.F, y.X, z, false);
-      if (l < L - 1) activate(spec.activation, y.F * P, z, layers[l + 1].X);
+      multiply<R>(y.F, P, y.D, 1, y.WS, 1, y.F, y.X, y.z, false);
+      if (l < L - 1) activate(spec.activation, y.F * P, y.z, layers[l + 1].X);
     }
     Layer<R>& top = layers[L - 1];
-    if (spec.norm) {
-      normalise(top.z);
-      for (int i = 0; i < spec.widths[L]; i++) {
-        error(i, top.d + i * P);
-        for (int t = 0; t < P; t++) top.d[i * P + t] *= weight[i];
-      }
-      through(top.d, top.d);
-    } else {
-      for (int i = 0; i < top.F * P; i++) top.d[i] = 2 * (top.d[i] - v[i]);
-    }
+    surprise(top);
     bound(top);
     for (int l = L - 2; l >= 0; l--) {
       Layer<R>&y = layers[l], &up = layers[l + 1];
@@ -536,7 +326,7 @@ template <class R> struct Chunk {
     if (parts == 3) scaled(y.D, P, y.x, rest, to + 2 * y.D * P);
   }
 
-  // Queries through the weights after each of their tokens; the last u is y.
+  // Queries through the weights after each of their tokens; with LN the last u becomes n.
   APART void reads() {
     for (int l = 0; l < L; l++) {
       Layer<R>& y = layers[l];
@@ -547,7 +337,32 @@ template <class R> struct Chunk {
       multiply<R>(y.F, P, parts * y.D, 1, y.WS, 1, y.F, pair, y.u, false);
       multiply<R>(y.F, P, P, -1, y.d, P, 1, y.P, y.u, true);
     }
-    if (spec.norm) leave_norm();
+    if (spec.output == NORM) norm.normalise(P, layers[L - 1].u, read_r);
+  }
+
+  // What is read [features][P], from the last u.
+  R* output() {
+    R* u = layers[L - 1].u;
+    if (spec.output == PLAIN) return u;
+    if (spec.output == NORM)
+      norm.output(P, layers[0].x, u, y);
+    else
+      activate(spec.output, layers[L - 1].F * P, u, y);
+    return y;
+  }
+
+  // From dy the gradient of the last u, in dz.
+  APART void output_backward() {
+    Layer<R>& top = layers[L - 1];
+    int size = top.F * P;
+    if (spec.output == PLAIN || spec.output == NORM)
+      std::copy(dy, dy + size, dz);
+    else
+      slopes<R>(spec.output, size, top.u, dz, nullptr);
+    if (spec.output == NORM)
+      norm.output_backward(P, top.u, read_r, dz);
+    else if (spec.output != PLAIN)
+      for (int i = 0; i < size; i++) dz[i] *= dy[i];
   }
 
   // Of each key's input what goes into the state after the chunk.
@@ -567,9 +382,9 @@ template <class R> struct Chunk {
   }
 
   APART void reads_backward() {
+    output_backward();
     std::fill(dC_s, dC_s + P * P, R(0));
     std::fill(dbeta, dbeta + P, R(0)), std::fill(dm, dm + P, R(0)), std::fill(dh, dh + P, R(0));
-    if (spec.norm) leave_norm_backward();
     for (int l = L - 1; l >= 0; l--) {  // dz is that of u
       Layer<R>& y = layers[l];
       transpose(y.F, P, dz, y.dz_t);
@@ -591,7 +406,7 @@ template <class R> struct Chunk {
       slopes<R>(spec.activation, y.D * P, layers[l - 1].u, dz, nullptr);
       for (int i = 0; i < y.D * P; i++) dz[i] *= dx[i];
     }
-    for (int i = 0; spec.norm && i < spec.widths[0] * P; i++) dx[i] += out[i];
+    for (int i = 0; spec.output == NORM && i < norm.rows * P; i++) dx[i] += dy[i];
   }
 
   // Of the step to the next state, and of the reads with respect to this one.
@@ -635,6 +450,23 @@ template <class R> struct Chunk {
     scaled(y.F, P, y.dd, along, y.dd);
   }
 
+  // dd of the last layer becomes the gradient of z; dp is that of the prediction.
+  APART void surprise_backward(Layer<R>& top) {
+    int size = top.F * P;
+    if (spec.output == PLAIN) {
+      for (int i = 0; i < size; i++) dp[i] = top.dd[i] *= 2;
+    } else if (spec.output == NORM) {
+      norm.surprise_backward(P, top.z, r, top.E, top.dd, dp);
+      for (int i = 0; i < norm.rows * P; i++) layers[0].dX[i] += dp[i];
+    } else {
+      slopes(spec.output, size, top.z, top.slope, top.second);
+      for (int i = 0; i < size; i++) {
+        dp[i] = 2 * top.dd[i] * top.slope[i];
+        top.dd[i] = dp[i] * top.slope[i] + top.E[i] * top.second[i] * top.dd[i];
+      }
+    }
+  }
+
   // Up through the errors' way down, then down through the keys' way up; dd becomes the gradient of z.
   APART void keys_backward() {
     for (int l = 0; l < L - 1; l++) {
@@ -650,10 +482,7 @@ template <class R> struct Chunk {
     }
     Layer<R>& top = layers[L - 1];
     bound_backward(top);
-    if (spec.norm)
-      error_backward(top);
-    else
-      for (int i = 0; i < top.F * P; i++) top.dd[i] *= 2;
+    surprise_backward(top);
     for (int l = L - 1; l >= 0; l--) {
       Layer<R>& y = layers[l];
       transpose(y.F, P, y.dd, spare_t);
@@ -677,15 +506,16 @@ struct Place {
   }
 };
 
-// ``base`` [L] of [heads, D, F], null where there is none. ``after`` null: the call closes no chunk.
+// ``fixed``, shared by all documents: the base [L] of [heads, D, F] if there is one, with LN its weight and bias
+// [heads, D]. ``after`` null: the call closes no chunk.
 template <class R>
-void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strides, R** base, R** after, R* kept,
+void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strides, R** fixed, R** after, R* kept,
              const Open<R>& open, int64_t first, int64_t stop) {
   Chunk<R> chunk(spec, false);
   int L = chunk.L;
+  R **base = spec.parts == 3 ? fixed : nullptr, **norm = fixed + (base ? L : 0);
   for (int64_t job = first; job < stop; job++) {
     Place at(spec, job);
-    chunk.load_norm(at.head);
     for (int l = 0; l < L; l++) {
       Layer<R>& y = chunk.layers[l];
       int64_t size = y.inputs * y.outputs;
@@ -693,6 +523,7 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
       chunk.load_state(here(l), here(L + l), y, y.WS);
       if (base) chunk.load_base(base[l] + at.head * size, y, y.WS);
     }
+    if (spec.output == NORM) chunk.load_norm(norm, at.head);
     int64_t length = open.before + at.length;
     for (int64_t done = 0; done < length; done += spec.chunk) {
       int64_t token = at.first + done - open.before;  // where the chunk began, maybe before the call
@@ -701,7 +532,7 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
       chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, length - done));
       if (chunk.old) chunk.resume(open.held, job);
       chunk.gates(), chunk.keys(open.held + L, job), chunk.reads();
-      chunk.store(spec.norm ? chunk.out : chunk.layers[L - 1].u, token, at.head, spec.widths[L], tokens.y);
+      chunk.store(chunk.output(), token, at.head, spec.widths[L], tokens.y);
       if (open.after && done + spec.chunk > length)
         chunk.leave(open.left, job);
       else
@@ -715,16 +546,16 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
   }
 }
 
-// ``dafter`` may hold null pointers, for zeros; ``grads.y`` is the gradient of y. ``dbefore`` has the base's too,
-// of each document.
+// ``dafter`` may hold null pointers, for zeros; ``grads.y`` is the gradient of y. ``dbefore`` has those of
+// ``fixed`` too, of each document.
 template <class R>
-void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** dafter, Tokens<R> grads,
+void backward(const Spec& spec, Tokens<R> tokens, R** fixed, const R* kept, R** dafter, Tokens<R> grads,
               R** dbefore, int64_t first, int64_t stop) {
   Chunk<R> chunk(spec, true);
   int L = chunk.L;
+  R **base = spec.parts == 3 ? fixed : nullptr, **norm = fixed + (base ? L : 0);
   for (int64_t job = first; job < stop; job++) {
     Place at(spec, job);
-    chunk.load_norm(at.head);
     for (int l = 0; l < L; l++) {
       Layer<R>& y = chunk.layers[l];
       int64_t size = y.inputs * y.outputs, place = job * size;
@@ -733,17 +564,18 @@ void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** d
       chunk.load_base(nullptr, y, y.grad);
       if (base) chunk.load_base(base[l] + at.head * size, y, y.WS);
     }
+    if (spec.output == NORM) chunk.load_norm(norm, at.head);
     for (int64_t i = at.chunks - 1; i >= 0; i--) {
       int64_t token = at.first + i * spec.chunk;
       chunk.recall(kept + (at.kept + i) * chunk.state_size);
       chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, at.length - i * spec.chunk));
       chunk.gates(), chunk.keys(nullptr, job), chunk.reads();
-      chunk.load(grads.y, token, at.head, spec.widths[L], chunk.dz);
+      chunk.load(grads.y, token, at.head, spec.widths[L], chunk.dy);
       chunk.reads_backward();
       chunk.store(chunk.dx, token, at.head, spec.widths[0], grads.q);
       chunk.advance_backward(), chunk.keys_backward(), chunk.gates_backward();
       chunk.store(chunk.layers[0].dX, token, at.head, spec.widths[0], grads.k);
-      chunk.store(spec.norm ? chunk.dp : chunk.layers[L - 1].dd, token, at.head, spec.widths[L], grads.v, R(-1));
+      chunk.store(chunk.dp, token, at.head, spec.widths[L], grads.v, R(-1));
       chunk.store_gate(chunk.dalpha, token, at.head, grads.alpha);
       chunk.store_gate(chunk.deta, token, at.head, grads.eta);
       chunk.store_gate(chunk.dtheta, token, at.head, grads.theta);
@@ -754,20 +586,20 @@ void backward(const Spec& spec, Tokens<R> tokens, R** base, const R* kept, R** d
       chunk.store_state(y.grad, y, dbefore[l] + place, dbefore[L + l] + place);
       if (base) chunk.store_base(y.grad, y, dbefore[2 * L + l] + place);
     }
-    chunk.store_norm(job);
+    if (spec.output == NORM) chunk.store_norm(dbefore + (base ? 3 : 2) * L, job);
   }
 }
 
 }  // namespace
 
 extern "C" void memory_forward(const Spec* spec, const Tokens<Real>* tokens, Real** state, const int64_t* strides,
-                               Real** base, Real** after, Real* kept, const Open<Real>* open, int64_t first,
+                               Real** fixed, Real** after, Real* kept, const Open<Real>* open, int64_t first,
                                int64_t stop) {
-  forward<Real>(*spec, *tokens, state, strides, base, after, kept, *open, first, stop);
+  forward<Real>(*spec, *tokens, state, strides, fixed, after, kept, *open, first, stop);
 }
 
-extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, Real** base, const Real* kept,
+extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, Real** fixed, const Real* kept,
                                 Real** dafter, const Tokens<Real>* grads, Real** dbefore, int64_t first,
                                 int64_t stop) {
-  backward<Real>(*spec, *tokens, base, kept, dafter, *grads, dbefore, first, stop);
+  backward<Real>(*spec, *tokens, fixed, kept, dafter, *grads, dbefore, first, stop);
 }

@@ -19,20 +19,19 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, whole
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.memory.residual import OutputActivation
+from titans_kernels.memory.residual import Output, OutputActivation
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 256 * 2**20
 """Maximum bytes of chunk-start states; larger calls use `chunked`, which saves only some of them."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
+PLAIN, NORM = -1, -2  # its `Output`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
     """Why the library does not support a call of the paper's rule, or None if it does."""
     if inputs.q.device.type != "cpu":
         return f"tensors are on {inputs.q.device.type}"
-    if isinstance(options.residual, OutputActivation):
-        return "it does not support an activation of the memory's output"
     chunks = sum(-(-n // options.chunk_size) for n in _lengths(inputs.q, options.cu_seqlens))
     kept = 2 * chunks * sum(W[0].numel() for W in weights) * inputs.state_dtype.itemsize
     if kept > KEEP_BYTES:
@@ -43,13 +42,12 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does."""
     call, depth = Call.of(inputs, weights, options), len(weights)
-    tokens, before, base = inputs.to_state_dtype()[:6], (*weights, *momentum), options.base
-    norm = torch.stack(options.norm) if options.norm else None
-    arguments = (norm, *tokens, *before, *base)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
-        y, *state = _Memory.apply(call, *arguments)
+    tokens, before = inputs.to_state_dtype()[:6], (*weights, *momentum)
+    fixed = (*options.base, *options.norm)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *before, *fixed)):
+        y, *state = _Memory.apply(call, *tokens, *before, *fixed)
     else:
-        y, *state = call.forward(tokens, before, base, norm)
+        y, *state = call.forward(tokens, before, fixed)
     return y, tuple(state[:depth]), tuple(state[depth:])
 
 
@@ -67,7 +65,8 @@ def extend(
     left = [x.new_empty(*x.shape[:2], *([n] if x.ndim > 2 else []), *x.shape[3:]) for x in held] if n else []
     edges, call = _Edges.of(before, held, left), Call.of(inputs, weights, options)
     state, closes = (*whole(weights, options.base), *momentum), tokens >= options.chunk_size
-    y, *after = call.forward(inputs.to_state_dtype()[:6], state, options.base, edges=edges, closes=closes)
+    fixed = (*options.base, *options.norm)
+    y, *after = call.forward(inputs.to_state_dtype()[:6], state, fixed, edges=edges, closes=closes)
     if not closes:
         return y, weights, momentum, left
     return y, distances(tuple(after[:depth]), options.base), tuple(after[depth:]), left
@@ -91,10 +90,10 @@ class _Edges(ctypes.Structure):
 
 class _Spec(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation")),
+        *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation", "output")),
         ("bound", ctypes.c_double),
         ("parts", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("widths", "borders", "chunks", "norm", "dnorm")),
+        *((name, ctypes.c_void_p) for name in ("widths", "borders", "chunks")),
     )
 
 
@@ -102,7 +101,7 @@ class Call(NamedTuple):
     """The options of one call and the layout of its documents.
 
     Tokens are q, k, v [B, T, H, D] and the gates [B, T, H]; a state is L weights and L momenta [N, H, D, F];
-    a base is [H, D, F] per layer, or empty; LN's weight and bias are one tensor [2, H, F], or None.
+    ``fixed`` is a base [H, D, F] per layer, if there is one, and LN's weight and bias [H, D], likewise.
     """
 
     spec: _Spec
@@ -122,7 +121,8 @@ class Call(NamedTuple):
         arrays = numbers(widths), *_tables(lengths, b)
         spec = _Spec(
             inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(options.activation),
-            options.surprise_bound or 0.0, 3 if options.base else 2, *map(ctypes.addressof, arrays),
+            _output(options.residual), options.surprise_bound or 0.0, 3 if options.base else 2,
+            *map(ctypes.addressof, arrays),
         )  # fmt: skip
         rounded = [-(-n // 16) * 16 for n in widths]
         size = 2 * sum(D * F for D, F in itertools.pairwise(rounded))
@@ -132,8 +132,7 @@ class Call(NamedTuple):
         self,
         tokens: Sequence[Tensor],
         state: Sequence[Tensor],
-        base: Sequence[Tensor] = (),
-        norm: Tensor | None = None,
+        fixed: Sequence[Tensor] = (),
         kept: Tensor | None = None,
         edges: _Edges | None = None,
         closes: bool = True,
@@ -144,13 +143,12 @@ class Call(NamedTuple):
         are written to ``kept``.
         """
         tokens, before = [x.contiguous() for x in tokens], [_rows(x) for x in state]
-        base = [x.contiguous() for x in base]
+        fixed = [x.contiguous() for x in fixed]
         y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state if closes]
         strides = numbers(tuple(x.stride(0) for x in before))
-        self.spec.norm = None if norm is None else norm.data_ptr()
         self._run(
             self.library.memory_forward, pointers([*tokens, y]), pointers(before), strides,
-            pointers(base) if base else None, pointers(after) if closes else None, pointer(kept),
+            pointers(fixed), pointers(after) if closes else None, pointer(kept),
             ctypes.byref(edges or _Edges()),
         )  # fmt: skip
         return [y, *(after or state)]
@@ -158,31 +156,27 @@ class Call(NamedTuple):
     def backward(
         self,
         tokens: Sequence[Tensor],
-        base: Sequence[Tensor],
-        norm: Tensor | None,
+        fixed: Sequence[Tensor],
         kept: Tensor,
         dy: Tensor,
         dafter: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """Gradients of LN, the tokens, the state before them and the base; None in ``dafter`` is zeros."""
-        tokens, base = [x.contiguous() for x in tokens], [x.contiguous() for x in base]
+    ) -> list[Tensor]:
+        """Gradients of the tokens, of the state before them and of ``fixed``; None in ``dafter`` is zeros."""
+        tokens, fixed = [x.contiguous() for x in tokens], [x.contiguous() for x in fixed]
         dafter, dy = [None if x is None else x.contiguous() for x in dafter], dy.contiguous()
-        grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy)
-        dnorm = None if norm is None else norm.new_empty(self.documents, norm.shape[1], 2, norm.shape[2])
-        self.spec.norm = None if norm is None else norm.data_ptr()
-        self.spec.dnorm = None if dnorm is None else dnorm.data_ptr()
+        grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy, fixed)
         self._run(
-            self.library.memory_backward, pointers([*tokens, None]), pointers(base) if base else None,
-            pointer(kept), pointers(dafter), pointers([*grads, dy]), pointers(before),
+            self.library.memory_backward, pointers([*tokens, None]), pointers(fixed), pointer(kept),
+            pointers(dafter), pointers([*grads, dy]), pointers(before),
         )  # fmt: skip
         last = 2 * self.spec.depth
-        dnorm = None if dnorm is None else dnorm.sum(0).transpose(0, 1)
-        return [dnorm, *grads, *before[:last], *(dB.sum(0) for dB in before[last:])]
+        return [*grads, *before[:last], *(x.sum(0) for x in before[last:])]
 
-    def _like_state(self, x: Tensor) -> list[Tensor]:
-        widths = list(self.arrays[0])
-        shapes = [(self.documents, self.spec.heads, *pair) for pair in itertools.pairwise(widths)]
-        return [x.new_empty(shape) for shape in self.spec.parts * shapes]
+    def _like_state(self, x: Tensor, fixed: Sequence[Tensor]) -> list[Tensor]:
+        """Of each document and head, for the gradients of the state and of ``fixed``."""
+        shapes = [(self.spec.heads, *pair) for pair in itertools.pairwise(self.arrays[0])]
+        shapes = [*2 * shapes, *(tuple(part.shape) for part in fixed)]
+        return [x.new_empty(self.documents, *shape) for shape in shapes]
 
     def _run(self, function: ctypes._NamedFuncPointer, *arguments: object) -> None:
         """Run in parallel over documents and heads."""
@@ -194,13 +188,13 @@ class _Memory(torch.autograd.Function):
     """`Call` as an autograd function."""
 
     @staticmethod
-    def forward(ctx, call, norm, *arguments):
+    def forward(ctx, call, *arguments):
         ctx.set_materialize_grads(False)
         kept = arguments[0].new_empty(call.kept_numel)
         last = 6 + 2 * call.spec.depth
-        base = arguments[last:]
-        outputs = call.forward(arguments[:6], arguments[6:last], base, norm, kept)
-        ctx.save_for_backward(*arguments[:6], norm, kept, *base)
+        fixed = arguments[last:]
+        outputs = call.forward(arguments[:6], arguments[6:last], fixed, kept)
+        ctx.save_for_backward(*arguments[:6], kept, *fixed)
         ctx.call = call
         return tuple(outputs)
 
@@ -209,9 +203,16 @@ class _Memory(torch.autograd.Function):
     def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         # read once: under activation checkpointing a second read fails
         saved = ctx.saved_tensors
-        tokens, (norm, kept, *base) = saved[:6], saved[6:]
+        tokens, (kept, *fixed) = saved[:6], saved[6:]
         dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
-        return None, *ctx.call.backward(tokens, base, norm, kept, dy, doutputs[1:])
+        return None, *ctx.call.backward(tokens, fixed, kept, dy, doutputs[1:])
+
+
+def _output(residual: Output | None) -> int:
+    """What follows the last layer; `op` folds ``x + f(x)`` into the value."""
+    if isinstance(residual, OutputActivation):
+        return ACTIVATIONS.index(residual.name)
+    return NORM if residual is not None and residual.norm else PLAIN
 
 
 def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
