@@ -35,8 +35,10 @@ class MemoryConfig(Frozen):
     """Hidden width of the memory over its head width."""
     chunk_size: PositiveInt = 64
     """The paper's b (eq. 16): gradients of a chunk are taken at the weights it starts from."""
-    activation: Literal["silu", "gelu", "identity"] = "silu"
-    """Non-linearity between the layers of the memory."""
+    activation: Literal["silu", "gelu", "identity", "swiglu", "geglu"] = "silu"
+    """Non-linearity between the layers of the memory. With swiglu or geglu each layer but the last has two
+    matrices, ``silu(x W) * (x V)``, as in LaCT (ATLAS++: geglu); slower, since only the forms for any rule
+    support it."""
     residual: Literal["none", "input", "norm"] = "none"
     """Residual connection around the layers f of the memory: none, ``x + f(x)``, or ``x + LN(f(x))`` with a
     learned weight and bias per head, as in the later published version and in TTT."""
@@ -115,6 +117,10 @@ class MemoryConfig(Frozen):
             if (value := getattr(self, name)) != plain and self.residual != "none":
                 raise ValueError(f"residual: {self.residual} is not supported with {name} {value}; use none")
         fits = (self.expansion, self.written) == (1, "all") and self.depth > 1
+        if self.start_rank is not None and self.activation in ("swiglu", "geglu"):
+            raise ValueError(
+                f"start_rank: {self.start_rank} is not supported with activation {self.activation}"
+            )
         if self.start_rank is not None and not fits:
             raise ValueError(
                 f"start_rank: {self.start_rank} needs expansion 1, written all and depth 2 or more; found "

@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,7 +35,7 @@ from titans_kernels import (
     without_autocast,
     write_budget,
 )
-from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.activations import ACTIVATIONS, layer_shapes
 
 
 class Writes(NamedTuple):
@@ -115,8 +114,8 @@ class NeuralMemory(Projections):
         hidden = config.expansion * self.head_dim
         self.polynomial = PolynomialFeatures(config.heads, head_dim) if config.feature_degree > 1 else None
         first = self.polynomial.width if self.polynomial else head_dim
-        widths = [first, *[hidden] * (config.depth - 1), self.head_dim]
-        layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
+        shapes = layer_shapes([first, *[hidden] * (config.depth - 1), head_dim], config.activation)
+        layers = [torch.empty(config.heads, *shape) for shape in shapes]
         unwritten = len(layers) - 1 if config.written == "last" else 0
         self.feature_weights = nn.ParameterList(layers[:unwritten])
         """Layers that no token writes; see `MemoryConfig.written`."""

@@ -16,7 +16,12 @@ from titans_kernels import DecodeState
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "switch"),
-    [*((v, "default") for v in MEMORY_VARIANTS), ("lmm", "later_version"), ("lmm", "polynomial")],
+    [
+        *((v, "default") for v in MEMORY_VARIANTS),
+        ("lmm", "later_version"),
+        ("lmm", "polynomial"),
+        ("lmm", "swiglu"),
+    ],
 )
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
     m = model(variant, **SWITCHES[switch])

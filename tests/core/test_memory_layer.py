@@ -199,3 +199,5 @@ def test_layers_may_start_at_half_the_identity_plus_a_low_rank():
         assert torch.linalg.matrix_rank(W - 0.5 * torch.eye(16)).tolist() == [2, 2]
     with pytest.raises(ValueError, match="start_rank: 2 needs expansion 1, written all and depth 2 or more"):
         MemoryConfig(start_rank=2, depth=1)
+    with pytest.raises(ValueError, match="start_rank: 2 is not supported with activation swiglu"):
+        MemoryConfig(start_rank=2, activation="swiglu")

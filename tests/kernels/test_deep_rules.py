@@ -33,8 +33,8 @@ class Deep(Case):
     """Two layers of two heads, inside ``x + LN(f(x))`` if asked."""
 
     def __init__(self, norm: bool = True, T: int = T, momentum: bool = True, decay: bool = True,
-                 rule: Rule = PAPER):  # fmt: skip
-        super().__init__(T, widths=[4, 6, 4], rule=rule)
+                 rule: Rule = PAPER, activation: str = "silu"):  # fmt: skip
+        super().__init__(T, widths=[4, 6, 4], rule=rule, activation=activation)
         with torch.no_grad():
             for gate, used in zip(self.tokens[3:5], (decay, momentum), strict=True):
                 gate.mul_(used)
@@ -241,10 +241,20 @@ def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inpu
 
 
 @pytest.mark.parametrize("muon", [0.0, 1.0])
-def test_lact(muon):
-    case = Deep(norm=False)
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+def test_lact(muon, activation):
+    """Also of the published SwiGLU memory ``W1 (silu(W0 x) * (W2 x))``, W0 and W2 side by side in a layer."""
+    case = Deep(norm=False, activation=activation)
+    gated = activation == "swiglu"
+
+    def f(W: list[Tensor], x: Tensor) -> Tensor:
+        return (F.silu(x @ W[0]) * (x @ W[1] if gated else 1)) @ W[-1]
+
+    def layers(W: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(W[:-1], -1), W[-1]]
 
     def head(h, tokens, W, S):
+        W, S = ([*w.chunk(1 + gated, -1), out] for w, out in (W, S))
         y = []
         for first in range(0, T, B):
             start, part = W, [x[first : first + B] for x in tokens]
@@ -255,13 +265,14 @@ def test_lact(muon):
                 sums = [x - theta * d for x, d in zip(sums, g, strict=True)]
                 last = [-theta * d for d in g]
             if len(part[0]) < B:
-                return y, [w + dw for w, dw in zip(W, sums, strict=True)], last
+                return y, layers([w + dw for w, dw in zip(W, sums, strict=True)]), layers(last)
             S = [dw + part[4].mean() * s for dw, s in zip(sums, S, strict=True)]
             W = [fixed_rows(w + (orthogonalised(s) if muon else s), w) for w, s in zip(W, S, strict=True)]
         return y, W, S
 
     leaves = [x for x in case.leaves if x is not case.tokens[3]]  # nothing decays
-    assert_published(case, case.by_hand(head), leaves, rule=find_rule("lact", muon=muon))
+    options = {"rule": find_rule("lact", muon=muon), "activation": activation}
+    assert_published(case, case.by_hand(head), leaves, **options)
 
 
 def test_newton_schulz_brings_singular_values_near_one():

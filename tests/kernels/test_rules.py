@@ -23,7 +23,7 @@ from titans_kernels import (
     find_rule,
     neural_memory,
 )
-from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.activations import ACTIVATIONS, layer_shapes
 from titans_kernels.memory.forms import reference
 from titans_kernels.memory.rules import (
     E2TTT,
@@ -89,7 +89,8 @@ class Case(Call):
     """Random float64 inputs of two heads, whose gates are 0 and 1 at some tokens, and a state of each row."""
 
     def __init__(self, T: int, depth: int = 2, *, batch: int = 1, documents: int | None = None,
-                 widths: list[int] | None = None, rule: Rule = PAPER):  # fmt: skip
+                 widths: list[int] | None = None, rule: Rule = PAPER,
+                 activation: str = "silu"):  # fmt: skip
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         widths = widths or [3, *[4] * (depth - 1), 3]
@@ -99,7 +100,7 @@ class Case(Call):
         alpha[chance < 0.1], eta[chance > 0.9] = 0, 0
         alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
         rows = documents or batch
-        shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
+        shapes = [(rows, 2, *pair) for pair in layer_shapes(widths, activation)]
         extra = [rand(batch, T, 2, rule.extra_gates)] if rule.extra_gates else []
         self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta, *extra)]
         self.state = MemoryState(
@@ -130,6 +131,29 @@ def test_activations_widths_and_rows(rule):
         options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
         expected = case.whole(backend="reference", **options)
         assert_same(expected, case.whole(backend="autograd", **options), case.leaves)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+@each_rule
+def test_a_gated_layer_is_two_matrices(rule, activation):
+    case = Case(21, widths=[3, 6, 2, 5], batch=3, rule=rule, activation=activation)
+    options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
+    expected = case.whole(backend="reference", **options)
+    for backend in ("autograd", "auto"):
+        assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+    assert_same(expected, case.pieces([3, 1, 17], **options), case.leaves)
+    assert_same(expected, case.pieces([1] * 21, decode_step, **options), case.leaves)
+
+
+def test_what_a_gated_memory_does_not_go_with_is_named():
+    case = Case(4, activation="swiglu")
+    with pytest.raises(ValueError, match=r"^backend: native .* does not support the activation swiglu; use"):
+        case.whole(backend="native", activation="swiglu")
+    with pytest.raises(ValueError, match=r"^weights\[1\]: shape \(1, 2, 4, 3\) is not \(2, 8, 3\)"):
+        case.whole(activation="silu")
+    odd = Case(4, widths=[3, 5, 3])
+    with pytest.raises(ValueError, match=r"^weights: a hidden layer of 5 outputs, which geglu cannot halve$"):
+        odd.whole(activation="geglu")
 
 
 @pytest.mark.parametrize("backend", ["reference", "autograd"])

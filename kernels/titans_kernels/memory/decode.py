@@ -95,7 +95,7 @@ def decode_step(
         ValueError: a shape, name or size is invalid, or the tokens exceed the open chunk; the message names
             the argument.
     """
-    _check(q, k, v, (alpha, eta, theta), state, write_budget)
+    _check(q, k, v, (alpha, eta, theta), state, write_budget, activation)
     check_options(chunk_size, activation, surprise_bound, write_budget)
     residual = check_residual(residual, q, v)
     if state.position + q.shape[1] > chunk_size:
@@ -123,7 +123,11 @@ def decode_step(
         else:
             y, state = continue_chunk(tokens, as_open_chunk(state, options.rule), options)
         if state.position == chunk_size:
-            ended = state.ended(options.rule, own) if isinstance(state, DecodeState) else state.memory()
+            ended = (
+                state.ended(options.rule, own, activation)
+                if isinstance(state, DecodeState)
+                else state.memory()
+            )
             if isinstance(state, DecodeState) and options.rule.ends_chunks and options.rule.reads == "token":
                 f, last = ACTIVATIONS[activation], tokens.q[:, -1:].transpose(1, 2)
                 read = apply_memory(whole(ended.weights, own), last, f, residual).transpose(1, 2)
@@ -185,7 +189,7 @@ def extend_memory(
         TypeError: an option has the wrong type; the message names it.
         ValueError: a shape, name or size is invalid; the message names the argument.
     """
-    _check(q, k, v, (alpha, eta, theta), state, write_budget)
+    _check(q, k, v, (alpha, eta, theta), state, write_budget, activation)
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule, T = _rule(rule), q.shape[1]
     own = check_base(base, state.weights)
@@ -246,9 +250,9 @@ def _rule(rule: Rule | str) -> Rule:
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], state: AnyState,
-    write_budget: float | None,
+    write_budget: float | None, activation: str,
 ) -> None:  # fmt: skip
-    check_shapes(q, k, v, gates, state.weights, state.momentum)
+    check_shapes(q, k, v, gates, state.weights, state.momentum, activation=activation)
     held = state.weights[0].shape[:2]
     if held != (q.shape[0], q.shape[2]):
         raise ValueError(f"state: [B, H] = {tuple(held)} differs from q's {(q.shape[0], q.shape[2])}")

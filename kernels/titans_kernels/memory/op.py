@@ -95,6 +95,8 @@ class Form(NamedTuple):
     """Whether it supports a surprise bound."""
     layerwise: bool = False
     """Whether it supports rules with a loss for each layer."""
+    gated: bool = False
+    """Whether it supports a gated activation between layers."""
     traced: Callable[[Inputs, Layers, Layers, Options], Result] | None = None
     """Replaces ``compute`` under torch.compile and for meta tensors, where ``compute`` cannot be traced."""
     limits: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
@@ -122,6 +124,8 @@ class Form(NamedTuple):
             return f"it supports a base with {self.base_depth} layer, not {layers}"
         if self.chunk_size not in (None, options.chunk_size):
             return f"it supports chunk_size {self.chunk_size}, not {options.chunk_size}"
+        if layers > 1 and ACTIVATIONS[options.activation].gated and not self.gated:
+            return f"it does not support the activation {options.activation}"
         if options.surprise_bound is not None and not self.surprise_bound:
             return "it does not support surprise_bound"
         return self.limits(inputs, weights, options)
@@ -139,11 +143,11 @@ FORMS = (
     Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
          traced=custom_op.write_and_read),
     Form("factored", "chunked", factored.write_and_read, 1e-9, rules=None, linear=True, norm=True,
-         any_loss=True, windows=True, traced=autograd.write_and_read),
+         any_loss=True, windows=True, gated=True, traced=autograd.write_and_read),
     Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
-         any_loss=True),
+         any_loss=True, gated=True),
     Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
-         any_loss=True, layerwise=True, windows=True),
+         any_loss=True, layerwise=True, windows=True, gated=True),
 )  # fmt: skip
 """Every form, in the order in which "auto" tries them."""
 
@@ -195,7 +199,9 @@ def neural_memory(
         momentum: tensors of the same shapes, or None for zeros.
         extra: the rule's own gates in [0, 1], [B, T, H, E] with E = `Rule.extra_gates`; None if it has none.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
-        activation: "silu", "gelu" or "identity", between layers.
+        activation: "silu", "gelu" or "identity", between layers; or "swiglu" or "geglu", under which every
+            layer but the last is two matrices side by side, [W, V] with ``silu(x W) * (x V)`` as its output,
+            and 2 F wide for the F inputs of the next. "factored" and "autograd" support these two.
         surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths of N documents packed into B = 1; documents may
             be empty. Each document starts from the given weights and momentum, whose batch dimension may be
@@ -246,7 +252,7 @@ def neural_memory(
     worst gradients by 1e-2 relative to float64, in every form. With ``surprise_bound=1`` the error is 5e-7;
     with ``write_budget=2`` alone it is 1e-4 (`tests/kernels/test_random_calls.py`).
     """
-    documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
+    documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens, activation)
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule = find_rule(rule) if isinstance(rule, str) else rule
     check_rule(rule, extra, eta, chunk_size, weights, residual)
@@ -350,7 +356,7 @@ def read_memory(
     Args:
         q: queries, [B, T, H, D].
         weights: L tensors [B, H, D_in, D_out] or [H, D_in, D_out].
-        activation: "silu", "gelu" or "identity", between layers.
+        activation: as in `neural_memory`.
         residual: as in `neural_memory`.
         base: per layer [H, D_in, D_out]; ``weights`` are then the offsets from it, as in `neural_memory`.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.autograd import OpenChunk
 from titans_kernels.memory.forms.reference import end_chunk
 from titans_kernels.memory.options import Layers, MemoryState, distances, whole, without_autocast
@@ -83,7 +84,7 @@ class DecodeState(NamedTuple):
                 S.append(h * S0 - (X * self.n[..., None]).mT @ d)
         return MemoryState(tuple(W), tuple(S))
 
-    def ended(self, rule: Rule, base: Layers) -> MemoryState:
+    def ended(self, rule: Rule, base: Layers, activation: str) -> MemoryState:
         """`memory` after `Rule.end_chunk` of a full chunk."""
         now = self.memory()
         if not rule.ends_chunks:
@@ -91,7 +92,8 @@ class DecodeState(NamedTuple):
         beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
         kept = tuple(beta * W + m * S for W, S in zip(self.weights, self.momentum, strict=True))
         W, S = end_chunk(
-            rule, (whole(now.weights, base), now.momentum), (whole(self.weights, base), self.momentum),
+            rule, ACTIVATIONS[activation], (whole(now.weights, base), now.momentum),
+            (whole(self.weights, base), self.momentum),
             (whole(kept, base), tuple(h * S for S in self.momentum)), [beta] * len(kept), self.etas,
         )  # fmt: skip
         return MemoryState(distances(W, base), S)

@@ -14,7 +14,7 @@ from titans_kernels.memory.rules import Rule
 
 def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, gates: Layers, weights: Layers, momentum: Layers | None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, activation: str = "silu",
 ) -> int:  # fmt: skip
     """Returns the number of documents; raises ValueError on the first invalid shape."""
     B, T, H, _ = q.shape
@@ -35,13 +35,18 @@ def check_shapes(
             )
     documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
+    inputs, known = widths[:-1], ACTIVATIONS.get(activation)
+    if known is not None and known.gated:
+        if odd := [F for F in widths[1:-1] if F % 2]:
+            raise ValueError(f"weights: a hidden layer of {odd[0]} outputs, which {activation} cannot halve")
+        inputs[1:] = [F // 2 for F in inputs[1:]]
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
         raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
     for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
         if len(layers) != len(weights):
             raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
         for l, x in enumerate(layers):
-            fits = ((H, widths[l], widths[l + 1]), (documents, H, widths[l], widths[l + 1]))
+            fits = ((H, inputs[l], widths[l + 1]), (documents, H, inputs[l], widths[l + 1]))
             if tuple(x.shape) not in fits:
                 raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
     return documents
@@ -84,8 +89,8 @@ def check_residual(residual: Output | None, q: Tensor, v: Tensor) -> Output | No
     if residual is None:
         return None
     if isinstance(residual, OutputActivation):
-        if residual.name not in ACTIVATIONS:
-            raise ValueError(f"residual: {residual.name!r} is not one of {', '.join(ACTIVATIONS)}")
+        if residual.name not in (plain := [name for name, f in ACTIVATIONS.items() if not f.gated]):
+            raise ValueError(f"residual: {residual.name!r} is not one of {', '.join(plain)}")
         return residual
     if (residual.weight is None) != (residual.bias is None):
         raise ValueError("residual: LN needs a weight and a bias, or neither")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.forms.reference import apply_memory, each_document, end_chunk
+from titans_kernels.memory.forms.reference import apply_memory, each_document, each_matrix, end_chunk
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -103,8 +103,8 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     def update(W: Layers, S: Layers, gradients: list[Tensor], t: int) -> tuple[Layers, Layers]:
         step = [gate[:, :, t, None, None] for gate in gates]
         alphas = [broadcast_gate(forget[:, :, t], w.shape[-1], by_column) for w in W]
-        after = [rule.update(*layer, *step) for layer in zip(W, S, gradients, alphas, strict=True)]
-        return tuple(w for w, _ in after), tuple(s for _, s in after)
+        W, S = each_matrix(f, lambda *layer: rule.update(*layer, *step), W, S, gradients, alphas)
+        return W, S
 
     for t in range(now.q.shape[2]):
         W, S = update(W, S, [g[:, :, t] for g in gradients], t)
@@ -113,7 +113,7 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
             if p + t + 1 == options.chunk_size:
                 starts = whole(chunk.start, base), chunk.start_momentum
                 after, rest = (whole(W, base), S), (whole(kept[0], base), kept[1])
-                W, S = end_chunk(rule, after, starts, rest, [x[:, :, -1] for x in decays], etas)
+                W, S = end_chunk(rule, f, after, starts, rest, [x[:, :, -1] for x in decays], etas)
                 W = distances(W, base)
         read = whole(W if rule.reads == "token" else chunk.start, base)
         y.append(apply_memory(read, now.q[:, :, t : t + 1], f, options.residual))

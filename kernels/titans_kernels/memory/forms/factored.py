@@ -21,7 +21,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
-from titans_kernels.memory.forms.reference import apply_memory, each_document, end_chunk, surprise
+from titans_kernels.memory.forms.reference import (
+    apply_memory,
+    each_document,
+    each_matrix,
+    end_chunk,
+    surprise,
+)
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances
 from titans_kernels.memory.parts.gates import Coefficients, LastCoefficients, decay_products
 from titans_kernels.memory.residual import predict
@@ -148,7 +154,7 @@ def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options, befor
     starts, (W, S) = (W, S), (tuple(part) for part in zip(*after, strict=True))
     ends = rule.ends_chunks and now.q.shape[2] == options.chunk_size
     if ends:
-        W, S = end_chunk(rule, (W, S), starts, (kept, kept_S), [beta] * len(W), now.eta)
+        W, S = end_chunk(rule, f, (W, S), starts, (kept, kept_S), [beta] * len(W), now.eta)
     if rule.reads == "chunk":
         return apply_memory(starts[0], now.q, f, residual), W, S
     y = _read(now.q, at, X, d, *starts, f, base)
@@ -167,17 +173,20 @@ def _steps(now: Inputs, W: Layers, S: Layers, options: Options, before: Window) 
     error = lambda prediction, v: rule.error(prediction, v, *(x[..., 0] for x in extra))  # noqa: E731
     X, d = surprise(W, *keys, f, options.surprise_bound, error, residual)
     N, h = _momenta(eta, torch.ones_like(theta), gamma)[..., -keys.k.shape[2] :], eta.cumprod(-1)
-    A, beta, weights, momenta = decay_products(1 - alpha), (1 - alpha).cumprod(-1), [], []
-    for l, (x, e, w, s) in enumerate(zip(X, d, distances(W, base), S, strict=True)):
+    A, beta, momenta, weights = decay_products(1 - alpha), (1 - alpha).cumprod(-1), [], []
+    for x, e, s in zip(X, d, S, strict=True):
         gradients = x[..., None] * e[..., None, :]
-        sums = (N @ gradients.flatten(-2)).unflatten(-1, w.shape[-2:])
+        sums = (N @ gradients.flatten(-2)).unflatten(-1, s.shape[-2:])
         momenta.append(h[..., None, None] * s[:, :, None] - sums)
-        # the intermediate results of a step, such as those of Newton-Schulz, are several weights a token
-        step = checkpoint(
-            rule.step, momenta[-1], theta[..., None, None], use_reentrant=False, preserve_rng_state=False
-        )
-        steps = (A @ step.flatten(-2)).unflatten(-1, w.shape[-2:])
-        moved = beta[..., None, None] * w[:, :, None] + steps
+
+    def step(momentum: Tensor) -> tuple[Tensor]:
+        # its intermediate results, such as those of Newton-Schulz, are several weights a token
+        rate = theta[..., None, None]
+        return (checkpoint(rule.step, momentum, rate, use_reentrant=False, preserve_rng_state=False),)
+
+    (steps,) = each_matrix(f, step, momenta)
+    for l, (w, x) in enumerate(zip(distances(W, base), steps, strict=True)):
+        moved = beta[..., None, None] * w[:, :, None] + (A @ x.flatten(-2)).unflatten(-1, w.shape[-2:])
         weights.append(moved + base[l][:, None] if base else moved)
     after = tuple(x[:, :, -1] for x in weights), tuple(x[:, :, -1] for x in momenta)
     if rule.reads == "chunk":

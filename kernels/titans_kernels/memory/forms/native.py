@@ -119,8 +119,10 @@ class Call(NamedTuple):
         lengths, b = _lengths(inputs.q, options.cu_seqlens), options.chunk_size
         widths = (*(W.shape[-2] for W in weights), weights[-1].shape[-1])
         arrays = numbers(widths), *_tables(lengths, b)
+        # of a single layer the activation has no effect, and may be a gated one
+        activation = "identity" if len(weights) == 1 else options.activation
         spec = _Spec(
-            inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(options.activation),
+            inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(activation),
             _output(options.residual), options.surprise_bound or 0.0, 3 if options.base else 2,
             *map(ctypes.addressof, arrays),
         )  # fmt: skip

@@ -84,13 +84,13 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
             gamma = now.extra[..., j - 1, None, None]
             gradient = tuple(g + gamma * x for g, x in zip(gradient, earlier, strict=True))
         own = now.extra[..., None, None].unbind(2)
-        step = partial(_updated, rule, (alpha, eta, theta, *own), base=base, by_column=by_column)
+        step = partial(_updated, rule, f, (alpha, eta, theta, *own), base=base, by_column=by_column)
         weights, momentum = step(weights, momentum, gradient)  # (13, 14)
         if rule.ends_chunks:
             kept = step(*kept, tuple(map(torch.zeros_like, gradient)))
             if (t + 1) % options.chunk_size == 0:
                 lost = [broadcast_gate(decay, W.shape[-1], by_column) for W in weights]
-                weights, momentum = end_chunk(rule, (weights, momentum), before, kept, lost, etas)
+                weights, momentum = end_chunk(rule, f, (weights, momentum), before, kept, lost, etas)
         read = weights if rule.reads == "token" else chunk_start
         y.append(apply_memory(read, now.q[:, :, None], f, options.residual)[:, :, 0])  # (15)
     return torch.stack(y, 1), weights, momentum
@@ -117,15 +117,13 @@ def _layer_by_layer(inputs: Inputs, weights: Layers, momentum: Layers, options: 
 
 
 def _updated(
-    rule: Rule, gates: tuple[Tensor, ...], weights: Layers, momentum: Layers, gradient: Layers, *,
-    base: Layers, by_column: bool,
+    rule: Rule, f: Activation, gates: tuple[Tensor, ...], weights: Layers, momentum: Layers, gradient: Layers,
+    *, base: Layers, by_column: bool,
 ) -> tuple[Layers, Layers]:  # fmt: skip
     """Weights and momentum after a token."""
-    after = [
-        rule.update(V, S, g, broadcast_gate(gates[0], V.shape[-1], by_column), *gates[1:])
-        for V, S, g in zip(distances(weights, base), momentum, gradient, strict=True)
-    ]
-    moved, momentum = (tuple(part) for part in zip(*after, strict=True))
+    alphas = [broadcast_gate(gates[0], W.shape[-1], by_column) for W in weights]
+    update = lambda *layer: rule.update(*layer, *gates[1:])  # noqa: E731
+    moved, momentum = each_matrix(f, update, distances(weights, base), momentum, gradient, alphas)
     return whole(moved, base), momentum
 
 
@@ -160,13 +158,31 @@ def _joined(documents: Sequence[Layers]) -> Layers:
 
 
 def end_chunk(
-    rule: Rule, after: tuple[Layers, Layers], start: tuple[Layers, Layers], kept: tuple[Layers, Layers],
-    decays: Iterable[Tensor], eta: Tensor,
+    rule: Rule, f: Activation, after: tuple[Layers, Layers], start: tuple[Layers, Layers],
+    kept: tuple[Layers, Layers], decays: Iterable[Tensor], eta: Tensor,
 ) -> tuple[Layers, Layers]:  # fmt: skip
     """`Rule.end_chunk` of every layer."""
-    ends = [ChunkEnd._make((*end, eta)) for end in zip(*after, *start, *kept, decays, strict=True)]
-    ended = [rule.end_chunk(end) for end in ends]
-    return tuple(W for W, _ in ended), tuple(S for _, S in ended)
+    end = lambda *layer: rule.end_chunk(ChunkEnd._make((*layer, eta)))  # noqa: E731
+    W, S = each_matrix(f, end, *after, *start, *kept, decays)
+    return W, S
+
+
+def each_matrix(
+    f: Activation, function: Callable[..., tuple[Tensor, ...]], *parts: Iterable[Tensor]
+) -> tuple[Layers, ...]:
+    """``function`` of every layer's tensors [..., D, F], or [..., 1, 1], and its results by layer.
+
+    Under a gated activation a hidden layer is two matrices, which are given to ``function`` one by one.
+    """
+    layers, results = list(zip(*parts, strict=True)), []
+    for l, layer in enumerate(layers):
+        if f.gated and l < len(layers) - 1:
+            halves = zip(*(x.chunk(2, -1) if x.shape[-1] > 1 else (x, x) for x in layer), strict=True)
+            both = zip(*(function(*half) for half in halves), strict=True)
+            results.append(tuple(torch.cat(pair, -1) for pair in both))
+        else:
+            results.append(function(*layer))
+    return tuple(zip(*results, strict=True))
 
 
 def apply_memory(weights: Layers, x_BHTD: Tensor, f: Activation, residual: Output | None = None) -> Tensor:
