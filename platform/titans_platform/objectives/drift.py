@@ -1,15 +1,15 @@
-"""Drifting linear regression: a task of forgetting whose best decay, step and risk have closed forms.
+"""Drifting linear regression: a task of decay and momentum whose best gates and risk are known in advance.
 
-A vector w moves, ``w_{t+1} = a w_t + sqrt(q / d) n_t`` with ``a^2 = 1 - q``, and is seen through
+A vector w moves, ``w_{t+1} = a R w_t + sqrt(q / d) n_t`` with ``a^2 = 1 - q``, and is seen through
 ``y_t = w_t . x_t + sigma m_t``; n and m are standard normal, x_t is uniform on the sphere of radius sqrt(d),
-E|w|^2 = 1. A linear memory predicts y_t from what it kept of the past, then writes the pair:
+E|w|^2 = 1, and R turns each two coordinates by an angle. A linear memory predicts y_t from the past by
+u_t . x_t, then writes the pair (eqs. 13 and 14 of the paper at depth 1 with chunks of one token):
 
-    u_t = A w'_{t-1},    w'_t = u_t + B (y_t - u_t . x_t) x_t / d,    risk R = E|u_t - w_t|^2.
+    S_{t+1} = eta S_t + B (y_t - u_t . x_t) x_t / d,    u_{t+1} = A u_t + S_{t+1},    risk R = E|u_t - w_t|^2.
 
-That is the operator at depth 1 with chunks of one token, keys x / sqrt(d), values y / sqrt(d), A = 1 - alpha
-and B = 2 theta, with two tokens a step: a query, which forgets and reads, and a write. alpha and theta are
-two numbers that training learns from the squared error; the closed forms say what it should find. They are
-derived here, and held to a simulation in the tests.
+Keys are x / sqrt(d), values y / sqrt(d), A = 1 - alpha and B = 2 theta. alpha, eta and theta are three
+numbers that training learns from the squared error; `best_gates` says what it should find, and the tests hold
+that to a simulation.
 
 Shapes: B rows, T steps, d inputs, F outputs, each with a drifting vector of its own.
 """
@@ -45,46 +45,6 @@ ROWS = 100_000
 """Training rows before they repeat."""
 
 
-class Gates(NamedTuple):
-    """A constant kept part A, a step B, and the risk that they have in the long run."""
-
-    kept: float
-    step: float
-    risk: float
-
-
-def steady_risk(kept: float, step: float, d: int, q: float, noise: float) -> float:
-    """R in the long run for constant A and B; ``noise`` is sigma^2. inf where the recurrence is unstable."""
-    A, B, a, g = kept, step, math.sqrt(1 - q), 1 - step / d
-    contraction = A**2 * (1 - (2 * B - B**2) / d)
-    if contraction >= 1 or abs(a * A * g) >= 1:
-        return math.inf
-    # E (u - w) . w, which the drift of w and the forgetting of u both move
-    c = (a * (A - a) - q) / (1 - a * A * g)
-    moved = (A - a) ** 2 + 2 * A * (A - a) * g * c + q
-    return (moved + A**2 * B**2 * noise / d) / (1 - contraction)
-
-
-def with_decay(d: int, q: float, noise: float) -> Gates:
-    """The best A and B: A = a, B the root of the stationary condition of R at A = a."""
-    a, s = math.sqrt(1 - q), noise / d
-    if noise == 0:
-        return Gates(a, 1.0, steady_risk(a, 1.0, d, q, noise))
-    b = q * (1 + s * d)
-    step = (math.sqrt(b**2 + 4 * a**2 * s * q) - b) / (2 * a**2 * s)
-    return Gates(a, step, steady_risk(a, step, d, q, noise))
-
-
-def without_decay(d: int, q: float, noise: float) -> Gates:
-    """The best B where nothing is forgotten, A = 1, by a line search."""
-    from scipy.optimize import minimize_scalar  # takes a second to import
-
-    found = minimize_scalar(
-        lambda B: steady_risk(1.0, B, d, q, noise), bounds=(1e-6, 2 - 1e-6), method="bounded"
-    )
-    return Gates(1.0, float(found.x), float(found.fun))
-
-
 class DriftOptions(Frozen):
     """The generator of the rows."""
 
@@ -92,12 +52,77 @@ class DriftOptions(Frozen):
     """d, the inputs of a step."""
     drift: Annotated[float, Field(gt=0)] = 1.0
     """q d: the share of w that a step replaces, times d. A memory of d x 1 floats can follow about 1."""
+    turn: Annotated[float, Field(ge=0, le=math.pi * 1024)] = 0.0
+    """The angle in radians by which w turns in d steps; 0: it does not turn."""
     noise: Annotated[float, Field(ge=0)] = 0.0
     """sigma^2, the variance of the observation noise; that of w . x is 1."""
+    outliers: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of observations with more noise, each on its own."""
+    outlier_noise: Annotated[float, Field(ge=0)] = 0.0
+    """Variance of their noise, in place of ``noise``."""
     outputs: PositiveInt = 8
     """F independent vectors with the same inputs: more samples from one row."""
     burn_in: PositiveInt = 192
-    """First steps of a row, not trained on or measured: the closed forms are of the long run."""
+    """First steps of a row, not trained on or measured: the known risk is that of the long run."""
+
+
+class Gates(NamedTuple):
+    """Constant gates, and the risk that they have in the long run."""
+
+    kept: float
+    """A = 1 - alpha"""
+    step: float
+    """B = 2 theta"""
+    eta: float
+    risk: float
+
+
+def steady_risk(kept: float, step: float, eta: float, options: DriftOptions) -> float:
+    """R in the long run for constant A, B and eta; inf where the recurrence is unstable.
+
+    With z = (w, u, S) and K = k k^T of a unit key, a step is ``z' = (M + N K) z + noise``. K is a projection
+    with E K = 1 / d, so the covariance P = E z z^* has a linear recurrence, which is solved for its fixed
+    point. Two coordinates that R turns are one complex number; a K on both sides leaves the real part.
+    """
+    d, q = options.width, options.drift / options.width
+    turned = math.sqrt(1 - q) * np.exp(1j * options.turn / d)
+    M = np.array([[turned, 0, 0], [0, kept, eta], [0, 0, eta]])
+    N = step * np.array([[0, 0, 0], [1, -1, 0], [1, -1, 0]])
+    variance = (1 - options.outliers) * options.noise + options.outliers * options.outlier_noise
+    noise = np.diag([q, 0, 0]) + step**2 * variance / d * np.array([[0, 0, 0], [0, 1, 1], [0, 1, 1]])
+
+    def after(P: NDArray[Any]) -> NDArray[Any]:
+        return M @ P @ M.conj().T + (M @ P @ N.T + N @ P @ M.conj().T + (N @ P @ N.T).real) / d
+
+    basis = [unit.reshape(3, 3) * part for part in (1, 1j) for unit in np.eye(9)]
+    pairs = lambda P: np.concatenate([P.real.ravel(), P.imag.ravel()])  # noqa: E731
+    moved = np.stack([pairs(after(P)) for P in basis], 1)
+    if np.abs(np.linalg.eigvals(moved)).max() >= 1 - 1e-9:
+        return math.inf
+    P = np.linalg.solve(np.eye(18) - moved, pairs(noise))[:9].reshape(3, 3)
+    return float(P[0, 0] + P[1, 1] - 2 * P[0, 1])
+
+
+def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False) -> Gates:
+    """The gates of the lowest risk with the paper's rule, found by a search.
+
+    A = 1 without decay, eta = 0 without momentum.
+    """
+    from scipy.optimize import minimize  # takes a second to import
+    from scipy.special import expit
+
+    def gates(logits: NDArray[Any]) -> tuple[float, float, float]:
+        A, B, eta = expit(logits).tolist()
+        return A if decay else 1.0, 2 * B, eta if momentum else 0.0
+
+    def risk(logits: NDArray[Any]) -> float:
+        return min(steady_risk(*gates(logits), options), 1e6)
+
+    settings = {"xatol": 1e-7, "fatol": 1e-13, "maxiter": 4000}
+    starts = [(3.0, 0.0, -2.0), (2.0, -3.0, 4.0)] if momentum else [(3.0, 0.0, 0.0)]
+    found = [minimize(risk, start, method="Nelder-Mead", options=settings) for start in starts]
+    at = min(found, key=lambda result: result.fun)
+    return Gates(*gates(at.x), float(at.fun))
 
 
 class Steps(NamedTuple):
@@ -134,34 +159,54 @@ class DriftData:
         T, d, F = length or self.length, self.options.width, self.options.outputs
         q, B = self.options.drift / d, len(which)
         a, moves, x, m = math.sqrt(1 - q), torch.empty(B, T, F, d), torch.empty(B, T, d), torch.empty(B, T, F)
+        outlier = torch.zeros(B, T, F, dtype=torch.bool)
         for row, number in enumerate(which.tolist()):
             own = torch.Generator().manual_seed(int(digest([self.seed, part, number]), 16) % 2**63)
             moves[row].normal_(generator=own)
             x[row].normal_(generator=own)
             m[row].normal_(generator=own)
+            if self.options.outliers:
+                outlier[row] = torch.rand(T, F, generator=own) < self.options.outliers
         x = x * (d**0.5 / x.norm(dim=-1, keepdim=True))
         moves *= d**-0.5
         w = moves[:, 0].clone()
         clean = torch.empty(B, T, F)
+        angle = self.options.turn / d
         for t in range(T):
             if t:
+                if angle:
+                    even, odd = w[..., ::2], w[..., 1::2]
+                    turned = (
+                        even * math.cos(angle) - odd * math.sin(angle),
+                        even * math.sin(angle) + odd * math.cos(angle),
+                    )
+                    w = torch.stack(turned, -1).flatten(-2)
                 w = a * w + math.sqrt(q) * moves[:, t]
             clean[:, t] = (w @ x[:, t, :, None])[..., 0]
-        return Steps(x, clean + math.sqrt(self.options.noise) * m, clean)
+        sigma = torch.where(outlier, math.sqrt(self.options.outlier_noise), math.sqrt(self.options.noise))
+        return Steps(x, clean + sigma * m, clean)
 
 
 class DriftModel(Model):
-    """A linear memory that starts at 0, with one learned alpha and one learned theta.
+    """A linear memory that starts at 0, with one learned alpha, eta and theta.
 
-    Of the memory's config it takes decay, chunk_size, rule, max_alpha, max_theta, and the gates' biases as
-    their start.
+    Of the memory's config it takes decay, momentum, chunk_size, rule, max_alpha, max_theta, and the gates'
+    biases as their start.
     """
 
     def __init__(self, memory: MemoryConfig, width: int, outputs: int):
         super().__init__()
         self.memory, self.width, self.outputs = memory, width, outputs
         self.rule: Rule = find_rule(memory.rule, **memory.rule_options)
-        self.alpha_logit = nn.Parameter(torch.tensor(memory.alpha_bias)) if memory.decay else None
+        if self.rule.extra_gates:
+            raise ValueError(
+                f"rule: {memory.rule} has gates of its own, which objective drift does not learn"
+            )
+        gate = lambda bias, learned: nn.Parameter(torch.tensor(bias)) if learned else None  # noqa: E731
+        self.alpha_logit, self.eta_logit = (
+            gate(memory.alpha_bias, memory.decay),
+            gate(memory.eta_bias, memory.momentum),
+        )
         self.theta_logit = nn.Parameter(torch.tensor(memory.theta_bias))
 
     @property
@@ -172,6 +217,11 @@ class DriftModel(Model):
         return self.memory.max_alpha * torch.sigmoid(self.alpha_logit)
 
     @property
+    def eta(self) -> Tensor:
+        """Momentum's decay; []."""
+        return torch.zeros_like(self.theta_logit) if self.eta_logit is None else torch.sigmoid(self.eta_logit)
+
+    @property
     def theta(self) -> Tensor:
         """Step size, B / 2; []."""
         return self.memory.max_theta * torch.sigmoid(self.theta_logit)
@@ -179,17 +229,16 @@ class DriftModel(Model):
     def forward(self, x_BTd: Tensor, y_BTF: Tensor) -> Tensor:
         """[B, T, F] prediction of each y from the steps before it."""
         B, T, d = x_BTd.shape
-        pair = lambda query, write: torch.stack([query, write], 2).flatten(1, 2)[:, :, None]  # noqa: E731
-        k, values = x_BTd * d**-0.5, y_BTF * d**-0.5
-        k, v = pair(k, k), pair(torch.zeros_like(values), values)
-        ones, zeros = k.new_ones(B, T), k.new_zeros(B, T)
-        alpha, theta = pair(self.alpha * ones, zeros), pair(zeros, self.theta * ones)
-        start = (k.new_zeros(1, d, self.outputs),)
+        k, v = (x[:, :, None] * d**-0.5 for x in (x_BTd, y_BTF))
+        alpha, eta, theta = (gate.expand(B, T, 1) for gate in (self.alpha, self.eta, self.theta))
+        # a token reads after its own write, so what it asks for is the step that follows
+        q = torch.cat([k[:, 1:], k[:, :1]], 1)
         read, _ = neural_memory(
-            k, k, v, alpha, pair(zeros, zeros), theta, start, chunk_size=self.memory.chunk_size,
+            q, k, v, alpha, eta, theta, (k.new_zeros(1, d, self.outputs),), chunk_size=self.memory.chunk_size,
             rule=self.rule, output_final_state=False,
         )  # fmt: skip
-        return read[:, ::2, 0] * d**0.5
+        read = read[:, :-1, 0] * d**0.5
+        return torch.cat([torch.zeros_like(read[:, :1]), read], 1)
 
     def state_bytes(self, length: int) -> int:
         """The matrix of weights."""
@@ -222,8 +271,8 @@ class Drift(Objective[DriftData]):
             raise UsageError(f"model.memory.{error}") from None
 
     def least_activations(self, rows: int) -> int:
-        """Keys and values of two tokens a step."""
-        return 2 * rows * self.cfg.row_tokens * (self.options.width + self.options.outputs)
+        """Keys and values of every step."""
+        return rows * self.cfg.row_tokens * (self.options.width + self.options.outputs)
 
     def losses(self, model: Callable[..., Any], batch: Steps) -> Tensor:
         """[B] mean squared error against the noisy y after the burn-in."""
@@ -235,7 +284,7 @@ class Drift(Objective[DriftData]):
         return self.open(Path()).rows(np.arange(rows), "sample")
 
     def check(self, data: DriftData | None = None) -> None:
-        """Also reject what the closed forms do not cover."""
+        """Also reject what `best_gates` does not cover."""
         given, memory, options = self.cfg.data, self.cfg.model.memory, self.options
         for name in ("sources", "tokenizer"):
             if getattr(given, name) != getattr(DataConfig(), name):
@@ -249,12 +298,17 @@ class Drift(Objective[DriftData]):
             raise UsageError(
                 f"objective.options.drift: {options.drift:g} must be below width {options.width}, since q < 1"
             )
-        needed = {"depth": 1, "chunk_size": 1, "momentum": False, "surprise_bound": None}
+        if options.turn and options.width % 2:
+            raise UsageError(
+                f"objective.options.width: {options.width} is odd, and a turn is of two coordinates; "
+                "make it even"
+            )
+        needed = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
         for name, value in needed.items():
             if (given := getattr(memory, name)) != value:
                 fix = f"set it to {json.dumps(value)}"
                 raise UsageError(
-                    f"model.memory.{name}: objective drift has no closed form for {given}; {fix}"
+                    f"model.memory.{name}: the best risk of objective drift is not known for {given}; {fix}"
                 )
         super().check(data)
 
@@ -270,13 +324,14 @@ class Drift(Objective[DriftData]):
 class DriftTaskOptions(Frozen):
     """What is measured."""
 
-    kind: Literal["risk", "ratio", "alpha", "step"] = "risk"
-    """risk: R. ratio: R over the best R. alpha, step: the learnt 1 - A and B over the best."""
+    kind: Literal["risk", "ratio", "alpha", "eta", "step"] = "risk"
+    """risk: R. ratio: R over the lowest R of the paper's rule. alpha, eta, step: the learnt 1 - A, eta and B
+    over the best ones, with decay, and with momentum if the memory has it."""
 
 
 @register_task
 class DriftTask(Task):
-    """Drifting regression on held-out rows, against its closed form."""
+    """Drifting regression on held-out rows, against its best gates."""
 
     name = "drift"
     Options = DriftTaskOptions
@@ -290,16 +345,20 @@ class DriftTask(Task):
     def measure(self, context: Context) -> Measurement:
         """On `config.items` rows; the standard error is over rows."""
         data: DriftData = context.prepared
-        options, model = data.options, cast(DriftModel, context.scorer.model)
-        best = with_decay(options.width, options.drift / options.width, options.noise)
-        if self.options.kind in ("alpha", "step"):
-            gates = {"alpha": (model.alpha, 1 - best.kept), "step": (2 * model.theta, best.step)}
-            learnt, wanted = gates[self.options.kind]
-            return Measurement(learnt.item() / wanted, 0.0, self.chance, 1)
+        options, model, kind = data.options, cast(DriftModel, context.scorer.model), self.options.kind
+        if kind in ("alpha", "eta", "step"):
+            best = best_gates(options, momentum=model.memory.momentum)
+            gates = {
+                "alpha": (model.alpha, 1 - best.kept), "eta": (model.eta, best.eta),
+                "step": (2 * model.theta, best.step),
+            }  # fmt: skip
+            learnt, wanted = gates[kind]
+            return Measurement(learnt.item() / wanted if wanted else math.nan, 0.0, self.chance, 1)
         rows, items = context.scorer.rows(2 * context.length), context.config.items
         batches = data.held_out(context.length, items, rows, context.config.seed)
         parts = measure_distributed(batches, partial(self._risks, context, options.burn_in))
-        risks = torch.cat(parts) / (best.risk if self.options.kind == "ratio" else 1.0)
+        lowest = best_gates(options, momentum=True).risk if kind == "ratio" else 1.0
+        risks = torch.cat(parts) / lowest
         stderr = risks.std(correction=0).item() / math.sqrt(len(risks))
         return Measurement(risks.mean().item(), stderr, self.chance, len(risks))
 
