@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_no_other_gates_have_a_lower_risk(turn):
     near = np.array(best[:3]) + np.random.default_rng(1).normal(0, 0.01, (500, 3))
     assert all(
         steady_risk(A, B, eta, options) >= best.risk - 1e-9
-        for gates in [*others, *np.clip(near, 0, [1, 2, 1])]
+        for A, B, eta in [*others, *np.clip(near, 0, [1, 2, 1])]
     )
 
 
@@ -174,7 +175,7 @@ def config(**fields) -> RunConfig:
 
 def test_rows_are_a_function_of_their_number():
     objective = build_objective(config())
-    data = objective.open(None)
+    data = objective.open(Path())
     whole = data.rows(np.arange(4), "train")
     again = data.rows(np.array([3, 1]), "train")
     assert all(torch.equal(a[[3, 1]], b) for a, b in zip(whole, again, strict=True))
