@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.forms.reference import (
@@ -178,13 +177,7 @@ def _steps(now: Inputs, W: Layers, S: Layers, options: Options, before: Window) 
         gradients = x[..., None] * e[..., None, :]
         sums = (N @ gradients.flatten(-2)).unflatten(-1, s.shape[-2:])
         momenta.append(h[..., None, None] * s[:, :, None] - sums)
-
-    def step(momentum: Tensor) -> tuple[Tensor]:
-        # its intermediate results, such as those of Newton-Schulz, are several weights a token
-        rate = theta[..., None, None]
-        return (checkpoint(rule.step, momentum, rate, use_reentrant=False, preserve_rng_state=False),)
-
-    (steps,) = each_matrix(f, step, momenta)
+    (steps,) = each_matrix(f, lambda momentum: (rule.step(momentum, theta[..., None, None]),), momenta)
     for l, (w, x) in enumerate(zip(distances(W, base), steps, strict=True)):
         moved = beta[..., None, None] * w[:, :, None] + (A @ x.flatten(-2)).unflatten(-1, w.shape[-2:])
         weights.append(moved + base[l][:, None] if base else moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 TINY = 1e-20
 NS_EPS = 1e-7
@@ -51,8 +52,55 @@ def newton_schulz(G: Tensor) -> Tensor:
     """
     tall = G.shape[-2] > G.shape[-1]
     X = G.mT if tall else G
-    X = X / ((X.square().sum((-2, -1), keepdim=True) + TINY).sqrt() + NS_EPS)
-    for a, b, c in NEWTON_SCHULZ:
-        A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
+    flat = X.reshape(-1, *X.shape[-2:])
+    # on a CPU in parts that stay in the cache
+    parts = flat.split(32) if flat.device.type == "cpu" else (flat,)
+    X = torch.cat([_NewtonSchulz.apply(part) for part in parts]).view(X.shape)  # pyright: ignore
     return X.mT if tall else X
+
+
+class _NewtonSchulz(torch.autograd.Function):
+    """Of matrices [R, D, F]; saves G alone, since a rule may take it of every token (`Atlas`).
+
+    With ``P = b A + c A^2``, an iteration is ``X' = a X + P X``, and ``dX = a dX' + P dX' + (dA + dA^T) X``,
+    where ``dA + dA^T = b D + c (D A + A D)`` and ``D = dX' X^T + X dX'^T``.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, G: Tensor) -> Tensor:
+        ctx.save_for_backward(G)
+        X = G / (_norm(G) + NS_EPS)
+        for a, b, c in NEWTON_SCHULZ:
+            X, *_ = _iterated(X, a, b, c)
+        return X
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dX):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (G,) = ctx.saved_tensors
+        norm, kept = _norm(G), []
+        X = G / (norm + NS_EPS)
+        for a, b, c in NEWTON_SCHULZ:
+            after, A, P = _iterated(X, a, b, c)
+            kept.append((X, A, P))
+            X = after
+        for (a, b, c), (X, A, P) in zip(reversed(NEWTON_SCHULZ), reversed(kept), strict=True):
+            D = dX @ X.mT
+            D = D + D.mT
+            DA = D @ A
+            dA = (DA + DA.mT).mul_(c).add_(D, alpha=b)
+            dX = torch.baddbmm(torch.baddbmm(dX, P, dX, beta=a), dA, X)
+        along = (dX * G).sum((-2, -1), keepdim=True) / ((norm + NS_EPS) * norm)
+        return (dX - along * G) / (norm + NS_EPS)
+
+
+def _iterated(X: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor, Tensor]:
+    """X', A and P of an iteration."""
+    A = X @ X.mT
+    P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    return torch.baddbmm(X, P, X, beta=a), A, P
+
+
+def _norm(G: Tensor) -> Tensor:
+    """Frobenius norm [R, 1, 1]."""
+    return (G.square().sum((-2, -1), keepdim=True) + TINY).sqrt()
