@@ -100,7 +100,7 @@ class Attention(Projections):
         prefix, first = self.start(prefix_PD)
         state, window = state or first, self.window
         (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.conv_state, documents)
-        rotary = self._rotary(position_BT)
+        rotary = self.rotary(position_BT)
         plain_q, q, k = None if rotary is None else q, rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
             seen = _with_unrotated_prefix(plain_q, q, KeyCache(k, v), prefix)
@@ -144,7 +144,7 @@ class Attention(Projections):
         positions are then those of training. ``state`` is that of the segment's earlier part, `closed` at its
         start. Returns [B, T, D] and the state after the tokens.
         """
-        rotary = self._rotary(position_BT)
+        rotary = self.rotary(position_BT)
         (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.tokens.conv_state)
         tokens = KeyCache(rotate(k, rotary), v)
         (k, v), read_conv_state = self._heads(read_BTD, "kv", state.reads.conv_state)
@@ -187,7 +187,8 @@ class Attention(Projections):
             return y_BHTE.new_zeros(B, T, self.w_o.out_features)
         return self.w_o(y_BHTE.transpose(1, 2).flatten(2))
 
-    def _rotary(self, position_BT: Tensor) -> RotaryEmbedding | None:
+    def rotary(self, position_BT: Tensor) -> RotaryEmbedding | None:
+        """The rotary embedding of some positions; None without."""
         if self.config.positions == "none":
             return None
         weight = self.w_q.weight

@@ -158,7 +158,7 @@ class NeuralMemory(Projections):
             ValueError: there is no row or no token, or packed documents cannot start from ``cache``.
         """
         y, *_, cache = self.retrieve(x_BTD, cache, documents, padded)
-        return self._output(y, x_BTD), cache
+        return self.output(y, x_BTD), cache
 
     def retrieve(
         self,
@@ -185,7 +185,7 @@ class NeuralMemory(Projections):
         q = self._features(q)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
-        return self._output(self.predict(q, weights), x_BTD), conv_state
+        return self.output(self.predict(q, weights), x_BTD), conv_state
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """M(q) of q [B, T, H, E], or of its features, at given weights."""
@@ -235,7 +235,7 @@ class NeuralMemory(Projections):
             q, writes, conv_state = self._project_tokens(prefix, conv_state)
             _, state = self._run_operator(q, self._per_chunk(writes), state, record=False)
         if not self.carries_momentum:
-            state = state._replace(momentum=_zero_momentum(state.weights))
+            state = state._replace(momentum=zero_momentum(state.weights))
         expand = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
         state = MemoryState(*(tuple(map(expand, part)) for part in state))
         return MemoryCache(DecodeState.of(state), expand_rows(conv_state, batch))
@@ -357,7 +357,7 @@ class NeuralMemory(Projections):
 
     def extend(self, q: Tensor, writes: Writes, state: AnyState) -> tuple[Tensor, AnyState]:
         """Write tokens starting from ``state``; what q [B, T, H, E] reads after each, and the new state."""
-        c, full = self.config, _expand_momentum(state.momentum, state.weights)
+        c, full = self.config, expand_momentum(state.momentum, state.weights)
         state = state._replace(momentum=full)
         return extend_memory(
             q, *writes[:5], state, extra=writes.extra, chunk_size=c.chunk_size, activation=c.activation,
@@ -384,7 +384,7 @@ class NeuralMemory(Projections):
                 self, lambda q: self.extend(q, writes, state)[0], writes, after.memory(), None
             )
         if not self.carries_momentum:
-            after = after._replace(momentum=_zero_momentum(after.weights))
+            after = after._replace(momentum=zero_momentum(after.weights))
         return y, after
 
     def _run_operator(
@@ -396,7 +396,7 @@ class NeuralMemory(Projections):
         *,
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
-        c, momentum = self.config, _expand_momentum(state.momentum, state.weights)
+        c, momentum = self.config, expand_momentum(state.momentum, state.weights)
         call = lambda q: neural_memory(  # noqa: E731
             q, *writes[:5], state.weights, momentum, extra=writes.extra, chunk_size=c.chunk_size,
             activation=c.activation,
@@ -409,7 +409,8 @@ class NeuralMemory(Projections):
             self.recorder.on_update(self, lambda q: call(q)[0], writes, after, cu_seqlens)
         return y, after
 
-    def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+    def output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+        """Reads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
         y, gate = y_BTHE, None
@@ -437,12 +438,12 @@ def _rule(config: MemoryConfig) -> Rule:
     return rule
 
 
-def _zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A placeholder, zeros [B, H, 1, 1] of each layer, for a momentum that no token uses."""
     return tuple(W.new_zeros(*W.shape[:2], 1, 1) for W in weights)
 
 
-def _expand_momentum(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def expand_momentum(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The momentum in the shape of the weights."""
     return tuple(S.expand_as(W) for S, W in zip(momentum, weights, strict=True))
 

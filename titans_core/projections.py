@@ -61,7 +61,7 @@ class Projections(nn.Module):
         the start of every document. Returns also the state after the last token, meaningless when packed.
         """
         # one product and one convolution for all names, with concatenated weights
-        y = F.linear(x_BTD, torch.cat([getattr(self, f"w_{name}").weight for name in names]))
+        y = F.linear(x_BTD, self.weights(names))
         if self.silu and (fused := self._fused(y, names, conv_state, documents)):
             return fused
         parts = list((F.silu(y) if self.silu else y).unflatten(-1, (len(names), -1)).unbind(-2))
@@ -72,6 +72,30 @@ class Projections(nn.Module):
         return [
             _l2_normalized(h) if n in self.normalized else h for n, h in zip(names, heads, strict=True)
         ], conv_state
+
+    def unit_bits(self, names: str) -> int:
+        """Which of ``names`` are normalised: bit i for the i-th."""
+        return sum(1 << i for i, name in enumerate(names) if name in self.normalized)
+
+    def weights(self, names: str) -> Tensor:
+        """The linear layers of ``names``, concatenated."""
+        return torch.cat([getattr(self, f"w_{name}").weight for name in names])
+
+    def conv_weights(self, names: str) -> Tensor:
+        """[K, names * C]; ones of width 1 without a convolution."""
+        if not self.has_conv:
+            return self.w_q.weight.new_ones(1, len(names) * self.w_q.weight.shape[0])
+        return torch.cat([getattr(self, f"conv_{name}").weight_KC for name in names], 1)
+
+    def conv_inputs(self, names: str, conv_state: ConvState) -> Tensor:
+        """``conv_state`` as one tensor, [B, K - 1, names * C]."""
+        if not self.has_conv:
+            return self.w_q.weight.new_empty(1, 0, len(names) * self.w_q.weight.shape[0])
+        return torch.cat([conv_state[name] for name in names], -1)
+
+    def conv_state(self, names: str, inputs: Tensor) -> ConvState:
+        """Inverse of `conv_inputs`."""
+        return dict(zip(names if self.has_conv else "", inputs.chunk(len(names), -1), strict=False))
 
     def zero_conv_state(self, names: str = "qkv") -> ConvState:
         """The state before the first token, for a batch of one."""
@@ -85,10 +109,7 @@ class Projections(nn.Module):
         self, y: Tensor, names: str, conv_state: ConvState, documents: Documents | None
     ) -> tuple[list[Tensor], ConvState] | None:
         """All that follows the projections y [B, T, names * C] as one fused operator; None if unsupported."""
-        weight, state = y.new_ones(1, y.shape[-1]), y.new_empty(1, 0, y.shape[-1])
-        if self.has_conv:
-            weight = torch.cat([getattr(self, f"conv_{name}").weight_KC for name in names], 1)
-            state = torch.cat([conv_state[name] for name in names], -1)
+        weight, state = self.conv_weights(names), self.conv_inputs(names, conv_state)
         borders = documents and documents.cu_seqlens
         normalized = [name in self.normalized for name in names]
         heads = short_convolution(y, weight, state, normalized, self.heads, borders)
@@ -96,8 +117,7 @@ class Projections(nn.Module):
             return None
         if not self.has_conv or documents is not None:
             return heads, conv_state
-        after = _last_inputs(y, state).unflatten(-1, (len(names), -1)).unbind(-2)
-        return heads, conv_state | dict(zip(names, after, strict=True))
+        return heads, conv_state | self.conv_state(names, _last_inputs(y, state))
 
 
 def _last_inputs(y: Tensor, state_BKC: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def test_the_delta_rules_are_the_published_recurrences(variant, decays):
         assert bool((a < 1).all()) == decays
         S = S @ (a * (eye - beta * k[:, :, None] * k[:, None])) + beta * v[:, :, None] * k[:, None]
         outputs.append((S @ q[0, t, :, :, None]).squeeze(-1))
-    expected = memory._output(torch.stack(outputs)[None], x)
+    expected = memory.output(torch.stack(outputs)[None], x)
     torch.testing.assert_close(memory(x)[0], expected, rtol=1e-9, atol=1e-9)
 
 

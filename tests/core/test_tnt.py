@@ -59,7 +59,7 @@ def naive(block: TNT, x: Tensor) -> Tensor:
                         query / query.norm().clamp(min=1) if block.options.projection == "clipped" else query
                     )
                 reads[0, t, h] += F.silu(query @ at[0]) @ at[1]
-    return x + block.shared._output(reads, z)
+    return x + block.shared.output(reads, z)
 
 
 @pytest.mark.parametrize("projection", ["clipped", "keys", "none"])

@@ -13,10 +13,20 @@ from titans_core.blocks.base import Block, Positions
 from titans_core.blocks.mag import GateOptions
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents, reset_rows
-from titans_core.layers import Gate, RMSNorm
-from titans_core.memory import MemoryCache, NeuralMemory
+from titans_core.layers import EPS, Gate, RMSNorm
+from titans_core.memory import MemoryCache, NeuralMemory, expand_momentum, zero_momentum
 from titans_core.projections import ConvState
-from titans_kernels import packed_layout
+from titans_kernels import DecodeState, Rule, packed_layout
+from titans_kernels.memory.forms.native import ACTIVATIONS
+from titans_kernels.native import serves
+from titans_kernels.segments import (
+    CarriedState,
+    SegmentOptions,
+    SegmentTokens,
+    SegmentWeights,
+    attend_segments,
+    serves_segments,
+)
 
 
 class MACState(NamedTuple):
@@ -74,17 +84,19 @@ class MAC(Block):
         prefix, attention = self.attention.start(self.persistent_PD)
         if positions.documents is not None:
             return self._packed(x_BTD, positions.documents, prefix, attention), None
-        state = state or self._start(x_BTD.shape[0], attention)
-        first = self.segment_size - state.seen
-        sizes, rest = [min(first, x_BTD.shape[1])], x_BTD.shape[1] - first
-        while rest > 0:
-            sizes.append(min(self.segment_size, rest))
-            rest -= self.segment_size
+        now, T, size = state or self._start(x_BTD.shape[0], attention), x_BTD.shape[1], self.segment_size
+        first = min(T, -now.seen % size)
+        segments, last = divmod(T - first, size)
+        compiled = self._compiled_weights(x_BTD, prefix) if segments else None
+        sizes = [first, *([segments * size] if compiled else segments * [size]), last]
         outputs = []
-        for part in x_BTD.split(sizes, 1):
-            o, state = self._segment(part, state, prefix)
+        for part in x_BTD.split([n for n in sizes if n], 1):
+            if compiled and part.shape[1] >= size:
+                o, now = self._compiled(part, now, compiled)
+            else:
+                o, now = self._segment(part, now, prefix)
             outputs.append(o)
-        return torch.cat(outputs, 1), state
+        return torch.cat(outputs, 1), now
 
     def reset(self, state: MACState, reset_B: Tensor) -> MACState:
         if state.seen:
@@ -125,6 +137,70 @@ class MAC(Block):
             return o, MACState(written, written.start.weights, conv_state, attention.closed(), 0)
         return o, MACState(written, state.segment, conv_state, attention, seen)
 
+    def _compiled_weights(self, x_BTD: Tensor, prefix: KeyCache | None) -> SegmentWeights | None:
+        """What `attend_segments` takes, or None if it does not support the block or the call."""
+        memory, attention = self.memory, self.attention
+        c = memory.config
+        if (
+            not serves(x_BTD, self.memory_norm.weight)
+            or c.backend not in ("auto", "native") or c.activation not in ACTIVATIONS
+            or type(memory.rule) is not Rule
+            or memory.residual is not None
+            or memory.output_norm is None
+            or memory.polynomial or memory.feature_weights
+            or (c.decay_per, c.gates_per) != ("head", "token")
+            or memory.watcher or memory.recorder or memory.muted or not memory.decays
+            or attention.muted or not attention.config.silu
+        ):  # fmt: skip
+            return None
+        gates = [gate for gate in (memory.alpha, memory.eta, memory.theta) if gate is not None]
+        none = x_BTD.new_empty(0, attention.w_k.out_features)
+        k, v = (none, none) if prefix is None else (x[0].transpose(0, 1).flatten(1) for x in prefix)
+        scale = None if attention.scale_H is None else attention.head_dim * attention.scale_H
+        weight, bias = (torch.cat([getattr(gate, name) for gate in gates]) for name in ("weight", "bias"))
+        weights = SegmentWeights(
+            memory.output_norm.weight, memory.w_o.weight,
+            attention.weights("kv"), attention.conv_weights("kv"), attention.w_o.weight,
+            self.memory_norm.weight, memory.weights("qkv"), memory.conv_weights("qkv"),
+            weight, bias, k, v, x_BTD.new_ones(attention.heads) if scale is None else scale,
+        )  # fmt: skip
+        return weights if serves_segments(x_BTD, weights, self.segment_size) else None
+
+    def _compiled(
+        self, x_BTD: Tensor, state: MACState, weights: SegmentWeights, documents: Documents | None = None
+    ) -> tuple[Tensor, MACState]:
+        """Whole segments from the start of one, or all of packed documents, in one call."""
+        memory, attention, c = self.memory, self.attention, self.memory.config
+        rotary = attention.rotary(torch.arange(self.segment_size)[None])
+        z = self.norm(x_BTD)
+        (read,), read_conv_state = memory.project(z, "q", state.read_conv_state, documents)
+        gate = None if memory.output_gate is None else memory.output_gate(z)
+        (q, k, v), conv_state = attention.project(z, "qkv", state.attention.tokens.conv_state, documents)
+        start = state.written.start
+        carried = CarriedState(
+            start._replace(momentum=expand_momentum(start.momentum, start.weights)),
+            attention.conv_inputs("kv", state.attention.reads.conv_state),
+            memory.conv_inputs("qkv", state.written.conv_state),
+        )
+        options = SegmentOptions(
+            self.segment_size, c.chunk_size, c.activation, c.surprise_bound, c.write_budget,
+            None if memory.alpha is None else c.max_alpha, memory.eta is not None, c.max_theta,
+            attention.unit_bits("kv"), memory.unit_bits("qkv"),
+            rotary and (rotary.cos[0, 0], rotary.sin[0, 0]), memory.base or (), EPS,
+        )  # fmt: skip
+        tokens, borders = SegmentTokens(x_BTD, read, gate, q, k, v), documents and documents.cu_seqlens
+        y_BTD, z, m, after = attend_segments(tokens, weights, carried, options, borders)
+        o = y_BTD + self.gate(y_BTD, memory.output(m, z))
+        if after is None:  # packed: the caller has no use for a state
+            return o, state
+        start = after.memory
+        if not memory.carries_momentum:
+            start = start._replace(momentum=zero_momentum(start.weights))
+        written = MemoryCache(DecodeState.of(start), memory.conv_state("qkv", after.write_inputs))
+        reads = AttentionState(None, attention.conv_state("kv", after.read_inputs))
+        segment = SegmentState(reads, AttentionState(None, conv_state))
+        return o, MACState(written, start.weights, read_conv_state, segment, 0)
+
     def _packed(
         self,
         x_BTD: Tensor,
@@ -133,6 +209,8 @@ class MAC(Block):
         attention: AttentionState,
     ) -> Tensor:
         """All documents' first segments, then all second ones, and so on; finished documents drop out."""
+        if compiled := self._compiled_weights(x_BTD, prefix):
+            return self._compiled(x_BTD, self._start(1, attention), compiled, documents)[0]
         layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
         flat = x_BTD.flatten(0, 1)[None, :, None]  # the layout expects heads: one
         segments_MTD = layout.split(flat)[:, 0]

@@ -190,7 +190,7 @@ class TNT(Block):
             read, after = memory.read_shards(q, own, before, documents)
             y = y + read
             found.append(after)
-        out = x_BTD + self.shared._output(y, z)
+        out = x_BTD + self.shared.output(y, z)
         return out, None if shared is None else TNTState(shared, tuple(found))
 
     def reset(self, state: TNTState, reset_B: Tensor) -> TNTState:

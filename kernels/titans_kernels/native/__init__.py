@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-SOURCES = ("memory.cpp", "layers.cpp", "budget.cpp", "scans.cpp")
-HEADERS = ("exponential.h", "inner.h", "lanes.h", "norm.h")
+SOURCES = ("memory.cpp", "layers.cpp", "budget.cpp", "scans.cpp", "segments.cpp")
+HEADERS = ("calls.h", "exponential.h", "inner.h", "lanes.h", "norm.h")
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-march=native", "-shared", "-fPIC"]
 COMPILE_SECONDS = 120
 TYPES = {torch.float32: "float", torch.float64: "double"}

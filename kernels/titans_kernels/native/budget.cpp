@@ -5,15 +5,11 @@
 #include <limits>
 #include <vector>
 
+#include "calls.h"
+
 namespace {
 
 constexpr int LANES = 16;
-
-struct Shape {
-  int64_t heads, width, chunk;
-  int64_t held;            // first tokens of a document whose steps are given
-  const int64_t* borders;  // of the documents, in tokens
-};
 
 // Keys of one chunk, padded with zeros, and their products k_t . k_u for u <= t.
 struct Keys {

@@ -5,9 +5,7 @@
 #include <cstdint>
 
 #include "exponential.h"
-
-// each function compiled once, not into all its callers: 1.4 seconds in place of 8, and no slower
-#define APART __attribute__((noinline))
+#include "inner.h"
 
 namespace {
 
@@ -18,7 +16,6 @@ constexpr int BYTES = 32, TALL = 4;
 #else
 constexpr int BYTES = 16, TALL = 4;
 #endif
-constexpr int LANES = 16;
 
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -54,19 +51,33 @@ inline void tile(int K, R sign, const R* a, int64_t row, int64_t column, const R
 template <class R, int NV>
 inline void columns(int M, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb,
                     R* c, int64_t ldc, bool add) {
-  for (int m = 0; m < M; m += TALL)
+  int m = 0;
+  for (; m + TALL <= M; m += TALL)
     tile<R, TALL, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
+  for (; m < M; m++) tile<R, 1, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
 }
 
-// C [M][N] (+)= sign A B; M and N are multiples of LANES
+// C [M][N] (+)= sign A B; rows of B and C are ldb and ldc apart
 template <class R>
-APART void multiply(int M, int N, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, R* c,
-              bool add) {
+APART void multiply(int M, int N, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb,
+                    R* c, int64_t ldc, bool add) {
   constexpr int size = Vector<R>::size;
   int n = 0;
   for (; n + 2 * size <= N; n += 2 * size)
-    columns<R, 2>(M, K, sign, a, row, column, b + n, N, c + n, N, add);
-  for (; n < N; n += size) columns<R, 1>(M, K, sign, a, row, column, b + n, N, c + n, N, add);
+    columns<R, 2>(M, K, sign, a, row, column, b + n, ldb, c + n, ldc, add);
+  for (; n + size <= N; n += size)
+    columns<R, 1>(M, K, sign, a, row, column, b + n, ldb, c + n, ldc, add);
+  for (; n < N; n++)
+    for (int m = 0; m < M; m++) {
+      R sum = 0;
+      for (int k = 0; k < K; k++) sum += a[m * row + k * column] * b[k * ldb + n];
+      c[m * ldc + n] = (add ? c[m * ldc + n] : R(0)) + sign * sum;
+    }
+}
+template <class R>
+inline void multiply(int M, int N, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, R* c,
+                     bool add) {
+  multiply<R>(M, N, K, sign, a, row, column, b, N, c, N, add);
 }
 
 template <class R> APART void transpose(int M, int N, const R* from, R* to) {
@@ -126,14 +137,6 @@ template <class R> APART void add_inner(int rows, int P, const R* x, const R* y,
       for (int t = 0; t < LANES; t++) sum[t] += x[i * P + t0 + t] * y[i * P + t0 + t];
     for (int t = 0; t < LANES; t++) out[t0 + t] += sign * sum[t];
   }
-}
-
-template <class R> APART R inner(int n, const R* x, const R* y) {
-  R sum[LANES] = {}, total = 0;
-  for (int i = 0; i < n; i += LANES)
-    for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
-  for (R part : sum) total += part;
-  return total;
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "calls.h"
 #include "exponential.h"
 #include "inner.h"
 
@@ -24,18 +25,6 @@ APART void through_silu(int n, In x, In dy, Out dx) {
 APART void add_product(int n, In x, In y, Out to) {
   for (int i = 0; i < n; i++) to[i] += x[i] * y[i];
 }
-
-}  // namespace
-
-extern "C" struct Mix {
-  int64_t kernel, parts, heads, width;  // channels: parts * heads * width
-  int64_t unit;                         // bit p: part p's heads are scaled to norm 1
-  double least;                         // norm a head is divided by
-  const int64_t* borders;               // of the rows, in tokens
-  int64_t state_stride;                 // from a row's state to the next one's; 0: one for all
-};
-
-namespace {
 
 struct Row {
   int C;

@@ -13,33 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "calls.h"
 #include "lanes.h"
 #include "norm.h"
-
-extern "C" struct Spec {
-  int64_t heads, depth, chunk, activation;
-  int64_t output;  // what follows the layers f: an activation, or an `Output`
-  double bound;  // 0: none
-  int64_t parts;  // of a layer's stack: 3 with a base, else 2
-  const int64_t* widths;   // depth + 1
-  const int64_t* borders;  // of the documents, in tokens
-  const int64_t* chunks;   // chunks of all documents before each
-};
 
 namespace {
 
 enum Output { PLAIN = -1, NORM = -2 };  // nothing, and x + LN(f(x))
-
-template <class R> struct Tokens {
-  R *q, *k, *v, *alpha, *eta, *theta, *y;  // [T, heads, width] and [T, heads]
-};
-
-// The chunk that a call begins and ends inside of: its tokens, and as `decode.DecodeState` has them each layer's
-// inputs, each layer's errors, c, n, beta, m and h, of all documents and heads.
-template <class R> struct Open {
-  int64_t before, after;
-  R **held, **left;
-};
 
 // Cut from one block of memory, each on a border of 64 bytes.
 template <class R> struct Arena {

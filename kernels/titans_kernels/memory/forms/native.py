@@ -88,7 +88,9 @@ class _Edges(ctypes.Structure):
         return edges
 
 
-class _Spec(ctypes.Structure):
+class Spec(ctypes.Structure):
+    """Of a call, as in `native/calls.h`."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation", "output")),
         ("bound", ctypes.c_double),
@@ -104,7 +106,7 @@ class Call(NamedTuple):
     ``fixed`` is a base [H, D, F] per layer, if there is one, and LN's weight and bias [H, D], likewise.
     """
 
-    spec: _Spec
+    spec: Spec
     arrays: tuple[ctypes.Array, ...]  # keeps the memory of the spec alive
     documents: int
     library: ctypes.CDLL
@@ -118,17 +120,17 @@ class Call(NamedTuple):
             raise ValueError("backend: native needs a C++ compiler")
         lengths, b = _lengths(inputs.q, options.cu_seqlens), options.chunk_size
         widths = (*(W.shape[-2] for W in weights), weights[-1].shape[-1])
-        arrays = numbers(widths), *_tables(lengths, b)
+        arrays = numbers(widths), *tables(lengths, b)
         # of a single layer the activation has no effect, and may be a gated one
         activation = "identity" if len(weights) == 1 else options.activation
-        spec = _Spec(
+        spec = Spec(
             inputs.q.shape[2], len(weights), b, ACTIVATIONS.index(activation),
             _output(options.residual), options.surprise_bound or 0.0, 3 if options.base else 2,
             *map(ctypes.addressof, arrays),
         )  # fmt: skip
-        rounded = [-(-n // 16) * 16 for n in widths]
-        size = 2 * sum(D * F for D, F in itertools.pairwise(rounded))
-        return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * spec.heads * size)
+        return Call(
+            spec, arrays, len(lengths), found, arrays[2][len(lengths)] * spec.heads * kept_numel(widths)
+        )
 
     def forward(
         self,
@@ -225,8 +227,14 @@ def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise(borders))
 
 
+def kept_numel(widths: Sequence[int]) -> int:
+    """Numbers that are kept of a head at the start of a chunk: weights and momenta, their sides padded."""
+    rounded = [-(-n // 16) * 16 for n in widths]
+    return 2 * sum(D * F for D, F in itertools.pairwise(rounded))
+
+
 @lru_cache(maxsize=32)
-def _tables(lengths: tuple[int, ...], chunk_size: int) -> tuple[ctypes.Array, ctypes.Array]:
+def tables(lengths: tuple[int, ...], chunk_size: int) -> tuple[ctypes.Array, ctypes.Array]:
     """Cumulative lengths of the documents, in tokens and in chunks."""
     borders, chunks = [0], [0]
     for n in lengths:
