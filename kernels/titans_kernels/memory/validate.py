@@ -37,9 +37,12 @@ def check_shapes(
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     inputs, known = widths[:-1], ACTIVATIONS.get(activation)
     if known is not None and known.gated:
-        if odd := [F for F in widths[1:-1] if F % 2]:
-            raise ValueError(f"weights: a hidden layer of {odd[0]} outputs, which {activation} cannot halve")
-        inputs[1:] = [F // 2 for F in inputs[1:]]
+        inputs[1:] = [W.shape[-2] for W in weights[1:]]
+        for l, (D, F) in enumerate(zip(inputs[1:], widths[1:], strict=False), 1):
+            if 2 * D != F:
+                raise ValueError(
+                    f"weights[{l}]: {D} inputs, not half of the {F} outputs before it, as {activation} needs"
+                )
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
         raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
     for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
@@ -47,7 +50,7 @@ def check_shapes(
             raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
         for l, x in enumerate(layers):
             fits = ((H, inputs[l], widths[l + 1]), (documents, H, inputs[l], widths[l + 1]))
-            if tuple(x.shape) not in fits:
+            if not any(x.shape == fit for fit in fits):
                 raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
     return documents
 
