@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,7 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import RULES, MemoryState, OutputActivation, Residual, Rule, forms_used, neural_memory
+from titans_kernels import (
+    RULES,
+    MemoryState,
+    OutputActivation,
+    Residual,
+    Rule,
+    find_rule,
+    forms_used,
+    neural_memory,
+)
+from titans_kernels.memory.activations import layer_shapes
 from titans_kernels.memory.op import FORMS
 from titans_kernels.memory.residual import Output
 from titans_platform.cli import echo_json, json_option
@@ -35,6 +44,7 @@ class Case(NamedTuple):
     output: Output | None = None
     expansion: int = 1
     """Width of the hidden layers over that of a head."""
+    activation: str = "silu"
 
     def call(self, given: Sequence[Tensor], backend: str = "auto") -> tuple[Tensor, MemoryState]:
         """y and the state after the last token."""
@@ -43,7 +53,7 @@ class Case(NamedTuple):
         return neural_memory(
             q, k, v, alpha, eta, theta, tuple(state[: self.depth]), tuple(state[self.depth :]),
             extra=extra if self.rule.extra_gates else None, chunk_size=self.chunk_size, rule=self.rule,
-            residual=residual, backend=backend,
+            residual=residual, backend=backend, activation=self.activation,
         )  # fmt: skip
 
     def inputs(self, batch: int, length: int, heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -53,7 +63,8 @@ class Case(NamedTuple):
         gate = lambda *s: torch.rand(batch, length, heads, *s, generator=generator, dtype=dtype)  # noqa: E731
         q, k, v = (F.normalize(normal(batch, length, heads, width), dim=-1) for _ in range(3))
         hidden = [self.expansion * width] * (self.depth - 1)
-        shapes = [(batch, heads, *pair) for pair in pairwise([width, *hidden, width])]
+        layers = layer_shapes([width, *hidden, width], self.activation)
+        shapes = [(batch, heads, *layer) for layer in layers]
         norm = torch.ones(heads, width, dtype=dtype), torch.zeros(heads, width, dtype=dtype)
         W = [self.rule.start(normal(*s) / s[-1] ** 0.5) for s in shapes]
         # steps as small as a chunk of 64 tokens needs
@@ -94,12 +105,13 @@ def cases(names: Sequence[str] = ()) -> list[Case]:
         Case("paper, residual norm", paper, 2, 64, Residual()),
         Case("paper, expansion 2", paper, 2, 64, None, 2),
         Case("paper, norm, expansion 4", paper, 2, 64, Residual(), 4),
+        Case("lact, swiglu", find_rule("lact"), 2, 64, activation="swiglu"),
     ]
     for name, kind in RULES.items():
         if kind is not Rule:
             rule, online = kind(), kind in ONE_TOKEN
             others.append(Case(name, rule, 1 if online else 2, 1 if online or rule.layerwise else 64))
-    chosen = [case for case in others if not names or case.name in names]
+    chosen = [case for case in others if not names or case.name.split(",")[0] in names]
     sizes = sorted({(case.depth, case.chunk_size) for case in chosen} | {(2, 64), (1, 1)})
     return [*(Case("paper", paper, *size) for size in sizes), *chosen]
 
