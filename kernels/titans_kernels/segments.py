@@ -180,7 +180,7 @@ class _Call:
         (_, _, H, E), (_, _, queries, span) = tokens.read.shape, tokens.q.shape
         spec = native.Spec(
             H, len(layers), o.chunk_size, native.ACTIVATIONS.index(o.activation), native.PLAIN,
-            o.surprise_bound or 0.0, 3 if o.base else 2, ctypes.addressof(self.arrays[0]),
+            o.surprise_bound or 0.0, 3 if o.base else 2, 1, ctypes.addressof(self.arrays[0]),
         )  # fmt: skip
         self.chain = _Chain(
             spec, tokens.x.shape[2], E, queries, span, weights.prefix_k.shape[0], o.segment_size,

@@ -21,6 +21,7 @@ from titans_kernels import (
     short_convolution,
 )
 from titans_kernels.memory import op
+from titans_kernels.memory.forms import native as compiled
 
 
 def assert_native_is_reference(case, **options) -> None:
@@ -69,6 +70,25 @@ def test_packed_documents_in_any_number_of_threads(threads):
         assert_native_is_reference(case, chunk_size=7, surprise_bound=0.5, cu_seqlens=borders)
     finally:
         torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("states", [1, 9])
+@pytest.mark.parametrize("borders", [None, [0, 5, 5, 40, 41, 73, 90]])
+def test_states_that_are_not_kept_are_computed_again(states, borders, monkeypatch):
+    """So many states of 26 or 15 chunks, at least the root; the results are the same to the last bit."""
+    case = Case(90, 3, batch=1 if borders else 2, documents=borders and 6)
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": "native"}
+    options["cu_seqlens"] = borders and torch.tensor(borders)
+    base = tuple(0.1 * W.detach() for W in case.weights)
+    options |= {"base": base, "residual": Residual(*torch.ones(2, 2, 3, dtype=torch.float64))}
+    expected, sizes, of = case.run(**options), [], compiled.Call.of
+    monkeypatch.setattr(compiled.Call, "of", lambda *args: sizes.append(of(*args)) or sizes[-1])
+    monkeypatch.setattr(compiled, "KEEP_BYTES", states * 2 * 3 * 2 * 16 * 16 * 8)
+    found = case.run(**options)
+    every = {(1, False): 6, (9, False): 3, (1, True): 5, (9, True): 2}
+    assert sizes[0].spec.every == every[states, borders is not None]
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
 @needs_compiler

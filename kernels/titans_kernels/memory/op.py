@@ -211,8 +211,8 @@ def neural_memory(
             "online" with chunk_size 1 and no surprise bound for a linear memory (rules "paper",
             "gated_delta" and "mdn") and for "delta_ttt", otherwise "triton" on a GPU, with operands in q's
             dtype or autocast's; if no kernel supports the call it falls back to "chunked" and logs that once.
-            On a CPU "auto" picks "native" if there is a C++ compiler and the memory is small, otherwise
-            "chunked". For any other rule it picks "chunked", otherwise "autograd".
+            On a CPU "auto" picks "native" if there is a C++ compiler, otherwise "chunked". For any other rule
+            it picks "chunked", otherwise "autograd".
         rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
             "paper". "reference" supports any rule, "autograd" any but "delta_ttt".
         residual: None for the paper's memory, a residual connection around it, with or without LN, or an

@@ -8,9 +8,10 @@ struct Spec {
   int64_t output;  // what follows the layers f: an activation, or an `Output`
   double bound;  // 0: none
   int64_t parts;  // of a layer's stack: 3 with a base, else 2
+  int64_t every;  // a forward keeps the state of every so many chunks
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
-  const int64_t* chunks;   // chunks of all documents before each
+  const int64_t* kept;     // states kept of all documents before each
 };
 
 template <class R> struct Tokens {

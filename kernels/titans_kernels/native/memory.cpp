@@ -475,14 +475,14 @@ template <class R> struct Chunk {
   }
 };
 
-// Of document and head ``job``: its first token, how many there are, and where its chunks' states are kept.
+// Of document and head ``job``: its first token, how many there are, and where its states are kept.
 struct Place {
   int64_t document, first, length, chunks, kept;
   int head;
   Place(const Spec& s, int64_t job) : document(job / s.heads), head(job % s.heads) {
     first = s.borders[document], length = s.borders[document + 1] - first;
     chunks = (length + s.chunk - 1) / s.chunk;
-    kept = s.chunks[document] * s.heads + head * chunks;
+    kept = s.kept[document] * s.heads + head * ((chunks + s.every - 1) / s.every);
   }
 };
 
@@ -507,7 +507,8 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
     int64_t length = open.before + at.length;
     for (int64_t done = 0; done < length; done += spec.chunk) {
       int64_t token = at.first + done - open.before;  // where the chunk began, maybe before the call
-      if (kept) chunk.save(kept + (at.kept + done / spec.chunk) * chunk.state_size);
+      int64_t i = done / spec.chunk;
+      if (kept && i % spec.every == 0) chunk.save(kept + (at.kept + i / spec.every) * chunk.state_size);
       chunk.old = done ? 0 : open.before;
       chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, length - done));
       if (chunk.old) chunk.resume(open.held, job);
@@ -532,6 +533,7 @@ template <class R>
 void backward(const Spec& spec, Tokens<R> tokens, R** fixed, const R* kept, R** dafter, Tokens<R> grads,
               R** dbefore, int64_t first, int64_t stop) {
   Chunk<R> chunk(spec, true);
+  std::vector<R> states((spec.every - 1) * chunk.state_size);
   int L = chunk.L;
   R **base = spec.parts == 3 ? fixed : nullptr, **norm = fixed + (base ? L : 0);
   for (int64_t job = first; job < stop; job++) {
@@ -546,8 +548,18 @@ void backward(const Spec& spec, Tokens<R> tokens, R** fixed, const R* kept, R** 
     }
     if (spec.output == NORM) chunk.load_norm(norm, at.head);
     for (int64_t i = at.chunks - 1; i >= 0; i--) {
-      int64_t token = at.first + i * spec.chunk;
-      chunk.recall(kept + (at.kept + i) * chunk.state_size);
+      int64_t token = at.first + i * spec.chunk, within = i % spec.every;
+      if (i == at.chunks - 1 || within == spec.every - 1) {  // the states after the one that was kept
+        chunk.recall(kept + (at.kept + i / spec.every) * chunk.state_size);
+        for (int64_t j = 0; j < within; j++) {
+          int64_t earlier = token - (within - j) * spec.chunk;
+          chunk.save(states.data() + j * chunk.state_size);
+          chunk.read_tokens(tokens, earlier, at.head, spec.chunk);
+          chunk.gates(), chunk.keys(nullptr, job), chunk.advance();
+        }
+      } else {
+        chunk.recall(states.data() + within * chunk.state_size);
+      }
       chunk.read_tokens(tokens, token, at.head, std::min(spec.chunk, at.length - i * spec.chunk));
       chunk.gates(), chunk.keys(nullptr, job), chunk.reads();
       chunk.load(grads.y, token, at.head, spec.widths[L], chunk.dy);

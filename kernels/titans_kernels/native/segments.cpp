@@ -15,7 +15,7 @@ typedef std::vector<Real> Buffer;
 
 // C of the memory's channels, A of attention's, D of the model; G gates of a token.
 struct Chain {
-  Spec memory;  // without its borders and chunks
+  Spec memory;  // without its borders and kept states, of which there is one a chunk
   int64_t model, width, queries, span, prefix, segment;  // queries heads of width span
   int64_t read_kernel, write_kernel, read_unit, write_unit, forgets, moves;
   double epsilon, least, budget, max_alpha, max_theta;
@@ -337,7 +337,7 @@ extern "C" void segments_forward(const Chain* chain, const Weights* weights, con
       x.gates();
       x.limit(Shape{x.H, x.E, c.memory.chunk, 0, borders});
       Spec spec = c.memory;
-      spec.borders = borders, spec.chunks = chunks;
+      spec.borders = borders, spec.kept = chunks;
       Tokens<Real> tokens = x.tokens(s, s.m + at * C);
       Open<Real> open{};
       memory_forward(&spec, &tokens, from.data(), none.data(), base, to.data(),
@@ -392,7 +392,7 @@ extern "C" void segments_backward(const Chain* chain, const Weights* weights, co
       before(s.read_pre, 2 * A, parts, read_inputs), before(s.pre, 3 * C, parts + 1, write_inputs);
       // the write
       Spec spec = c.memory;
-      spec.borders = borders, spec.chunks = chunks;
+      spec.borders = borders, spec.kept = chunks;
       const Real* held = kept + chunk * kept_size;
       Tokens<Real> tokens = x.tokens(s, nullptr);
       Tokens<Real> dtokens{dq.data(), dk.data(), dv.data(), dalpha.data(), deta.data(), dtheta.data(),
