@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.native import library, numbers, parallel_for, pointer, pointers, serves
+from titans_kernels.native import compiled, numbers, parallel_for, pointer, pointers, serves
 
 NORM_EPS = 1e-6
 """Lower bound of the norm by which a vector is divided."""
@@ -49,7 +49,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, gate)
         ctx.epsilon, y = epsilon, torch.empty_like(x)
         shape, tensors = _norm_shape(x, epsilon), [pointer(t) for t in (x, weight, gate, y)]
-        forward = _library(x).norm_forward
+        forward = compiled(x).norm_forward
         parallel_for(x.numel() // x.shape[-1], lambda *rows: forward(*shape, *tensors, *rows))
         return y
 
@@ -60,7 +60,7 @@ class _Norm(torch.autograd.Function):
         dy, dx, dgate = dy.contiguous(), torch.empty_like(x), None if gate is None else torch.empty_like(gate)
         shape, dweight = _norm_shape(x, ctx.epsilon), Partial(weight)
         before, after = [pointer(t) for t in (x, weight, gate, dy, dx)], pointer(dgate)
-        backward = _library(x).norm_backward
+        backward = compiled(x).norm_backward
         parallel_for(
             x.numel() // x.shape[-1], lambda *rows: backward(*shape, *before, dweight.of(rows), after, *rows)
         )
@@ -125,7 +125,7 @@ class _Mix(torch.autograd.Function):
         ctx.shape, ctx.borders = shape, held
         out = [x.new_empty(*x.shape[:-1], heads, width) for _ in parts]
         tensors = [ctypes.byref(shape), *map(pointer, (x, weight, state)), pointers(out)]
-        forward = _library(x).mix_forward
+        forward = compiled(x).mix_forward
         parallel_for(len(borders) - 1, lambda *rows: forward(*tensors, *rows))
         return tuple(out)
 
@@ -136,7 +136,7 @@ class _Mix(torch.autograd.Function):
         dx, dstate, dweight = torch.empty_like(x), x.new_empty(state.shape), Partial(weight)
         douts = [g.contiguous() for g in douts]
         before = [ctypes.byref(ctx.shape), *map(pointer, (x, weight, state)), pointers(douts), pointer(dx)]
-        after, backward = pointer(dstate), _library(x).mix_backward
+        after, backward = pointer(dstate), compiled(x).mix_backward
         parallel_for(len(ctx.borders) - 1, lambda *rows: backward(*before, dweight.of(rows), after, *rows))
         return dx, dweight.sum(), dstate, None, None, None
 
@@ -160,9 +160,3 @@ class Partial:
 
 def _norm_shape(x: Tensor, epsilon: float) -> tuple[ctypes.c_int64, ctypes.c_double]:
     return ctypes.c_int64(x.shape[-1]), ctypes.c_double(epsilon)
-
-
-def _library(x: Tensor) -> ctypes.CDLL:
-    found = library(x.dtype)
-    assert found is not None  # checked by `serves`
-    return found

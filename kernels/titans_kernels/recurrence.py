@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from titans_kernels import ran
 from titans_kernels.layers import Partial
 from titans_kernels.memory.options import operand_dtype, state_dtype, without_autocast
-from titans_kernels.native import library, parallel_for, pointer, serves
+from titans_kernels.native import compiled, parallel_for, pointer, serves
 
 
 def recurrent_linear_attention(
@@ -175,7 +175,7 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(*inputs, starts, saved)
         ctx.shape = shape = (ctypes.c_int64 * 5)(T, H, E, values, EVERY)
         tensors = [pointer(x) for x in (*inputs, starts, y, end, saved)]
-        run = _compiled(q).attend_forward
+        run = compiled(q).attend_forward
         parallel_for(B * H, lambda *jobs: run(shape, *tensors, *jobs))
         return y, end
 
@@ -185,7 +185,7 @@ class _Attend(torch.autograd.Function):
         *inputs, starts, saved = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in inputs]
         before = [*inputs[:4], starts, saved, dy.contiguous(), dend.contiguous()]
-        tensors, run = [pointer(x) for x in (*before, *grads)], _compiled(dy).attend_backward
+        tensors, run = [pointer(x) for x in (*before, *grads)], compiled(dy).attend_backward
         parallel_for(len(saved), lambda *jobs: run(ctx.shape, *tensors, *jobs))
         return *grads, None
 
@@ -204,7 +204,7 @@ class _Select(torch.autograd.Function):
         saved = state.new_empty(B, -(-T // EVERY), C, states)
         ctx.save_for_backward(*inputs, starts, saved)
         ctx.shape, ctx.blocks = (ctypes.c_int64 * 5)(T, C, states, width, EVERY), -(-C // width)
-        pointers, run = [pointer(x) for x in (*inputs, starts, y, end, saved)], _compiled(dt).select_forward
+        pointers, run = [pointer(x) for x in (*inputs, starts, y, end, saved)], compiled(dt).select_forward
         parallel_for(B * ctx.blocks, lambda *jobs: run(ctx.shape, *pointers, *jobs))
         return y, end
 
@@ -217,18 +217,12 @@ class _Select(torch.autograd.Function):
         # a part for each block of channels
         db, dc = b.new_empty(2, ctx.blocks, *b.shape)
         before = [*inputs[:5], starts, saved, dy.contiguous(), dend.contiguous(), ddt, dx, db, dc, dstate]
-        pointers, run = [pointer(y) for y in before], _compiled(dy).select_backward
+        pointers, run = [pointer(y) for y in before], compiled(dy).select_backward
         rows = ctypes.c_int64(len(b))
         parallel_for(
             len(b) * ctx.blocks, lambda *jobs: run(ctx.shape, *pointers, rows, drate.of(jobs), *jobs)
         )
         return ddt, dx, db.sum(0), dc.sum(0), drate.sum(), dstate, None
-
-
-def _compiled(x: Tensor) -> ctypes.CDLL:
-    found = library(x.dtype)
-    assert found is not None  # checked by `serves`
-    return found
 
 
 def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titans_kernels import find_rule, forms_used, neural_memory
 from titans_kernels.memory import op
+from titans_kernels.memory.forms import online
 from titans_kernels.memory.rules import MomentumDelta
 
 ONLINE = {"chunk_size": 1, "surprise_bound": None}
@@ -44,7 +45,10 @@ def computed(given: list[Tensor], backend: str, **options) -> list[Tensor]:
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True)], ids=str)
 @pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
-def test_it_is_the_recurrence_forward_and_every_gradient(T, rule):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, compiled):
+    if not compiled:
+        monkeypatch.setattr(online, "COMPILED", 0)
     given = made(T)
     torch.testing.assert_close(
         computed(given, "online", rule=rule), computed(given, "reference", rule=rule), rtol=1e-9, atol=1e-9

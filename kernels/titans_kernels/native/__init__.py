@@ -42,6 +42,13 @@ def serves(*tensors: Tensor) -> bool:
     return library(first.dtype) is not None
 
 
+def compiled(x: Tensor) -> ctypes.CDLL:
+    """The library for tensors that it `serves`."""
+    found = library(x.dtype)
+    assert found is not None
+    return found
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Tensor subclasses may not store their values at ``data_ptr``."""
 

@@ -1,5 +1,5 @@
-// Recurrences of the baselines, token by token: linear attention with a decay per key channel (GLA, HGRN2), and
-// the selective scan of Mamba. A forward stores the state every `every` tokens; a backward recomputes the others.
+// Recurrences token by token: linear attention with a decay per key channel (GLA, HGRN2), the selective scan of
+// Mamba, and the online rule of a linear memory (DeltaNet). A forward stores the state every `every` tokens; a backward recomputes the others.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -12,6 +12,15 @@ namespace {
 // to = keep to + scale x
 APART void write_row(int n, Real keep, Real scale, In x, Out to) {
   for (int i = 0; i < n; i++) to[i] = keep * to[i] + scale * x[i];
+}
+
+// S = eta S + x u and W = keep W + S; before and after may be the same row.
+APART void mix_row(int n, Real keep, Real eta, Real x, In u, const Real* W, const Real* S, Real* W_to, Real* S_to) {
+#pragma GCC ivdep
+  for (int i = 0; i < n; i++) {
+    Real s = eta * S[i] + x * u[i];
+    W_to[i] = keep * W[i] + s, S_to[i] = s;
+  }
 }
 
 APART void add_row(int n, Real scale, In x, Out to) {
@@ -213,6 +222,110 @@ extern "C" void select_backward(const Select* shape, const Real* dt, const Real*
           ddt[at] = along * x[at] - inner(N, through.data(), rates);
           for (int64_t n = 0; n < N; n++) di[n] *= keep[n];
         }
+      }
+    }
+  }
+}
+
+extern "C" struct Delta {
+  int64_t tokens, heads, keys, values, every;
+  int64_t gated;  // whether the gradient is taken after forgetting
+};
+
+namespace {
+
+// The online rule of a linear memory (../memory/forms/online.py); a state is weights and momentum, [2][E, F].
+struct Linear {
+  Head at;
+  int64_t size;
+  bool gated;
+  const Real *k, *v, *alpha, *eta, *theta;
+  Linear(const Delta& d, int64_t job, const Real* k, const Real* v, const Real* alpha, const Real* eta,
+         const Real* theta)
+      : at(Attend{d.tokens, d.heads, d.keys, d.values, d.every}, job), size(at.E * at.F), gated(d.gated), k(k), v(v),
+        alpha(alpha), eta(eta), theta(theta) {}
+  int64_t gate(int64_t t) const { return (at.row * at.T + t) * at.H + at.head; }
+  // What the gradient's weights predict, over those before that the token has.
+  Real share(int64_t t) const { return gated ? 1 - alpha[gate(t)] : Real(1); }
+
+  void read(int64_t key, const Real* x, const Real* W, Real scale, Real* to) const {
+    std::fill(to, to + at.F, Real(0));
+    for (int64_t e = 0; e < at.E; e++) add_row(at.F, scale * x[key + e], W + e * at.F, to);
+  }
+  // The state after the token from that before it; u = 2 theta (v - prediction).
+  void write(int64_t t, const Real* before, Real* after, Real* u) const {
+    int64_t g = gate(t), key = at.key(t);
+    read(key, k, before, share(t), u);
+    for (int64_t f = 0; f < at.F; f++) u[f] = 2 * theta[g] * (v[at.value(t) + f] - u[f]);
+    for (int64_t e = 0; e < at.E; e++) {
+      Real *W = after + e * at.F, *S = W + size, x = k[key + e];
+      mix_row(at.F, 1 - alpha[g], eta[g], x, u, before + e * at.F, before + size + e * at.F, W, S);
+    }
+  }
+};
+
+}  // namespace
+
+// start and end [B, H, 2, E, F], saved [B H, chunks, 2, E, F], gates [B, T, H]. Jobs are rows times heads.
+extern "C" void delta_forward(const Delta* shape, const Real* q, const Real* k, const Real* v, const Real* alpha,
+                              const Real* eta, const Real* theta, const Real* start, Real* y, Real* end, Real* saved,
+                              int64_t first, int64_t stop) {
+  std::vector<Real> u(shape->values);
+  for (int64_t job = first; job < stop; job++) {
+    Linear m(*shape, job, k, v, alpha, eta, theta);
+    Real* X = end + job * 2 * m.size;
+    std::copy(start + job * 2 * m.size, start + (job + 1) * 2 * m.size, X);
+    for (int64_t t = 0; t < m.at.T; t++) {
+      if (t % m.at.every == 0) std::copy(X, X + 2 * m.size, saved + (job * m.at.chunks + t / m.at.every) * 2 * m.size);
+      m.write(t, X, X, u.data());
+      m.read(m.at.key(t), q, X, 1, y + m.at.value(t));
+    }
+  }
+}
+
+extern "C" void delta_backward(const Delta* shape, const Real* q, const Real* k, const Real* v, const Real* alpha,
+                               const Real* eta, const Real* theta, const Real* saved, const Real* dy,
+                               const Real* dend, Real* dq, Real* dk, Real* dv, Real* dalpha, Real* deta,
+                               Real* dtheta, Real* dstart, int64_t first, int64_t stop) {
+  std::vector<Real> states, us, du(shape->values), seen(shape->values);
+  for (int64_t job = first; job < stop; job++) {
+    Linear m(*shape, job, k, v, alpha, eta, theta);
+    const Head& at = m.at;
+    int64_t size = m.size, E = at.E, F = at.F;
+    Real *dW = dstart + job * 2 * size, *dS = dW + size;
+    std::copy(dend + job * 2 * size, dend + (job + 1) * 2 * size, dW);
+    states.resize((at.every + 1) * 2 * size), us.resize(at.every * F);
+    for (int64_t chunk = at.chunks - 1; chunk >= 0; chunk--) {
+      int64_t begin = chunk * at.every, length = std::min(at.every, at.T - begin);
+      std::copy_n(saved + (job * at.chunks + chunk) * 2 * size, 2 * size, states.data());
+      for (int64_t i = 0; i < length; i++)
+        m.write(begin + i, states.data() + i * 2 * size, states.data() + (i + 1) * 2 * size, us.data() + i * F);
+      for (int64_t i = length - 1; i >= 0; i--) {
+        int64_t t = begin + i, g = m.gate(t), key = at.key(t), value = at.value(t);
+        const Real *W = states.data() + i * 2 * size, *S = W + size, *next = S + size, *u = us.data() + i * F;
+        Real keep = 1 - alpha[g], share = m.share(t), to_keep = 0, to_eta = 0, to_theta = 0;
+        std::fill(du.begin(), du.end(), Real(0));
+        for (int64_t e = 0; e < E; e++) {
+          Real *w = dW + e * F, *s = dS + e * F;
+          add_row(F, q[key + e], dy + value, w), add_row(F, 1, w, s);
+          dq[key + e] = inner(F, next + e * F, dy + value);
+          dk[key + e] = inner(F, s, u);
+          to_keep += inner(F, w, W + e * F), to_eta += inner(F, s, S + e * F);
+          add_row(F, k[key + e], s, du.data());
+        }
+        m.read(key, k, W, 1, seen.data());
+        for (int64_t f = 0; f < F; f++) {
+          to_theta += 2 * (v[value + f] - share * seen[f]) * du[f];
+          du[f] *= 2 * theta[g], dv[value + f] = du[f];
+        }
+        if (m.gated) to_keep -= inner(F, seen.data(), du.data());
+        for (int64_t e = 0; e < E; e++) {
+          Real *w = dW + e * F, *s = dS + e * F;
+          dk[key + e] -= share * inner(F, W + e * F, du.data());
+          write_row(F, keep, -share * k[key + e], du.data(), w);
+          for (int64_t f = 0; f < F; f++) s[f] *= eta[g];
+        }
+        dalpha[g] = -to_keep, deta[g] = to_eta, dtheta[g] = to_theta;
       }
     }
   }

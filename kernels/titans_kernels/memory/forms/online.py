@@ -13,6 +13,9 @@ from W, S the coefficients of `gates` give ``P_t = c_t W + n_t S + sum_{s<t} D[t
 
     (I + L) U = diag(2 theta) (V - diag(c) K W - diag(n) K S),    L[t, s] = 2 theta_t D[t, s] k_t k_s^T.
 
+On a CPU a small memory goes token by token in C++ instead (`native/scans.cpp`), whose time does not depend on
+the number of rows.
+
 All blocks are solved at once, up to the state that each starts from. A block is an affine map of that state,
 so the states come from a scan over blocks (`_states`).
 
@@ -22,10 +25,12 @@ A state [R, 2 D, F] is the weights and the momentum, one below the other.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels.memory.activations import ACTIVATIONS
@@ -33,9 +38,14 @@ from titans_kernels.memory.forms.reference import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import coefficients
 from titans_kernels.memory.rules import DeltaTTT, GatedDelta, MomentumDelta, Rule
+from titans_kernels.native import compiled, parallel_for, pointer, serves
 
 BLOCK = 32
 """Tokens per triangular system. Affects only rounding."""
+COMPILED = 64 * 64
+"""Numbers of a head's weights up to which the token-by-token form in C++ is used on a CPU."""
+EVERY = 16
+"""Tokens between the states that it saves for the backward."""
 FEW = 16
 """Blocks up to which one follows the other."""
 SMALL = 1024
@@ -73,8 +83,42 @@ def _layers(inputs: Inputs, weights: Layers, momentum: Layers, options: Options)
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+    W, S = weights[0], momentum[0]
+    if type(options.rule) in (Rule, GatedDelta) and W[0, 0].numel() <= COMPILED and serves(*inputs[:6], W, S):
+        gated = isinstance(options.rule, GatedDelta)
+        y, state = _Tokens.apply(gated, *inputs[:6], torch.stack([W, S], 2))  # pyright: ignore[reportGeneralTypeIssues]
+        # copies: a view would keep both in memory
+        W, S = (x.clone() for x in state.unbind(2))
+        return y, (W,), (S,)
     (y,), W, S = _memory(inputs, weights[0], momentum[0], options.rule)
     return y, (W,), (S,)
+
+
+class _Tokens(torch.autograd.Function):
+    """Token by token in C++; a state is weights and momentum, [B, H, 2, D, F]."""
+
+    @staticmethod
+    def forward(ctx: Any, gated: bool, *given: Tensor):
+        inputs = [x.contiguous() for x in given]
+        q, _, v, *_, state = inputs
+        (B, T, H, D), F = q.shape, v.shape[-1]
+        y, end = torch.empty_like(v), torch.empty_like(state)
+        saved = state.new_empty(B * H, -(-T // EVERY), 2, D, F)
+        ctx.save_for_backward(*inputs[:6], saved)
+        ctx.shape = shape = (ctypes.c_int64 * 6)(T, H, D, F, EVERY, gated)
+        tensors, run = [pointer(x) for x in (*inputs, y, end, saved)], compiled(q).delta_forward
+        parallel_for(B * H, lambda *jobs: run(shape, *tensors, *jobs))
+        return y, end
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dend: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = ctx.saved_tensors
+        dend = dend.contiguous()
+        before, after = [*saved, dy.contiguous(), dend], [torch.empty_like(x) for x in (*saved[:6], dend)]
+        tensors, run = [pointer(x) for x in (*before, *after)], compiled(dy).delta_backward
+        parallel_for(len(saved[-1]), lambda *jobs: run(ctx.shape, *tensors, *jobs))
+        return None, *after
 
 
 def _memory(
