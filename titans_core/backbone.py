@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from titans_core.config import ModelConfig
 from titans_core.documents import Documents, check_not_empty
 from titans_core.init import initialize
 from titans_core.layers import RMSNorm
+
+if TYPE_CHECKING:
+    from titans_core.sequence_parallel import Relay
 
 
 class ModelState(NamedTuple):
@@ -102,6 +105,8 @@ class Backbone(Model):
         self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model)
         self.head = head
+        self.relay: Relay | None = None
+        """Where the states of blocks come from and go to; see `titans_core.sequence_parallel`."""
         initialize(self, config.n_layers * block.layers)
 
     def encode(
@@ -136,7 +141,11 @@ class Backbone(Model):
         before = [None] * len(self.blocks) if state is None else state.blocks
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):
+            if self.relay is not None:
+                block_state = self.relay.receive(block_state, x_BTD)
             x_BTD, block_state = block(x_BTD, block_state, positions)
+            if self.relay is not None:
+                self.relay.send(block_state)
             after.append(block_state)
         end = None if document_starts is not None else ModelState(start + x_BTD.shape[1], tuple(after))
         return self.norm(x_BTD), end

@@ -190,9 +190,10 @@ class OptimConfig(Frozen):
     the last scheduled checkpoint and skip the batches since. The batch is saved in the run's folder."""
     spike: Annotated[float, Field(gt=1)] | None = None
     """A loss above this multiple of the median of the last 64 steps is a spike; None: no spike detection."""
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    parallel: Literal["ddp", "fsdp", "hsdp", "sequence"] = "ddp"
     """With several workers: replicate the model (ddp), shard it over all workers (fsdp, FSDP2), or shard it
-    within a node and replicate across nodes (hsdp)."""
+    within a node and replicate across nodes (hsdp), or replicate it and give each worker a part of every row
+    (sequence), which passes its recurrent state on to the next."""
     shard_workers: PositiveInt | None = None
     """hsdp: workers in a shard group, of consecutive ranks; None: those of a node."""
     recompute: bool = False
@@ -285,6 +286,11 @@ class RunConfig(Frozen):
                     f"optim.{key}: {getattr(self.optim, key)} has no effect on shuffled rows, which all "
                     "start from the initial state; set data.rows to streams"
                 )
+        if self.optim.parallel == "sequence" and self.data.rows != "streams":
+            raise ValueError(
+                "optim.parallel: sequence passes a row's state from worker to worker, but documents begin "
+                "inside shuffled rows; set data.rows to streams"
+            )
         return self
 
     @model_validator(mode="after")

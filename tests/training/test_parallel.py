@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from titans_core import LanguageModel
+from titans_core import BLOCKS, LanguageModel, MemoryConfig, ModelConfig
+from titans_core.sequence_parallel import row_parts
 from titans_kernels import forms_used
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer
@@ -37,9 +38,9 @@ def workers() -> ModuleType:
     return module
 
 
-def together(folder: Path, count: int) -> list[dict[str, Any]]:
+def together(folder: Path, count: int, program: Path = PROGRAM) -> list[dict[str, Any]]:
     """Results of each of ``count`` workers."""
-    command = [sys.executable, str(PROGRAM), str(folder)]
+    command = [sys.executable, str(program), str(folder)]
     processes = [
         subprocess.Popen([*command, str(rank), str(count)], stderr=subprocess.PIPE, text=True)
         for rank in range(count)
@@ -52,7 +53,8 @@ def together(folder: Path, count: int) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
             process.communicate()
-    return [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(count)]
+    written = [folder / f"worker-{rank}.json" for rank in range(count)]
+    return [json.loads(path.read_text()) for path in written if path.exists()]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def carried(workers) -> list[float]:
         return workers.losses(workers.trainer("ddp", stream=workers.CarriedStream))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "sequence"])
 def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(found, carried, workers, kind):
     folder, (first, second) = found
     assert first["carried"] == second["carried"]
@@ -197,3 +199,19 @@ def test_the_same_state_is_carried_however_a_step_is_computed(workers, carried, 
     with deterministic(0, threads=1):
         of = workers.trainer("ddp", stream=workers.CarriedStream, **options)
         assert workers.losses(of, 4) == pytest.approx(carried[:4], rel=2e-6)
+
+
+def test_three_workers_that_share_each_row_have_the_numbers_of_one(tmp_path):
+    """`parallel: sequence`, every variant in float64: losses, gradients and the carried state."""
+    program = PROGRAM.with_name("parts.py")
+    together(tmp_path, 3, program)
+    found = json.loads((tmp_path / "differences.json").read_text())
+    assert sorted(found) == sorted(BLOCKS)
+    assert {variant: off for variant, off in found.items() if max(off.values()) > 1e-12} == {}
+
+
+def test_rows_too_short_for_the_workers_are_refused():
+    config = ModelConfig(vocab_size=8, d_model=16, memory=MemoryConfig(heads=2, chunk_size=8))
+    assert row_parts(64, 3, config) == [0, 16, 40, 64]
+    with pytest.raises(ValueError, match="16 tokens have no part of 8 tokens for each of 3 workers"):
+        row_parts(16, 3, config)

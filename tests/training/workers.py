@@ -117,12 +117,13 @@ def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def carry(
-    folder: Path, rank: int, world_size: int, kinds: tuple[str, ...] = ("ddp", "fsdp")
+    folder: Path, rank: int, world_size: int, kinds: tuple[str, ...] = ("ddp", "fsdp", "sequence")
 ) -> dict[str, Any]:
     """Streams, resumed from the checkpoint in the folder, or writing one there for other world sizes."""
     found: dict[str, Any] = {}
     for kind in kinds:
-        of = trainer(kind, rank, world_size, CarriedStream)
+        shard = (0, 1) if kind == "sequence" else (rank, world_size)
+        of = trainer(kind, *shard, CarriedStream)
         checkpoint.restore(folder / f"carried-{kind}", of)
         first = losses(of, max(of.progress.step, STEPS // 2))
         if first:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titans_core import Model
+from titans_core.sequence_parallel import row_parts
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
@@ -121,12 +122,13 @@ class Needed(NamedTuple):
 
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Lower bound on the memory of each worker, in bytes."""
-    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // resources.max_workers)
-    copies = {"ddp": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
+    by_row = 1 if cfg.optim.parallel == "sequence" else resources.max_workers
+    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // by_row)
+    copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     return Needed(
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
         0 if resources.gpus_per_worker else PROCESS_BYTES,
-        4 * build_objective(cfg).least_activations(rows),
+        4 * build_objective(cfg).least_activations(rows) * by_row // resources.max_workers,
     )
 
 
@@ -220,6 +222,12 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
     """Check that the rows of a step divide among workers and micro-batches. Raises UsageError."""
     rows, micro = cfg.optim.global_batch_size, cfg.optim.micro_batch_size
     for workers in range(resources.min_workers, resources.max_workers + 1):
+        if cfg.optim.parallel == "sequence":
+            try:
+                row_parts(cfg.row_tokens, workers, cfg.model)
+            except ValueError as error:
+                raise UsageError(f"data.sequence_length: {error}; raise it, or use fewer workers") from None
+            workers = 1  # each has all rows
         if rows < workers:
             raise UsageError(f"optim.global_batch_size: {rows} rows cannot be shared by {workers} workers")
         if rows % workers and cfg.optim.parallel != "ddp":

@@ -26,7 +26,7 @@ from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
-from titans_platform.training.parallel import profiled, rank, world_size
+from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
 
 class Outcome(NamedTuple):
@@ -86,7 +86,7 @@ class Worker:
     def _train(self, until: Rung | None) -> Trainer:
         with self.phases.phase("build"):
             self.objective.check(self.data)
-            stream = self.objective.train_stream(self.data, rank(), world_size())
+            stream = self.objective.train_stream(self.data, *data_shard(self.cfg.optim))
             trainer = Trainer(
                 self.objective.build_model(),
                 self.cfg.optim,

@@ -336,7 +336,7 @@ def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
 def _state(trainer: Trainer) -> dict[str, Any]:
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     state = {"model": model, "optimizer": optimizer, "rng": {f"rank{rank()}": rng_state()}}
-    if trainer.state is None:
+    if trainer.state is None or rank() >= trainer.shard[1]:
         return state
     structure, tensors = flatten_state(trainer.state)
     # each rank writes the state of its own streams
@@ -351,8 +351,9 @@ def _load_streams(path: Path, trainer: Trainer) -> ModelState | None:
     if not names:
         return None
     writers = len({key.split(".")[1] for key in names})
-    # same world size: each rank reads its own part
-    wanted = [rank()] if writers == trainer.world_size else range(writers)
+    # as many shares as were written: each rank reads its own
+    number, readers = trainer.shard
+    wanted = [number] if writers == readers else range(writers)
     saved: dict[str, Any] = {}
     for writer in wanted:
         prefix = f"streams.rank{writer}.tensors."
@@ -367,11 +368,11 @@ def _load_streams(path: Path, trainer: Trainer) -> ModelState | None:
     for part in saved.values():
         tensors = {name: x.to(trainer.device) for name, x in part["tensors"].items()}
         parts.append(restore_state(json.loads(part["structure"]), tensors))
-    if writers == trainer.world_size:
+    if writers == readers:
         return parts[0]
     streams = trainer.cfg.global_batch_size
     order = [stream for writer in wanted for stream in range(writer, streams, writers)]
-    mine = [order.index(stream) for stream in range(rank(), streams, trainer.world_size)]
+    mine = [order.index(stream) for stream in range(number, streams, readers)]
     return ModelState.cat(parts).take(mine)
 
 

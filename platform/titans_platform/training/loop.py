@@ -27,6 +27,7 @@ from titans_platform.data.stream import StreamBatch
 from titans_platform.training.optim import REWINDS, SKIPS, WINDOW, Diverged, adamw, judge, learning_rate
 from titans_platform.training.parallel import (
     clip_gradients,
+    data_shard,
     device_metrics,
     gradient_sync,
     parallelize,
@@ -187,7 +188,7 @@ class Trainer:
         seed: int = 0,
     ):
         self.device = torch.device(device)
-        self.world_size = world_size()
+        self.world_size, self.shard = world_size(), data_shard(cfg)
         self._limits = healthy_limits(model)
         self._forward = parallelize(model, cfg, self.device)
         # the model for checkpoints and evaluation: not wrapped by DDP, sharded in place by FSDP2
@@ -313,7 +314,9 @@ class Trainer:
         Returns the loss, the state of this rank's streams after the batch, and telemetry if asked for.
         """
         batch = _to(batch, self.device)
-        rows = self._over_workers(self.objective.counts(batch).sum()).clamp(min=1)
+        # under `parallel: sequence` every worker has, and counts, all rows
+        rows = self._over_workers(self.objective.counts(batch).sum()) * self.shard[1] / self.world_size
+        rows = rows.clamp(min=1)
         parts = list(_split(batch, self.cfg.micro_batch_size or len(batch[0])))
         states = [None] * len(parts) if self.state is None else self.state.split([len(p[0]) for p in parts])
         after: list[ModelState] = []

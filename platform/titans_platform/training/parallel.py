@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from titans_core import LanguageModel
 from titans_core.blocks import Block
+from titans_core.sequence_parallel import SequenceParallel
 from titans_kernels import ran
 from titans_platform.config import OptimConfig
 from titans_platform.errors import UsageError
@@ -30,6 +32,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def data_shard(cfg: OptimConfig) -> tuple[int, int]:
+    """Which share of a batch's rows this worker has: of all, or all of them under `parallel: sequence`."""
+    return (0, 1) if cfg.parallel == "sequence" else (rank(), world_size())
+
+
 def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.Module:
     """Move ``model`` to ``device`` and parallelise it. Returns the module to call in training.
 
@@ -37,8 +44,8 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     each block are sharded and gathered for its forward and backward pass; parameters outside the blocks
     (including tied embedding and head) form the root's group. hsdp: as fsdp within groups of `shard_workers`
     workers, with gradients averaged over the groups. Under fsdp and hsdp the parameters of ``model`` become
-    DTensors, so the optimiser must be created after this call. Parameters and gradients are float32 in all
-    three.
+    DTensors, so the optimiser must be created after this call. sequence: as ddp, with all rows in every
+    worker and a part of each row. Parameters and gradients are float32 in all of them.
 
     Raises UsageError if the workers do not divide into groups, or the rows of a batch among the workers.
     """
@@ -54,6 +61,11 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
         return model
     if cfg.parallel == "ddp":
         return DistributedDataParallel(model)
+    if cfg.parallel == "sequence":
+        # only the first worker starts from M_0
+        return DistributedDataParallel(
+            SequenceParallel(cast(LanguageModel, model)), find_unused_parameters=True
+        )
     if cfg.global_batch_size % world_size():
         # each forward pass gathers parameters from all workers, so all must run the same number of them
         raise UsageError(

@@ -1,0 +1,192 @@
+"""Sequence parallelism: each worker has one part of every row and passes its recurrent state on to the next.
+
+Worker r runs block i on its part as soon as it has the state of block i after the part before, so workers are
+one block apart: W workers and L blocks take about (L + W - 1) / (L W) of the time of one worker. The
+state is exact in any model, and its gradient goes the same way back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from titans_core.backbone import ModelState
+from titans_core.config import ModelConfig
+from titans_core.model import LanguageModel, ModelOutput
+
+
+class SequenceParallel(nn.Module):
+    """A language model over the rows that all workers have, of which each computes its own part.
+
+    It is called with the same whole rows and state in every worker. The losses [B, T] that it returns are 0
+    outside of the worker's part, so the losses of all workers, and their gradients, add up to those of one.
+
+    Args:
+        module: the model, with the same weights in every worker.
+    """
+
+    def __init__(self, module: LanguageModel):
+        super().__init__()
+        self.module = module
+        # of its own: messages between two workers must not wait for the reduction of gradients
+        self._relay = Relay(cast(dist.ProcessGroup, dist.new_group()))
+
+    def forward(
+        self, tokens_BT: Tensor, state: ModelState | None = None, *, targets_BT: Tensor,
+        reset_B: Tensor | None = None,
+    ) -> ModelOutput:  # fmt: skip
+        """Losses of this worker's part, and the detached state after the row, in every worker.
+
+        Arguments as of `LanguageModel.forward`. Raises ValueError: the row is shorter than a part.
+        """
+        relay, T = self._relay, tokens_BT.shape[1]
+        parts = row_parts(T, relay.size, self.module.config)
+        first, end = parts[relay.rank], parts[relay.rank + 1]
+        if relay.rank:
+            reset_B = None  # what was reset came with the state
+            state = ModelState((state.position if state else 0) + first, (None,) * len(self.module.blocks))
+        self.module.relay = relay
+        try:
+            out = self.module(
+                tokens_BT[:, first:end], state, targets_BT=targets_BT[:, first:end], reset_B=reset_B
+            )
+        finally:
+            self.module.relay = None
+        assert out.losses is not None
+        assert out.state is not None
+        # the anchor ties what was sent to the loss: its gradient comes from the worker after
+        losses_BT = nn.functional.pad(out.losses + relay.anchor(out.losses), (first, T - end))
+        return ModelOutput(None, relay.share(out.state.detach(), tokens_BT.device), losses_BT)
+
+
+def row_parts(T: int, workers: int, config: ModelConfig) -> list[int]:
+    """Where the workers' parts of a row of T tokens begin, on borders of chunks and segments, and T.
+
+    Raises ValueError: a part would be empty.
+    """
+    unit = config.attention.segment_size or config.memory.chunk_size
+    borders = [T * r // workers // unit * unit for r in range(workers)] + [T]
+    if min(b - a for a, b in itertools.pairwise(borders)) <= 0:
+        raise ValueError(f"{T} tokens have no part of {unit} tokens for each of {workers} workers")
+    return borders
+
+
+class Relay:
+    """Passes the state of each block from worker to worker. A model has one as ``relay`` during a call."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._before, self._after = (
+            dist.get_global_rank(group, at) if 0 <= at < self.size else None
+            for at in (self.rank - 1, self.rank + 1)
+        )
+        self._anchors: list[Tensor] = []
+
+    def receive(self, state: Any, like: Tensor) -> Any:
+        """The state of the next block from the worker before; ``state`` itself in the first worker."""
+        if self._before is None:
+            return state
+        found: list[Any] = [None, None]
+        dist.recv_object_list(found, self._before, self.group, device=like.device)
+        leaves, spec = tree_flatten(found[0])
+        differentiable: bool = found[1]
+        sent = [x.empty(like.device) if isinstance(x, _Shape) else x for x in leaves]
+        for x, described in zip(sent, leaves, strict=True):
+            if isinstance(described, _Shape):
+                dist.recv(x, self._before, self.group)
+        if differentiable:
+            places = _floating(sent)
+            start = like.new_zeros((), requires_grad=True)
+            tied = _Receive.apply(start, self._before, self.group, *(sent[i] for i in places))
+            for i, x in zip(places, tied, strict=True):
+                sent[i] = x
+            # also a state that the block does not read has a gradient to send back
+            self._anchors.append(0 * tied[0].flatten()[0].float())
+        return tree_unflatten(sent, spec)
+
+    def send(self, state: Any) -> None:
+        """Pass the state of a block on; the last worker keeps it."""
+        if self._after is None:
+            return
+        leaves = tree_leaves(state)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        differentiable = any(x.requires_grad for x in tensors)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        described = [tree_map(_described, state), differentiable]
+        dist.send_object_list(described, self._after, self.group, device=device)
+        for x in tensors:
+            dist.send(x.detach().contiguous(), self._after, self.group)
+        if differentiable:
+            floating = (leaves[i] for i in _floating(leaves))
+            self._anchors.append(_Send.apply(self._after, self.group, *floating))
+
+    def anchor(self, like: Tensor) -> Tensor:
+        """Zero, with the gradient of all that was sent since the last call."""
+        anchors, self._anchors = self._anchors, []
+        return torch.stack(anchors).sum().to(like.dtype) if anchors else like.new_zeros(())
+
+    def share(self, state: ModelState, device: torch.device) -> ModelState:
+        """The last worker's state, in every worker."""
+        last = dist.get_global_rank(self.group, self.size - 1)
+        described = [tree_map(_described, state)]
+        dist.broadcast_object_list(described, last, self.group, device=device)
+        leaves, spec = tree_flatten(described[0])
+        own = tree_leaves(state) if self.rank == self.size - 1 else leaves
+        for i, (shape, x) in enumerate(zip(leaves, own, strict=True)):
+            if isinstance(shape, _Shape):
+                leaves[i] = shape.empty(device) if x is shape else x.contiguous()
+                dist.broadcast(leaves[i], last, self.group)
+        return tree_unflatten(leaves, spec)
+
+
+class _Shape(tuple[torch.Size, torch.dtype]):
+    """Shape and dtype of a tensor that follows."""
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self[0], dtype=self[1], device=device)
+
+
+def _described(x: Any) -> Any:
+    return _Shape((x.shape, x.dtype)) if isinstance(x, Tensor) else x
+
+
+def _floating(leaves: list[Any]) -> list[int]:
+    """Which leaves have a gradient if any has."""
+    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+class _Send(Function):
+    """Zero; its gradient is that of the tensors in the worker they were sent to."""
+
+    @staticmethod
+    def forward(ctx: Any, to: int, group: dist.ProcessGroup, *tensors: Tensor) -> Tensor:
+        ctx.to, ctx.group, ctx.like = to, group, [(x.shape, x.dtype, x.device) for x in tensors]
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        gradients = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        for gradient in gradients:
+            dist.recv(gradient, ctx.to, ctx.group)
+        return None, None, *gradients
+
+
+class _Receive(Function):
+    """Tensors that were received; their gradient goes back to the worker they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, source: int, group: dist.ProcessGroup, *tensors: Tensor) -> Any:
+        ctx.source, ctx.group = source, group
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        for gradient in gradients:
+            dist.send(gradient.contiguous(), ctx.source, ctx.group)
+        return None, None, None, *(None for _ in gradients)
