@@ -17,6 +17,8 @@ TABLES = {
     "babilong.csv": ("docs/results.md", "Questions to a book"),
     "carried.csv": ("docs/carried.md", "All rows"),
     "drift.csv": ("docs/depth.md", "Drift: decay with an answer known in advance"),
+    "oscillation.csv": ("docs/depth.md", "Oscillation: momentum with an answer known in advance"),
+    "outliers.csv": ("docs/depth.md", "Outliers: a rule with an answer known in advance"),
     "dna.csv": ("docs/comparisons.md", "DNA: two tasks of GUE"),
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
     "hybrids.csv": ("docs/hybrids.md", "Ten reporting seeds"),
@@ -40,7 +42,7 @@ def measured(name: str) -> dict[str, list[list[float]]]:
             row = re.sub(r" on .*| ETT.*", "", line["row"])
             for column in list(line)[list(line).index("tokens") + 1 :]:
                 seeds = rows[row].setdefault(column, defaultdict(list))
-                if line[column]:
+                if line[column] not in ("", "nan"):  # nan: what the row has not
                     seeds[line["seed"]].append(float(line[column]))
     return {
         row: [[statistics.mean(runs) for runs in seeds.values()] for seeds in columns.values()]
