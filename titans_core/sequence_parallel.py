@@ -103,11 +103,11 @@ class Relay:
         if differentiable:
             places = _floating(sent)
             start = like.new_zeros((), requires_grad=True)
-            tied = _Receive.apply(start, self._before, self.group, *(sent[i] for i in places))
+            *tied, zero = _Receive.apply(start, self._before, self.group, *(sent[i] for i in places))
             for i, x in zip(places, tied, strict=True):
                 sent[i] = x
             # also a state that the block does not read has a gradient to send back
-            self._anchors.append(0 * tied[0].flatten()[0].float())
+            self._anchors.append(zero)
         return tree_unflatten(sent, spec)
 
     def send(self, state: Any) -> None:
@@ -178,15 +178,15 @@ class _Send(Function):
 
 
 class _Receive(Function):
-    """Tensors that were received; their gradient goes back to the worker they came from."""
+    """Tensors that were received, and zero; their gradient goes back to the worker they came from."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, source: int, group: dist.ProcessGroup, *tensors: Tensor) -> Any:
         ctx.source, ctx.group = source, group
-        return tuple(x.view_as(x) for x in tensors)
+        return *(x.view_as(x) for x in tensors), torch.zeros((), device=start.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        for gradient in gradients:
+        for gradient in gradients[:-1]:
             dist.send(gradient.contiguous(), ctx.source, ctx.group)
         return None, None, None, *(None for _ in gradients)

@@ -122,3 +122,16 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch):
     finally:
         monkeypatch.undo()
         native.library.cache_clear()
+
+
+@pytest.mark.parametrize("then", [torch.float32, torch.float64])
+def test_a_state_of_another_precision_is_continued(then):
+    """A state from autocast, or from before the model was converted, is not read as the model's dtype."""
+    net, x = model().float(), tokens(2, 80)
+    with torch.no_grad():
+        exact = net.double()(x[:, :64]).logits[:, 32:]
+        net = net.float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=then is torch.float32):
+            state = net(x[:, :32]).state
+        found = net.to(then)(x[:, 32:64], state).logits
+    torch.testing.assert_close(found, exact.to(then), rtol=0.1, atol=0.1)

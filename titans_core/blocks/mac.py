@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from titans_core.attention import Attention, AttentionState, KeyCache, SegmentState
 from titans_core.blocks.base import Block, Positions
@@ -87,7 +87,7 @@ class MAC(Block):
         now, T, size = state or self._start(x_BTD.shape[0], attention), x_BTD.shape[1], self.segment_size
         first = min(T, -now.seen % size)
         segments, last = divmod(T - first, size)
-        compiled = self._compiled_weights(x_BTD, prefix) if segments else None
+        compiled = self._compiled_weights(x_BTD, prefix, now) if segments else None
         sizes = [first, *([segments * size] if compiled else segments * [size]), last]
         outputs = []
         for part in x_BTD.split([n for n in sizes if n], 1):
@@ -137,12 +137,15 @@ class MAC(Block):
             return o, MACState(written, written.start.weights, conv_state, attention.closed(), 0)
         return o, MACState(written, state.segment, conv_state, attention, seen)
 
-    def _compiled_weights(self, x_BTD: Tensor, prefix: KeyCache | None) -> SegmentWeights | None:
+    def _compiled_weights(
+        self, x_BTD: Tensor, prefix: KeyCache | None, state: MACState
+    ) -> SegmentWeights | None:
         """What `attend_segments` takes, or None if it does not support the block or the call."""
         memory, attention = self.memory, self.attention
         c = memory.config
         if (
-            not serves(x_BTD, self.memory_norm.weight)
+            # a state may have been made in another precision
+            not serves(x_BTD, self.memory_norm.weight, *(memory.base or ()), *_floating(state))
             or c.backend not in ("auto", "native") or c.activation not in ACTIVATIONS
             or type(memory.rule) is not Rule
             or memory.residual is not None
@@ -209,8 +212,9 @@ class MAC(Block):
         attention: AttentionState,
     ) -> Tensor:
         """All documents' first segments, then all second ones, and so on; finished documents drop out."""
-        if compiled := self._compiled_weights(x_BTD, prefix):
-            return self._compiled(x_BTD, self._start(1, attention), compiled, documents)[0]
+        start = self._start(1, attention)
+        if compiled := self._compiled_weights(x_BTD, prefix, start):
+            return self._compiled(x_BTD, start, compiled, documents)[0]
         layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
         flat = x_BTD.flatten(0, 1)[None, :, None]  # the layout expects heads: one
         segments_MTD = layout.split(flat)[:, 0]
@@ -222,6 +226,10 @@ class MAC(Block):
             outputs.append(o)
             first += rows
         return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)
+
+
+def _floating(state: MACState) -> list[Tensor]:
+    return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _first_rows(state: MACState, rows: int) -> MACState:
