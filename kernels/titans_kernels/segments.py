@@ -248,7 +248,7 @@ class _Call:
         ]  # fmt: skip
 
     def _made(self, tokens: Sequence[Any]) -> list[Tensor]:
-        """Empty tensors for what `Streams` of segments.cpp makes; gates that a memory has not are zero."""
+        """Empty tensors for what `Streams` of segments.cpp makes; zeros for gates that the memory lacks."""
         x, (T, H) = tokens[0], tokens[1].shape[:2]
         D, C, A = x.shape[1], tokens[1][0].numel(), tokens[3][0].numel()
         widths = C, C, D, 2 * A, A, A, A, D, D, 3 * C, C, C, C

@@ -42,7 +42,7 @@ def measured(name: str) -> dict[str, list[list[float]]]:
             row = re.sub(r" on .*| ETT.*", "", line["row"])
             for column in list(line)[list(line).index("tokens") + 1 :]:
                 seeds = rows[row].setdefault(column, defaultdict(list))
-                if line[column] not in ("", "nan"):  # nan: what the row has not
+                if line[column] not in ("", "nan"):  # nan: the row does not have the column
                     seeds[line["seed"]].append(float(line[column]))
     return {
         row: [[statistics.mean(runs) for runs in seeds.values()] for seeds in columns.values()]

@@ -282,12 +282,11 @@ def test_newton_schulz_brings_singular_values_near_one():
     assert values.max() < 1.3
 
 
-@pytest.mark.parametrize("c", [1, 3, 9])
-@pytest.mark.parametrize("chunk_size", [1, B])
-def test_omega(c, chunk_size):
-    """The last c tokens, over borders of chunks too, with a window wider than a chunk."""
-    rule = find_rule("omega", c=c)
-    case = Deep(rule=rule)
+def of_windows(case: Deep, c: int, chunk_size: int, moved) -> list[Tensor]:
+    """By hand: G of the last c tokens at the chunk's start, over borders of chunks too.
+
+    ``moved(W, S, G, alpha, eta, theta)`` is a layer's weights and momentum after the token.
+    """
 
     def head(h, tokens, W, S):
         y, start, (_, keys, values, *_) = [], W, tokens
@@ -301,12 +300,27 @@ def test_omega(c, chunk_size):
                 errors = {i: case.output(h, keys[i], f(at, keys[i])) - values[i] for i in seen}
                 return sum(weight[t - i] * e.square().sum() for i, e in errors.items())
 
-            S = [eta * s - theta * g for s, g in zip(S, gradient(loss, start), strict=True)]
-            W = [(1 - alpha) * w + s for w, s in zip(W, S, strict=True)]
+            layers = zip(W, S, gradient(loss, start), strict=True)
+            W, S = zip(*(moved(*layer, alpha, eta, theta) for layer in layers), strict=True)
             y.append(case.output(h, q, f(W, q)))
         return y, W, S
 
-    assert_published(case, case.by_hand(head), case.leaves, rule=rule, chunk_size=chunk_size)
+    return case.by_hand(head)
+
+
+@pytest.mark.parametrize("c", [1, 3, 9])
+@pytest.mark.parametrize("chunk_size", [1, B])
+def test_omega(c, chunk_size):
+    """The last c tokens, with a window wider than a chunk."""
+    rule = find_rule("omega", c=c)
+    case = Deep(rule=rule)
+
+    def moved(W, S, G, alpha, eta, theta):
+        S = eta * S - theta * G
+        return (1 - alpha) * W + S, S
+
+    published = of_windows(case, c, chunk_size, moved)
+    assert_published(case, published, case.leaves, rule=rule, chunk_size=chunk_size)
     paper = case.whole(rule="paper", chunk_size=chunk_size) if c == 1 else None
     if paper:
         assert_same(paper, case.whole(rule=rule, chunk_size=chunk_size), case.leaves)
@@ -322,23 +336,12 @@ def test_atlas(c, chunk_size):
         case.tokens[4].mul_(0.5).add_(0.2)
         case.tokens[5].mul_(0.1)
 
-    def head(h, tokens, W, S):
-        y, start, (_, keys, values, *_) = [], W, tokens
-        for t, (q, _, _, alpha, eta, theta, *gamma) in enumerate(zip(*tokens, strict=True)):
-            if t % chunk_size == 0:
-                start = W
-            weight = [torch.ones(()).double(), *(gamma[0] if gamma else [])]
-            G = [torch.zeros_like(w) for w in W]
-            for i in range(max(t - c + 1, 0), t + 1):
-                loss = lambda at, i=i: (case.output(h, keys[i], f(at, keys[i])) - values[i]).square().sum()  # noqa: E731
-                G = [x + weight[t - i] * g for x, g in zip(G, gradient(loss, start), strict=True)]
-            S = [eta * s - x for s, x in zip(S, G, strict=True)]
-            W = [(1 - alpha) * w + theta * orthogonalised(s.T).T for w, s in zip(W, S, strict=True)]
-            y.append(case.output(h, q, f(W, q)))
-        return y, W, S
+    def moved(W, S, G, alpha, eta, theta):
+        S = eta * S - G
+        return (1 - alpha) * W + theta * orthogonalised(S.T).T, S
 
     options = {"rule": rule, "chunk_size": chunk_size}
-    assert_published(case, case.by_hand(head), case.leaves, **options)
+    assert_published(case, of_windows(case, c, chunk_size, moved), case.leaves, **options)
     options["base"] = tuple(0.3 * W[0].detach() for W in case.state.weights)
     expected = case.whole(backend="reference", **options)
     assert_same(expected, case.whole(**options), case.leaves)

@@ -182,11 +182,15 @@ def test_an_activation_of_the_output_of_one_layer_is_modular_ttt():
         torch.testing.assert_close(y[0, :, 0], torch.stack(reads), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["reference", "autograd", "chunked", "native"])
-@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 2), ("silu", None)])
+BY_HEAD = [("input", None), ("norm", None), ("silu", None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "backend"),
+    [(*case, form) for case in (*BY_HEAD, ("norm", 2)) for form in ("reference", "autograd", "chunked")]
+    + [pytest.param(*case, "native", marks=needs_compiler) for case in BY_HEAD],
+)
 def test_packed_documents_are_separate_calls(kind, groups, backend):
-    if backend == "native" and backend not in parallel(groups):
-        pytest.skip("not supported")
     borders = [0, 3, 18, 18, 19, 25]
     case = Case(borders[-1], kind=kind, groups=groups, documents=len(borders) - 1)
     options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "residual": case.residual}

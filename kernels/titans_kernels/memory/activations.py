@@ -21,10 +21,13 @@ class Activation(NamedTuple):
     """(z, out=None): f(z)"""
     through: Callable[..., Tensor]
     """(g, z, out=None): g f'(z)"""
-    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """(z, f(z)): f'(z) and f''(z)"""
-    gated: bool = False
-    """Whether f halves the width, ``f([a, b]) = g(a) * b``, so that a layer is two matrices side by side."""
+    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """(z, f(z)): f'(z) and f''(z); None for a gated activation, which is not elementwise."""
+
+    @property
+    def gated(self) -> bool:
+        """``f([a, b]) = g(a) * b`` halves the width: a layer is two matrices side by side."""
+        return self.slopes is None
 
 
 def _silu(z: Tensor, out: Tensor | None = None) -> Tensor:
@@ -82,10 +85,7 @@ def _gated(g: Activation) -> Activation:
         a, b = z.chunk(2, -1)
         return torch.cat([g.through(dy * b, a), dy * g.value(a)], -1)
 
-    def slopes(z: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("slopes of a gated activation, which is not elementwise")
-
-    return Activation(value, through, slopes, gated=True)
+    return Activation(value, through)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -176,6 +176,7 @@ class Curve(NamedTuple):
     def surprise_backward(self, dd: Tensor, z: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of z and of the prediction, from that of d; the gradient of v is minus the latter."""
         value = self.o.value(z)
+        assert self.o.slopes is not None  # `check_rule` refuses gated activations of the output
         slope, second = self.o.slopes(z, value)
         dp = 2 * dd * slope
         return dp * slope + 2 * (value - v) * second * dd, dp

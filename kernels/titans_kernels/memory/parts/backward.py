@@ -141,6 +141,7 @@ def _error_backward(step: Step, norm: Norm | Curve) -> Tensor:
 
 def curves(keys: Keys, f: Activation) -> tuple[list[Tensor], list[Tensor]]:
     """f'(z) and f''(z) E of each hidden layer."""
+    assert f.slopes is not None  # `op.FORMS` gives gated activations to other forms
     pairs = [f.slopes(z, value) for z, value in zip(keys.z, keys.X[1:], strict=True)]
     return [p[0] for p in pairs], [p[1].mul_(E) for p, E in zip(pairs, keys.E, strict=True)]
 
