@@ -202,11 +202,22 @@ def run(
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
+    from titans_platform.study.shown import read_request
+
+    console, request = _console(as_json), None
+    if cluster in (None, "local") and not dry_run:
+        request = read_request(console, rerun_stale=rerun_stale, concurrency=concurrency, **chosen)
+    if request and (shown := request.shown()):
+        console.file.write(shown["text"])
+        if as_json:
+            echo_json(shown["table"])
+        return 0
+
     from titans_platform.cli.live import StudyDisplay, say
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.plan import make_plan
 
-    console, study = _console(as_json), _opened(**chosen)
+    study = _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
@@ -214,6 +225,7 @@ def run(
     if dry_run:
         return _dry_run(study, rerun_stale, concurrency, console, as_json)
     # half a second of imports that a plan need not wait for
+    from titans_platform.report.export import as_record
     from titans_platform.report.publish import make as report_study
     from titans_platform.runs.reporter import send_left
     from titans_platform.study.run import run_plan
@@ -229,7 +241,11 @@ def run(
             send_left(study.root)
         with study.folder.lock():
             plan = run_plan(plan, StudyDisplay(console))
-            table = report_study(plan.study, console, link=bool(plan.todo), redraw=bool(plan.todo))
+            with console.capture() as printed:
+                table = report_study(plan.study, console, link=bool(plan.todo), redraw=bool(plan.todo))
+            console.file.write(text := printed.get())
+            if request and not table.missing:
+                request.keep(plan.study, {"text": text, "table": as_record(table)})
         search = plan.study.search.record() if plan.study.search else None
         lines = _summary(search, plan.study.folder.timings() if plan.todo else None)
         for line in [*lines, *(send_left(study.root) if plan.todo else ())]:
@@ -461,33 +477,3 @@ def parse_seeds(text: str | None) -> list[int]:
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds
-
-
-@click.command()
-@root_option
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Output file  [default: paper.html under --root]",
-)
-def paper(root: Path, out: Path | None) -> None:
-    """Write one HTML page with all of the paper's tables and figures: our results next to the paper's.
-
-    Our results are those under --root. The paper's own scales are always listed; what has not been run is
-    marked as missing.
-
-    \b
-    Example:
-      titans paper
-    """
-    from titans_platform.files import write_text
-    from titans_platform.report.publish import PAPER_PAGE, paper_page
-    from titans_platform.study.status import overview, studies_of_the_paper
-
-    root = root.resolve()
-    page = paper_page(overview(root, studies_of_the_paper()), root)
-    path = out or root / PAPER_PAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page)
-    click.echo(f"page {path}")

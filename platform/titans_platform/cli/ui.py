@@ -1,4 +1,4 @@
-"""`titans ui`: the MLflow UI on the tracking store of the runs."""
+"""`titans ui` and `titans paper`: pages of what has been run."""
 
 from __future__ import annotations
 
@@ -115,3 +115,33 @@ def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
     # without a display it would open a text browser in this terminal
     if screen and not no_browser:
         webbrowser.open(where)
+
+
+@click.command()
+@root_option
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Output file  [default: paper.html under --root]",
+)
+def paper(root: Path, out: Path | None) -> None:
+    """Write one HTML page with all of the paper's tables and figures: our results next to the paper's.
+
+    Our results are those under --root. The paper's own scales are always listed; what has not been run is
+    marked as missing.
+
+    \b
+    Example:
+      titans paper
+    """
+    from titans_platform.files import write_text
+    from titans_platform.report.publish import PAPER_PAGE, paper_page
+    from titans_platform.study.status import overview, studies_of_the_paper
+
+    root = root.resolve()
+    page = paper_page(overview(root, studies_of_the_paper()), root)
+    path = out or root / PAPER_PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+    click.echo(f"page {path}")
