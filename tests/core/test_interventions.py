@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tests.core.small import config, model, tokens
 from titans_core import LanguageModel, NeuralMemory
 from titans_core.attention import Attention
+from titans_core.blocks import mac
 from titans_core.interventions import Intervention, has_effect, intervene
 
 HYBRIDS = ["mac", "mag", "mal"]
@@ -133,6 +134,27 @@ def test_a_state_is_carried_across_windows():
         y = net(x[:, 24:], state).logits
         assert state.blocks[0].attention.keys.k.shape[2] == 11
     assert not torch.equal(y, logits(net, x)[:, 24:])
+
+
+@pytest.mark.parametrize("read", [12, 16, 20])
+def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read, monkeypatch):
+    """In one call, by PyTorch's operators, and token by token; the model's own segments are of 32 tokens."""
+    net, x = model("mac", segment=32), tokens(1, 45)
+
+    def after(*cuts: int) -> Tensor:
+        state, found = net(x[:, :read]).state, []
+        with intervene(net, Intervention(window=8)):
+            for part in x[:, read:].split(list(cuts), 1):
+                out = net(part, state)
+                state = out.state
+                found.append(out.logits)
+        return torch.cat(found, 1)
+
+    with torch.no_grad():
+        whole, single = after(45 - read), after(*[1] * (45 - read))
+        monkeypatch.setattr(mac, "serves_segments", lambda *args: False)
+        torch.testing.assert_close(whole, after(45 - read), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(whole, single, rtol=1e-9, atol=1e-10)
 
 
 def test_nothing_is_left_of_an_intervention():

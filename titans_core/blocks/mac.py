@@ -84,7 +84,9 @@ class MAC(Block):
         prefix, attention = self.attention.start(self.persistent_PD)
         if positions.documents is not None:
             return self._packed(x_BTD, positions.documents, prefix, attention), None
-        now, T, size = state or self._start(x_BTD.shape[0], attention), x_BTD.shape[1], self.segment_size
+        T, size = x_BTD.shape[1], self.segment_size
+        # an intervention may have made segments shorter than the open one is already
+        now = self._closed_at_border(state or self._start(x_BTD.shape[0], attention))
         first = min(T, -now.seen % size)
         segments, last = divmod(T - first, size)
         compiled = self._compiled_weights(x_BTD, prefix, now) if segments else None
@@ -133,9 +135,13 @@ class MAC(Block):
         y_BTD = x_BTD + y
         m, written = self.memory(self.memory_norm(y_BTD), state.written, padded=padded)
         o, seen = y_BTD + self.gate(y_BTD, m), state.seen + x_BTD.shape[1]
-        if seen == self.segment_size:  # a multiple of the chunk: nothing of it is still open
-            return o, MACState(written, written.start.weights, conv_state, attention.closed(), 0)
-        return o, MACState(written, state.segment, conv_state, attention, seen)
+        return o, self._closed_at_border(MACState(written, state.segment, conv_state, attention, seen))
+
+    def _closed_at_border(self, state: MACState) -> MACState:
+        """The state with its segment closed where that ends here: at a multiple of the chunk, so none is open."""
+        if not state.seen or state.seen % self.segment_size:
+            return state
+        return state._replace(segment=state.written.start.weights, attention=state.attention.closed(), seen=0)
 
     def _compiled_weights(
         self, x_BTD: Tensor, prefix: KeyCache | None, state: MACState
