@@ -138,7 +138,7 @@ class MAC(Block):
         return o, self._closed_at_border(MACState(written, state.segment, conv_state, attention, seen))
 
     def _closed_at_border(self, state: MACState) -> MACState:
-        """The state with its segment closed where that ends here: at a multiple of the chunk, so none is open."""
+        """The state, its segment closed if it ends here: a multiple of the chunk, so no chunk is open."""
         if not state.seen or state.seen % self.segment_size:
             return state
         return state._replace(segment=state.written.start.weights, attention=state.attention.closed(), seen=0)
