@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from itertools import product
 
 import pytest
 import torch
 
 from titans_platform import cli
+from titans_platform.errors import UsageError
 from titans_platform.runs import check
+from titans_platform.runs.spec import Resources
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,25 @@ def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path,
     assert line in error
     assert len(error.splitlines()) == 1
     assert not root.exists()
+
+
+def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
+    """Those of its rows or, under sequence parallelism, of its part of every row; of one micro-batch."""
+    monkeypatch.setattr(check, "machine_memory", lambda: 2**30)
+    tokens = {}
+    for parallel, micro in product(("ddp", "sequence"), (None, 1)):
+        optim = {"parallel": parallel, "micro_batch_size": micro, "global_batch_size": 4}
+        config = tiny_run.model_copy(
+            update={
+                "optim": tiny_run.optim.model_copy(update=optim),
+                "data": tiny_run.data.model_copy(update={"sequence_length": 2**24, "rows": "streams"}),
+            }
+        )
+        with pytest.raises(UsageError) as caught:
+            check.check_resources(config, Resources(workers=2), shared=True)
+        found = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))
+        tokens[parallel, micro] = int(found[1].replace(",", "")) / 2**24
+    assert tokens == {("ddp", None): 2, ("ddp", 1): 1, ("sequence", None): 2, ("sequence", 1): 0.5}
 
 
 def test_rows_longer_than_their_text_are_refused(tiny_yaml, tmp_path, capsys):

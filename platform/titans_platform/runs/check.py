@@ -120,15 +120,21 @@ class Needed(NamedTuple):
         return sum(self)
 
 
+def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
+    """Rows of a worker's micro-batch, and into how many workers' parts each row is divided."""
+    sequence = cfg.optim.parallel == "sequence"
+    by_row, parts = (1, resources.max_workers) if sequence else (resources.max_workers, 1)
+    return cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // by_row), parts
+
+
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Lower bound on the memory of each worker, in bytes."""
-    by_row = 1 if cfg.optim.parallel == "sequence" else resources.max_workers
-    rows = cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // by_row)
+    rows, parts = rows_at_once(cfg, resources)
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     return Needed(
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
         0 if resources.gpus_per_worker else PROCESS_BYTES,
-        4 * build_objective(cfg).least_activations(rows) * by_row // resources.max_workers,
+        4 * build_objective(cfg).least_activations(rows) // parts,
     )
 
 
@@ -243,17 +249,16 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Raise UsageError if the lower bound on the memory of a worker exceeds what this machine has."""
-    workers = resources.max_workers
-    rows = cfg.optim.micro_batch_size or cfg.optim.global_batch_size // workers
+    rows, parts = rows_at_once(cfg, resources)
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
-    have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // workers
+    have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // resources.max_workers
     needed = least_memory(cfg, resources)
     if needed.total <= have:
         return
     if needed.model + needed.process > have:
         field, tokens = "model" if needed.model > have else "workers", ""
     else:
-        field, tokens = "data.sequence_length", f" and {rows * cfg.row_tokens:,} tokens at once"
+        field, tokens = "data.sequence_length", f" and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
     least = needed.total if tokens else needed.model + needed.process
     raise UsageError(
         f"{field}: {sizes(cfg).parameters:,} parameters{tokens} take at least {least / 2**30:,.1f} GiB to "
