@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         scan,
         selective_scan,
     )
-    from titans_kernels.registry import find_class, near, source_file
+    from titans_kernels.registry import Registry, near, source_file
 
 __all__ = [
     "BACKENDS",
@@ -36,12 +36,12 @@ __all__ = [
     "MemoryState",
     "OpenChunk",
     "OutputActivation",
+    "Registry",
     "Residual",
     "Rule",
     "decode_step",
     "document_borders",
     "extend_memory",
-    "find_class",
     "find_rule",
     "forms_used",
     "linear_attention",

@@ -1,4 +1,4 @@
-"""Resolves the name of a component to its class: a built-in one, or any class by its import path."""
+"""`Registry`: the classes behind the names of a config, built-in ones and any class by its import path."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
+Registered = TypeVar("Registered", bound=type)
+EXAMPLE = "my_lab.parts:MyPart"
 
 
 def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[str], Any]:
@@ -28,27 +30,71 @@ def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[
     return __getattr__
 
 
-def find_class(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
-    """The class registered as ``name``, or imported from a path ``package.module:Class``.
+class Registry(MutableMapping[str, type[Kind]]):
+    """Classes of one kind by name; a line is a name and an import path ``package.module:Class``.
 
-    Args:
-        field: the config key, named in errors.
-        name: a key of ``known``, or an import path.
-        known: the registered classes by name.
-        base: required base class.
-
-    Raises:
-        ValueError: there is no such subclass of ``base``; a one-line message that starts with ``field``.
+    A module is imported when its class is asked for. A class without a line is found by its import path.
     """
-    if ":" not in name:
-        if name in known:
-            return known[name]
-        hint = near(name, known) or "or name a class of your own by its import path, my_lab.parts:MyPart"
-        raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}; {hint}")
-    found = _imported(field, name)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{field}: {name} is not a subclass of {base.__module__}.{base.__name__}")
-    return found
+
+    def __init__(
+        self, key: str, base: type[Kind], lines: Mapping[str, str], error: type[Exception] = ValueError
+    ):
+        """``key`` is the config key that names such a class, ``base`` their base class."""
+        self.key, self.base, self.error = key, base, error
+        self._lines: dict[str, str | type[Kind]] = dict(lines)
+
+    def find(self, name: str, key: str | None = None) -> type[Kind]:
+        """The class registered as ``name``, or imported from a path ``package.module:Class``.
+
+        Raises:
+            ValueError: (or ``error``) there is no such subclass of ``base``, or it is abstract; a one-line
+                message that starts with ``key``.
+        """
+        key, line = key or self.key, self._lines.get(name, name)
+        try:
+            if isinstance(line, str) and ":" not in line:
+                hint = near(name, self._lines) or f"or name a class of your own by its import path, {EXAMPLE}"
+                raise ValueError(f"{key}: {name!r} is not one of {', '.join(self)}; {hint}")
+            kind = _imported(key, line) if isinstance(line, str) else line
+            if not (isinstance(kind, type) and issubclass(kind, self.base)):
+                base = f"{self.base.__module__}.{self.base.__name__}"
+                raise ValueError(f"{key}: {name} is not a subclass of {base}")
+            if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+                names, what = " and ".join(missing), self.base.__name__.lower()
+                raise ValueError(f"{key}: {name} does not define {names}, which a {what} must")
+        except ValueError as error:
+            raise self.error(str(error)) from error.__cause__
+        return kind
+
+    def register(self, name: str) -> Callable[[Registered], Registered]:
+        """Class decorator: adds a class in this process. Raises ValueError if the name is another's."""
+
+        def put(kind: Any) -> Any:
+            if self._lines.setdefault(name, kind) is not kind:
+                raise ValueError(f"{self.key}: {name!r} is registered already")
+            return kind
+
+        return put
+
+    def __getitem__(self, name: str) -> type[Kind]:
+        if name not in self._lines:
+            raise KeyError(name)
+        return self.find(name)
+
+    def __setitem__(self, name: str, kind: type[Kind] | str) -> None:
+        self._lines[name] = kind
+
+    def __delitem__(self, name: str) -> None:
+        del self._lines[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._lines
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
 
 
 def source_file(path: str) -> Path | None:

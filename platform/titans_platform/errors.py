@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
-from titans_kernels.registry import find_class, near
-
-Kind = TypeVar("Kind")
+from titans_kernels.registry import near
 
 
 class TitansError(Exception):
@@ -66,14 +63,3 @@ def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
     """A hint for an error: `did you mean x?`; where no valid word is near, ``otherwise``, or all of them."""
     valid = list(valid)
     return near(word, valid) or otherwise or f"valid: {', '.join(valid) or 'none'}"
-
-
-def find_named(field: str, name: str, known: Mapping[str, type[Kind]], base: type[Kind]) -> type[Kind]:
-    """The class of a name in ``known``, or at an import path ``package.module:Class``.
-
-    The command line puts the current directory on the path. Raises UsageError that begins with ``field``.
-    """
-    try:
-        return find_class(field, name, known, base)
-    except ValueError as error:
-        raise UsageError(str(error)) from None

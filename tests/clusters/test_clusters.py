@@ -54,7 +54,7 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("kind: cloud", "kind: 'cloud' is not a kind of cluster; valid: local, nodes"),
+        ("kind: cloud", "kind: 'cloud' is not one of local, nodes, existing"),
         ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
         ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
         ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.kernels.cases import Call, assert_same
 from titans_kernels import MemoryState, decode_step, forms_used, neural_memory
-from titans_kernels.memory.rules import DeltaTTT
+from titans_kernels.memory.rules.delta_ttt import DeltaTTT
 
 each_order = pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from titans_kernels import find_rule, forms_used, neural_memory
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import online
-from titans_kernels.memory.rules import MomentumDelta
+from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 
 ONLINE = {"chunk_size": 1, "surprise_bound": None}
 

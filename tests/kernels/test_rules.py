@@ -25,18 +25,14 @@ from titans_kernels import (
 )
 from titans_kernels.memory.activations import ACTIVATIONS, layer_shapes
 from titans_kernels.memory.forms import reference
-from titans_kernels.memory.rules import (
-    E2TTT,
-    PAPER,
-    Atlas,
-    GatedDelta,
-    Huber,
-    LaCT,
-    MomentumDelta,
-    Moneta,
-    Yaad,
-    YaadGated,
-)
+from titans_kernels.memory.rules import PAPER
+from titans_kernels.memory.rules.e2_ttt import E2TTT
+from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.lact import LaCT
+from titans_kernels.memory.rules.miras import Moneta, YaadGated
+from titans_kernels.memory.rules.momentum_delta import MomentumDelta
+from titans_kernels.memory.rules.omega import Atlas
+from titans_kernels.memory.rules.robust import Huber, Yaad
 
 # the kernels' tests also run where the models are not installed
 titans_core = pytest.importorskip("titans_core")

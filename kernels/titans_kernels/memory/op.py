@@ -34,7 +34,10 @@ from titans_kernels.memory.options import (
     without_autocast,
 )
 from titans_kernels.memory.residual import Output
-from titans_kernels.memory.rules import PAPER, DeltaTTT, GatedDelta, MomentumDelta, Rule, find_rule
+from titans_kernels.memory.rules import PAPER, Rule, find_rule
+from titans_kernels.memory.rules.delta_ttt import DeltaTTT
+from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 from titans_kernels.memory.validate import (
     check_base,
     check_options,

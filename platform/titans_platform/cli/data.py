@@ -134,7 +134,7 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
       titans train run.yaml --set data.tokenizer=tokenizer.json --set model.vocab_size=2048
     """
     from titans_platform.config import SourceConfig
-    from titans_platform.data.sources import open_source
+    from titans_platform.data.sources import FilesSource
     from titans_platform.data.tokenizer import load_tokenizer, train_tokenizer
     from titans_platform.files import write_text
 
@@ -142,7 +142,7 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
         raise UsageError(f"--out: {out} should end in .json")
     with TemporaryDirectory() as cache:
         opened = [
-            open_source(SourceConfig(kind="files", path=path), "SOURCES", Path(cache)) for path in sources
+            FilesSource(SourceConfig(kind="files", path=path), "SOURCES", Path(cache)) for path in sources
         ]
         texts = (document.text for source in opened for document in source.documents())
         write_text(out, train_tokenizer(texts, size))

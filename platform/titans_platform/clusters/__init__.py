@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
+from titans_kernels import Registry
 from titans_platform.clusters.base import Cluster
-from titans_platform.errors import UsageError, find_named
+from titans_platform.errors import UsageError
 from titans_platform.loading import file_at, known_files, nearest, read_yaml, validate
 
-KINDS = {
-    "local": "titans_platform.clusters.local:Local",
-    "nodes": "titans_platform.clusters.nodes:Nodes",
-    "existing": "titans_platform.clusters.rayjobs:Existing",
-    "ray-up": "titans_platform.clusters.ray_up:RayUp",
-    "kuberay": "titans_platform.clusters.kuberay:KubeRay",
-    "slurm": "titans_platform.clusters.slurm:Slurm",
-}
+KINDS = Registry(
+    "kind",
+    Cluster,
+    {
+        "local": "titans_platform.clusters.local:Local",
+        "nodes": "titans_platform.clusters.nodes:Nodes",
+        "existing": "titans_platform.clusters.rayjobs:Existing",
+        "ray-up": "titans_platform.clusters.ray_up:RayUp",
+        "kuberay": "titans_platform.clusters.kuberay:KubeRay",
+        "slurm": "titans_platform.clusters.slurm:Slurm",
+    },
+    UsageError,
+)
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """Valid cluster names: they also name Kubernetes objects and folders."""
 
@@ -43,23 +48,7 @@ def load_cluster(name: str) -> Cluster:
             f"{path.name}: a cluster is named after its file: up to 40 of a-z, 0-9 and -, a letter first"
         )
     mapping = read_yaml(path)
-    kind = _find_kind(mapping.get("kind"), f"{path.name}.kind")
+    kind = KINDS.find(str(mapping.get("kind")), f"{path.name}.kind")
     cluster = validate(kind, mapping, path.name)
     cluster._name = path.stem
     return cluster
-
-
-def _find_kind(kind: Any, field: str) -> type[Cluster]:
-    """The class of a kind, by its name in ``KINDS`` or by import path. Raises UsageError for ``field``."""
-    found = KINDS.get(kind, kind) if isinstance(kind, str) else ""
-    if ":" not in found:
-        raise UsageError(
-            f"{field}: {kind!r} is not a kind of cluster; {nearest(str(kind), KINDS)}; "
-            "or your own class as module:Class"
-        )
-    chosen = find_named(field, found, {}, Cluster)
-    if chosen.__abstractmethods__:
-        raise UsageError(
-            f"{field}: {kind} does not implement {', '.join(sorted(chosen.__abstractmethods__))}"
-        )
-    return chosen

@@ -38,7 +38,7 @@ from titans_platform.data.shards import (
     write_manifest,
     write_table,
 )
-from titans_platform.data.sources import WHOLE, Plan, open_source
+from titans_platform.data.sources import SOURCES, WHOLE, Plan
 from titans_platform.data.store import Store
 from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
@@ -88,7 +88,7 @@ def make_part(job: Job, progress: Progress | None = None) -> Manifest:
         encoded = generate_items(config, tokenizer, data, field)
         origin["item_tokens"] = data.item_tokens(config)
     else:
-        text = open_source(config, field, job.store.staging / "huggingface")
+        text = SOURCES[config.kind](config, field, job.store.staging / "huggingface")
         label, origin["python"] = text.label, text.python
         part = None if job.number is None else job.plan.parts[job.number]
         documents = text.documents(part, job.plan.revision)
@@ -131,7 +131,8 @@ def _plan(job: Job) -> Plan:
         return WHOLE
     with suppress(FileNotFoundError, ValueError):
         return Plan(**json.loads(job.store.read(name)))
-    plan = open_source(config, f"data.sources.{job.source}", job.store.staging / "huggingface").plan()
+    field, cache = f"data.sources.{job.source}", job.store.staging / "huggingface"
+    plan = SOURCES[config.kind](config, field, cache).plan()
     if plan.parts:
         job.store.write(name, json.dumps(plan._asdict()).encode())
     return plan

@@ -31,7 +31,7 @@ from titans_platform.data.shards import (
     parse_manifest,
     read_table,
 )
-from titans_platform.data.sources import open_source
+from titans_platform.data.sources import SOURCES
 from titans_platform.data.store import Bucket, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
@@ -174,8 +174,8 @@ def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store
 
     The row length is no part of it for text, which is cut into rows only when it is read.
     """
-    config, field = data.sources[i], f"data.sources.{i}"
-    text = None if config.kind == "task" else open_source(config, field, store.staging / "huggingface")
+    config, cache = data.sources[i], store.staging / "huggingface"
+    text = None if config.kind == "task" else SOURCES[config.kind](config, f"data.sources.{i}", cache)
     identity = {
         "schema": SCHEMA,
         "source": config.identity(),

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titans_kernels import Registry
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
 
@@ -77,6 +78,10 @@ class Document(NamedTuple):
 class TextSource(ABC):
     """A stream of documents, the same at every reading of an unchanged source."""
 
+    @abstractmethod
+    def __init__(self, source: SourceConfig, field: str, cache: Path):
+        """``field`` names the source in errors, ``cache`` is a folder for the `datasets` library."""
+
     label: str
     """Its name in tables."""
     python: str | None = None
@@ -98,9 +103,9 @@ class TextSource(ABC):
 class CorpusSource(TextSource):
     """The prose and code that the platform ships (`corpus/LICENCES.txt`), the same on every machine."""
 
-    def __init__(self, subset: str | None = None):
-        self.subset = subset
-        self.label = f"corpus:{subset}" if subset else "corpus"
+    def __init__(self, source: SourceConfig, field: str, cache: Path):
+        self.subset = source.subset
+        self.label = f"corpus:{self.subset}" if self.subset else "corpus"
 
     def identity(self) -> Any:
         """The corpus's checksum."""
@@ -125,7 +130,7 @@ class StdlibSource(TextSource):
 
     label = "stdlib"
 
-    def __init__(self):
+    def __init__(self, source: SourceConfig, field: str, cache: Path):
         self.folder = Path(sysconfig.get_paths()["stdlib"])
         self.python = platform.python_version()
 
@@ -357,13 +362,18 @@ class HubSource(RecordSource):
             return None
 
 
-def open_source(source: SourceConfig, field: str, cache: Path) -> TextSource:
-    """The text source a config describes; ``field`` names it in errors, ``cache`` is the library's folder."""
-    if source.kind == "corpus":
-        return CorpusSource(source.subset)
-    if source.kind == "stdlib":
-        return StdlibSource()
-    return (FilesSource if source.kind == "files" else HubSource)(source, field, cache)
+SOURCES = Registry(
+    "data.sources.kind",
+    TextSource,
+    {
+        "corpus": "titans_platform.data.sources:CorpusSource",
+        "stdlib": "titans_platform.data.sources:StdlibSource",
+        "files": "titans_platform.data.sources:FilesSource",
+        "hub": "titans_platform.data.sources:HubSource",
+    },
+    UsageError,
+)
+"""Text sources by `SourceConfig.kind`."""
 
 
 def kind_of(path: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from titans_platform.evals import lm_harness, tasks  # noqa: F401 - which register their tasks
 from titans_platform.evals.items import Item, encode_item
 from titans_platform.evals.registry import (
     TASKS,

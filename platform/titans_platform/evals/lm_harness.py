@@ -12,7 +12,7 @@ from pydantic import Field
 from titans_core import Writing
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, nearest
-from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import Request, Scorer, encode_pair
 
 MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.9'"
@@ -145,7 +145,6 @@ def harness_model(scorer: Scorer, max_length: int) -> Any:
     return type("TitansLM", (HarnessModel, LM), {})(scorer, max_length)
 
 
-@register
 class LmEval(Task):
     """Mean of one metric over tasks of lm-evaluation-harness."""
 

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from titans_core.config import Frozen
+from titans_kernels import Registry
 from titans_platform.config import EvalConfig, TaskConfig, digest
-from titans_platform.errors import UsageError, find_named, nearest
+from titans_platform.errors import UsageError, nearest
 from titans_platform.evals.items import Item, Tokenizer, answer_spans, encode_item
 from titans_platform.evals.scoring import Scorer, measure_distributed
 from titans_platform.loading import validate
@@ -275,26 +276,39 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Toke
 PROTOCOL = 1
 """Version of what all tasks share: filling, encoding, scoring, sampling. Increment it as a task's own."""
 
-TASKS: dict[str, type[Task]] = {}
-"""Every task by name."""
-
 T = TypeVar("T", bound=type[Task])
+
+TASKS = Registry(
+    "task",
+    Task,
+    {
+        "babi": "titans_platform.evals.tasks.babi:Babi",
+        "babilong": "titans_platform.evals.tasks.babi:Babilong",
+        "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
+        "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
+        "composition": "titans_platform.evals.tasks.recall:Composition",
+        "episodes": "titans_platform.evals.tasks.recall:Episodes",
+        "functions": "titans_platform.evals.tasks.functions:Functions",
+        "fuzzy_recall": "titans_platform.evals.tasks.mad:FuzzyRecall",
+        "lm_eval": "titans_platform.evals.lm_harness:LmEval",
+        "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
+        "memorisation": "titans_platform.evals.tasks.mad:Memorisation",
+        "needle": "titans_platform.evals.tasks.needle:Needle",
+        "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
+        "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
+        "recall": "titans_platform.evals.tasks.recall:Recall",
+        "resets": "titans_platform.evals.tasks.recall:Resets",
+        "throughput": "titans_platform.evals.tasks.throughput:Throughput",
+        "words": "titans_platform.evals.tasks.words:Words",
+    },
+    UsageError,
+)
+"""Every task by name, which is its class's `name`; objectives add those that need their data."""
 
 
 def register(task: T) -> T:
-    """Class decorator that registers a task.
-
-    Raises:
-        ValueError: another task has the same name.
-    """
-    if TASKS.setdefault(task.name, task) is not task:
-        raise ValueError(f"a task named {task.name} is registered already")
-    return task
-
-
-def find_task(name: str) -> type[Task]:
-    """The task class of a registered name or an import path ``module:Class``. Raises UsageError."""
-    return find_named("task", name, TASKS, Task)
+    """Class decorator that adds a task in this process. Raises ValueError if another has its name."""
+    return TASKS.register(task.name)(task)
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -303,7 +317,7 @@ def build_task(config: TaskConfig) -> Task:
     Raises:
         UsageError: no such task, no such option, or an option's value is not valid.
     """
-    task = find_task(config.task)
+    task = TASKS.find(config.task)
     valid = list(task.Options.model_fields)
     for key in config.options:
         if key not in valid:
@@ -325,7 +339,7 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
 
 
 def eval_version(config: EvalConfig) -> str:
-    """Digest of the versions of the tasks `config` uses. Raises UsageError as `find_task` does."""
+    """Digest of the versions of the tasks `config` uses. Raises UsageError as `build_task` does."""
     names = {task.task for tasks in config.columns.values() for task in tasks}
-    versions = {name: find_task(name).version for name in names}
+    versions = {name: TASKS.find(name).version for name in names}
     return digest({"protocol": PROTOCOL, "tasks": versions}, 8)

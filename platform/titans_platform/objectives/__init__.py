@@ -1,11 +1,12 @@
-"""Training objectives.
+"""Training objectives. To add one, write a file and its line in `OBJECTIVES` of `objectives.base`."""
 
-To add one, write a module with a class decorated with `@register` and import that module below.
-"""
-
-from titans_platform.objectives import classification, drift, next_token, regression
+from titans_platform.evals import TASKS
 from titans_platform.objectives.base import OBJECTIVES, Data, Input, Objective, build_objective, register
 
-OBJECTIVE_MODULES = (classification, drift, next_token, regression)
-
 __all__ = ["OBJECTIVES", "Data", "Input", "Objective", "build_objective", "register"]
+
+TASKS["accuracy"] = "titans_platform.objectives.classification:Accuracy"
+TASKS["class_loss"] = "titans_platform.objectives.classification:ClassLoss"
+TASKS["drift"] = "titans_platform.objectives.drift:DriftTask"
+TASKS["mse"] = "titans_platform.objectives.regression:MeanSquaredError"
+TASKS["mae"] = "titans_platform.objectives.regression:MeanAbsoluteError"

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from titans_core import Model
 from titans_core.config import Frozen
+from titans_kernels import Registry
 from titans_platform.config import ObjectiveConfig, RunConfig, TaskConfig
 from titans_platform.data import Tokenizer
-from titans_platform.errors import UsageError, find_named, within
+from titans_platform.errors import UsageError, within
 from titans_platform.evals import Task, build_task, eval_version, evaluate
 from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
@@ -187,25 +188,21 @@ class Objective(ABC, Generic[D]):
         return eval_version(self.cfg.eval)
 
 
-OBJECTIVES: dict[str, type[Objective[Any]]] = {}
-"""Registered objectives by name."""
+OBJECTIVES = Registry(
+    "objective.kind",
+    Objective,
+    {
+        "classification": "titans_platform.objectives.classification:Classification",
+        "drift": "titans_platform.objectives.drift:Drift",
+        "next_token": "titans_platform.objectives.next_token:NextToken",
+        "regression": "titans_platform.objectives.regression:Regression",
+    },
+    UsageError,
+)
+"""Objectives by name."""
 
-T = TypeVar("T", bound=type[Objective[Any]])
-
-
-def register(name: str) -> Callable[[T], T]:
-    """Class decorator that registers an objective.
-
-    Raises:
-        ValueError: another objective has the same name.
-    """
-
-    def put(objective: T) -> T:
-        if OBJECTIVES.setdefault(name, objective) is not objective:
-            raise ValueError(f"an objective named {name} is registered already")
-        return objective
-
-    return put
+register = OBJECTIVES.register
+"""Class decorator ``@register("mine")`` that adds an objective in this process."""
 
 
 def build_objective(cfg: RunConfig) -> Objective[Any]:
@@ -214,5 +211,5 @@ def build_objective(cfg: RunConfig) -> Objective[Any]:
     Raises:
         UsageError: the objective or an option does not exist, or an option's value is invalid.
     """
-    found = find_named("objective.kind", cfg.objective.kind, OBJECTIVES, Objective)
+    found = OBJECTIVES.find(cfg.objective.kind)
     return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))

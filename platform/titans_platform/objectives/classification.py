@@ -20,10 +20,9 @@ from titans_platform.config import DataConfig, Fraction, digest
 from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
-from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Input, Objective, Report, register
+from titans_platform.objectives.base import Input, Objective, Report
 from titans_platform.objectives.labelled import (
     PARTS,
     UNLABELLED,
@@ -104,7 +103,6 @@ class ClassificationOptions(Frozen):
         return f"{PUBLISHER}{self.dataset}" if self.dataset in GENOMIC_BENCHMARKS else str(self.dataset)
 
 
-@register("classification")
 class Classification(Objective[LabelledData]):
     """Cross-entropy of each sequence's class in nats; in pretraining steps, of its next tokens."""
 
@@ -266,7 +264,6 @@ class LabelledTask(Task):
         return self.values(logits_BK, batch.labels), self.values(guesses_BK, batch.labels)
 
 
-@register_task
 class Accuracy(LabelledTask):
     """Share of the items whose likeliest class is theirs; chance is the class commonest in training."""
 
@@ -292,7 +289,6 @@ class ValidationOptions(PartOptions):
     part: Literal["test", "validation"] = "validation"
 
 
-@register_task
 class ClassLoss(LabelledTask):
     """Cross-entropy of the classes in nats; lower is better. Chance is that of their shares in training."""
 

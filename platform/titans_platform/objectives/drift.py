@@ -35,10 +35,9 @@ from titans_kernels import Rule, find_rule, neural_memory
 from titans_platform.config import DataConfig, digest
 from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
-from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Objective, Report, register
+from titans_platform.objectives.base import Objective, Report
 from titans_platform.objectives.files import ItemStream
 
 ROWS = 100_000
@@ -245,7 +244,6 @@ class DriftModel(Model):
         return 4 * self.width * self.outputs
 
 
-@register("drift")
 class Drift(Objective[DriftData]):
     """Squared error of each step's prediction after the burn-in: R + sigma^2."""
 
@@ -329,7 +327,6 @@ class DriftTaskOptions(Frozen):
     over the best ones, with decay, and with momentum if the memory has it."""
 
 
-@register_task
 class DriftTask(Task):
     """Drifting regression on held-out rows, against its best gates."""
 

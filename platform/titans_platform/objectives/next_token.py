@@ -19,11 +19,10 @@ from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.tasks.by_position import ByPositionTask
 from titans_platform.evals.tasks.perplexity import Perplexity
-from titans_platform.objectives.base import Input, Objective, Report, register
+from titans_platform.objectives.base import Input, Objective, Report
 from titans_platform.training.loop import CrossEntropy, Stream
 
 
-@register("next_token")
 class NextToken(CrossEntropy, Objective[PreparedData]):
     """Cross-entropy of each row's next tokens, in nats."""
 

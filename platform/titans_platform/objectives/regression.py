@@ -16,13 +16,12 @@ from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import DataConfig, Fraction, digest
-from titans_platform.errors import UsageError, find_named, nearest
+from titans_platform.errors import UsageError, nearest
 from titans_platform.evals import Measurement, Task, row_length
-from titans_platform.evals import register as register_task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
-from titans_platform.objectives.base import Input, Objective, Report, register
+from titans_platform.objectives.base import Input, Objective, Report
 from titans_platform.objectives.series import (
     DATASETS,
     Part,
@@ -103,7 +102,6 @@ class SeriesOptions(Frozen):
         return self.split or (DATASETS[self.dataset].split if self.dataset else None)
 
 
-@register("regression")
 class Regression(Objective[SeriesData]):
     """Mean squared error over a window's h x C targets, in training-split standard deviations."""
 
@@ -135,7 +133,10 @@ class Regression(Objective[SeriesData]):
 
     def _forecaster(self, name: str) -> Forecaster:
         options, at = self.options, f"{FORECASTER}_options"
-        found = find_named(FORECASTER, name, FORECASTERS, Forecaster)
+        try:
+            found = FORECASTERS.find(name, FORECASTER)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         own = validate(found.Options, options.forecaster_options, at)
         try:
             window = Window(self.cfg.data.sequence_length, options.horizon, options.width)
@@ -267,7 +268,6 @@ class SeriesError(Task):
         return error(predicted - batch.targets).mean((1, 2)), error(batch.targets).mean((1, 2))
 
 
-@register_task
 class MeanSquaredError(SeriesError):
     """Mean squared error."""
 
@@ -275,7 +275,6 @@ class MeanSquaredError(SeriesError):
     error = staticmethod(torch.square)
 
 
-@register_task
 class MeanAbsoluteError(SeriesError):
     """Mean absolute error."""
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_platform.errors import UsageError, find_named
+from titans_kernels import Registry
+from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
     from titans_platform.runs.spec import RunSpec
@@ -95,13 +96,21 @@ class WeightsAndBiases(Logger):
             self._run.finish()
 
 
-LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+LOGGERS = Registry(
+    "log.loggers",
+    Logger,
+    {
+        "tensorboard": "titans_platform.runs.loggers:TensorBoard",
+        "wandb": "titans_platform.runs.loggers:WeightsAndBiases",
+    },
+    UsageError,
+)
 """Built-in loggers by the name used in ``log.loggers``."""
 
 
 def open_loggers(spec: RunSpec) -> list[Logger]:
     """The loggers of a run's config. Raises UsageError: unknown, or not installed."""
-    return [find_named("log.loggers", name, LOGGERS, Logger)(spec) for name in spec.config.log.loggers]
+    return [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
 
 
 def _import(module: str, logger: str) -> Any:

@@ -37,7 +37,10 @@ from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.reference import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import coefficients
-from titans_kernels.memory.rules import DeltaTTT, GatedDelta, MomentumDelta, Rule
+from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.rules.delta_ttt import DeltaTTT
+from titans_kernels.memory.rules.gated_delta import GatedDelta
+from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 from titans_kernels.native import compiled, parallel_for, pointer, serves
 
 BLOCK = 32

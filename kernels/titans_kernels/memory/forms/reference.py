@@ -28,7 +28,8 @@ from titans_kernels.memory.options import (
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.residual import Output, predict, pull
-from titans_kernels.memory.rules import ChunkEnd, DeltaTTT, Rule
+from titans_kernels.memory.rules import ChunkEnd, Rule
+from titans_kernels.memory.rules.delta_ttt import DeltaTTT
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:

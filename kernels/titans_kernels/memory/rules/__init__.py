@@ -11,38 +11,30 @@ from __future__ import annotations
 from dataclasses import fields
 
 from titans_kernels.memory.rules.base import PAPER, ChunkEnd, Rule
-from titans_kernels.memory.rules.delta_ttt import DeltaTTT
-from titans_kernels.memory.rules.e2_ttt import E2TTT
-from titans_kernels.memory.rules.gated_delta import GatedDelta
-from titans_kernels.memory.rules.lact import LaCT
-from titans_kernels.memory.rules.miras import Memora, Moneta, YaadGated
-from titans_kernels.memory.rules.momentum_delta import MomentumDelta
-from titans_kernels.memory.rules.omega import Atlas, Omega
-from titans_kernels.memory.rules.robust import Huber, Yaad
-from titans_kernels.registry import find_class
+from titans_kernels.registry import Registry
 
-__all__ = [
-    "E2TTT", "PAPER", "RULES", "Atlas", "ChunkEnd", "DeltaTTT", "GatedDelta", "Huber", "LaCT", "Memora",
-    "MomentumDelta", "Moneta", "Omega", "Rule", "Yaad", "YaadGated",
-    "find_rule",
-]  # fmt: skip
+__all__ = ["PAPER", "RULES", "ChunkEnd", "Rule", "find_rule"]
 
-RULES: dict[str, type[Rule]] = {
-    "paper": Rule,
-    "gated_delta": GatedDelta,
-    "mdn": MomentumDelta,
-    "delta_ttt": DeltaTTT,
-    "e2_ttt": E2TTT,
-    "moneta": Moneta,
-    "yaad_gated": YaadGated,
-    "memora": Memora,
-    "lact": LaCT,
-    "omega": Omega,
-    "atlas": Atlas,
-    "huber": Huber,
-    "yaad": Yaad,
-}
-"""Built-in rules by name; ``RULES["mine"] = MyRule`` registers another one in this process."""
+RULES = Registry(
+    "rule",
+    Rule,
+    {
+        "paper": "titans_kernels.memory.rules.base:Rule",
+        "gated_delta": "titans_kernels.memory.rules.gated_delta:GatedDelta",
+        "mdn": "titans_kernels.memory.rules.momentum_delta:MomentumDelta",
+        "delta_ttt": "titans_kernels.memory.rules.delta_ttt:DeltaTTT",
+        "e2_ttt": "titans_kernels.memory.rules.e2_ttt:E2TTT",
+        "moneta": "titans_kernels.memory.rules.miras:Moneta",
+        "yaad_gated": "titans_kernels.memory.rules.miras:YaadGated",
+        "memora": "titans_kernels.memory.rules.miras:Memora",
+        "lact": "titans_kernels.memory.rules.lact:LaCT",
+        "omega": "titans_kernels.memory.rules.omega:Omega",
+        "atlas": "titans_kernels.memory.rules.omega:Atlas",
+        "huber": "titans_kernels.memory.rules.robust:Huber",
+        "yaad": "titans_kernels.memory.rules.robust:Yaad",
+    },
+)
+"""Rules by name; ``RULES["mine"] = MyRule`` adds one in this process."""
 
 
 def find_rule(name: str, **parameters: float) -> Rule:
@@ -55,7 +47,7 @@ def find_rule(name: str, **parameters: float) -> Rule:
     Raises:
         ValueError: there is no such rule, or a parameter is unknown or invalid; a one-line message.
     """
-    kind = find_class("rule", name, RULES, Rule)
+    kind = RULES.find(name)
     for parameter in parameters:
         known = [field.name for field in fields(kind)]
         if parameter not in known:

@@ -31,7 +31,7 @@ from titans_platform.evals.items import (
     make_item,
     scatter,
 )
-from titans_platform.evals.registry import FLOOR_ITEMS, GeneratedTask, Heuristic, register
+from titans_platform.evals.registry import FLOOR_ITEMS, GeneratedTask, Heuristic
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10
@@ -52,7 +52,6 @@ class BabiOptions(Frozen):
     """Part of the file's name: train, valid or test."""
 
 
-@register
 class Babi(GeneratedTask):
     """Stories, questions and answers of the files, without filler; stories longer than a row are skipped."""
 
@@ -187,7 +186,6 @@ class BabilongOptions(BabiOptions):
     """`all`: the text also has the story's earlier questions with their answers, a denser training signal."""
 
 
-@register
 class Babilong(Babi):
     """Questions of bAbI whose facts are spread over an unrelated text."""
 
@@ -244,7 +242,6 @@ class HubOptions(Frozen):
     """A commit or a branch of the dataset."""
 
 
-@register
 class BabilongHub(Babi):
     """BABILong as its authors publish it; texts that are longer than a row are skipped."""
 

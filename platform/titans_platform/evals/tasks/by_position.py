@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
-from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import Scorer, measure_distributed
 
 Floats = NDArray[np.floating]
@@ -146,7 +146,6 @@ def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
     return mean, math.sqrt(clusters / (clusters - 1) * squares) / count
 
 
-@register
 class ByPositionTask(Task):
     """Gain of a state carried through long held-out texts, or the perplexity with and without it.
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.registry import Heuristic, register
+from titans_platform.evals.registry import Heuristic
 from titans_platform.evals.tasks.recall import Associative, Block, QueryOptions, key_and_pairs
 
 BEND = 2.0
@@ -61,7 +61,6 @@ class FunctionOptions(QueryOptions):
         return self
 
 
-@register
 class Functions(Associative):
     """The output of a map for inputs that were not shown, after examples.
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.registry import Heuristic, register
+from titans_platform.evals.registry import Heuristic
 from titans_platform.evals.tasks.recall import (
     KEYS,
     VALUES,
@@ -48,7 +48,6 @@ class FuzzyOptions(QueryOptions):
         return self
 
 
-@register
 class FuzzyRecall(Associative):
     """The value of each key; keys and values have one or several symbols, without separators."""
 
@@ -110,7 +109,6 @@ class MemorisationOptions(QueryOptions):
         return self
 
 
-@register
 class Memorisation(Associative):
     """The values of a fixed dictionary that no row states: the weights have to learn it.
 

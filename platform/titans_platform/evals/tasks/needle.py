@@ -33,7 +33,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 COMPACT_NOISE = "grass is green sky is blue sun is yellow "
@@ -73,7 +73,6 @@ class NeedleOptions(Frozen):
         return self
 
 
-@register
 class Needle(GeneratedTask):
     """Values that are stated once at a uniformly random depth of a haystack and queried at its end."""
 

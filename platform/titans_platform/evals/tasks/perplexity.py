@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
-from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import measure_distributed
 
 
@@ -41,7 +41,6 @@ class PerplexityOptions(Frozen):
         return self
 
 
-@register
 class Perplexity(Task):
     """exp of the mean negative log-likelihood per token on the validation rows; lower is better."""
 
@@ -85,7 +84,6 @@ class Perplexity(Task):
         return Measurement(math.exp(mean), math.exp(mean) * stderr, chance, tokens, _buckets(rows))
 
 
-@register
 class HeldOutLoss(Perplexity):
     """Log perplexity, nats per token; the objective of a search."""
 

@@ -21,7 +21,7 @@ from pydantic import Field
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.evals.items import Item, Tokenizer, fill, lowercase_words, make_item, prose, scatter
-from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic
 from titans_platform.evals.tasks.story import (
     HEURISTICS,
     MARKS,
@@ -74,7 +74,6 @@ class Question(NamedTuple):
     answer: str
 
 
-@register
 class Reasoning(GeneratedTask):
     """Answers that follow from the story so far.
 

@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Tokenizer, fill, make_item, scatter
-from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic
 
 BLANK = "."
 NOISE = ".,;:-+*/"
@@ -199,7 +199,6 @@ class KeyValue(Associative):
         self._values = symbols(VALUES, self.options.values)
 
 
-@register
 class Recall(KeyValue):
     """The latest value of each queried key."""
 
@@ -248,7 +247,6 @@ class GridOptions(QueryOptions):
         return self
 
 
-@register
 class Composition(Associative):
     """The value of a key of two letters; every first letter occurs with every second letter.
 
@@ -305,7 +303,6 @@ class EpisodeOptions(PairOptions):
         return self
 
 
-@register
 class Episodes(KeyValue):
     """The value of each key in the latest of several blocks; `recall` with `rebind` is its control.
 
@@ -348,7 +345,6 @@ class ResetOptions(PairOptions):
         return self
 
 
-@register
 class Resets(KeyValue):
     """The value of a key in this block, or `-`: a mark unbinds all keys.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titans_core.config import Frozen, PositiveInt
 from titans_kernels.bench.timing import Clock
-from titans_platform.evals.registry import Context, Measurement, Task, register
+from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import measure_on_rank_0, sharded_modules
 
 
@@ -27,7 +27,6 @@ class ThroughputOptions(Frozen):
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
-@register
 class Throughput(Task):
     """Tokens per second, forward and backward, on one worker; depends on the machine."""
 

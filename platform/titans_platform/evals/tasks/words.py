@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Tokenizer, fill, make_item
-from titans_platform.evals.registry import GeneratedTask, Heuristic, register
+from titans_platform.evals.registry import GeneratedTask, Heuristic
 from titans_platform.evals.tasks.recall import BLANK, symbols
 from titans_platform.text import plural
 
@@ -46,7 +46,6 @@ class WordOptions(Frozen):
         return self
 
 
-@register
 class Words(GeneratedTask):
     """The product of the letters so far.
 
