@@ -26,9 +26,8 @@ from titans_kernels.bench.inputs import make
 from titans_kernels.bench.machine import ceilings, describe
 from titans_kernels.bench.peers import titans_pytorch, versions
 from titans_kernels.bench.process import Worker
-from titans_kernels.bench.shapes import Shape
+from titans_kernels.bench.shapes import Shape, flops
 from titans_kernels.bench.timing import Clock, Interleaved, Op
-from titans_kernels.bench.work import flops
 from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import TitansError, UsageError
 

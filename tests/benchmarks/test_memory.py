@@ -13,8 +13,8 @@ import torch
 from benchmarks import memory
 from benchmarks.memory import PEER, QUICK, SHAPE, lines_of
 from titans_kernels.bench.process import Worker
+from titans_kernels.bench.shapes import flops
 from titans_kernels.bench.timing import Failed, Samples
-from titans_kernels.bench.work import flops
 from titans_kernels.memory.forms import chunked, native
 from titans_platform.cli import run
 from titans_platform.errors import TitansError, UsageError

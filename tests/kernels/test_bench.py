@@ -14,14 +14,11 @@ import torch
 from click.testing import CliRunner
 
 from titans_kernels.bench import check, peers, subjects, timing
-from titans_kernels.bench.__main__ import main
-from titans_kernels.bench.command import kernels
+from titans_kernels.bench.__main__ import WIDTH, heading, kernels, lines_of, main
 from titans_kernels.bench.inputs import make
 from titans_kernels.bench.run import Bench, failures
-from titans_kernels.bench.shapes import SHAPES, Shape, Target, chosen
+from titans_kernels.bench.shapes import SHAPES, Shape, Target, chosen, flops, traffic
 from titans_kernels.bench.subjects import OURS, Op, Subject
-from titans_kernels.bench.table import WIDTH, heading, lines_of
-from titans_kernels.bench.work import flops, traffic
 from titans_kernels.memory.forms import chunked
 
 CPU = torch.device("cpu")
@@ -304,7 +301,7 @@ def test_the_heading_says_what_it_was_measured_on():
 def test_it_needs_neither_the_models_nor_the_platform():
     blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml"]
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({blocked})); from titans_kernels.bench import command"
+        f"import sys; sys.modules.update(dict.fromkeys({blocked})); from titans_kernels.bench import __main__"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

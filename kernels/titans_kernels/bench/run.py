@@ -14,10 +14,9 @@ import torch
 from titans_kernels.bench.check import Judge, Verdict, judges
 from titans_kernels.bench.inputs import Inputs, make
 from titans_kernels.bench.machine import ceilings
-from titans_kernels.bench.shapes import Shape, Target
+from titans_kernels.bench.shapes import PHASES, Shape, Target, flops, traffic
 from titans_kernels.bench.subjects import Subject
 from titans_kernels.bench.timing import Clock, Interleaved, Runner, reason
-from titans_kernels.bench.work import PHASES, flops, traffic
 
 Progress = Callable[[str], None]
 

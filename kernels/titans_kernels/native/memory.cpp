@@ -1,6 +1,6 @@
 // The paper's rule on a CPU, one document and head after the other: what a chunk meets stays in the cache.
 //
-// Formulas as in ../memory/parts: passes.py, backward.py and gates.py. A chunk's tokens lie side by side in a
+// Formulas as in ../memory/parts: passes.py and gates.py. A chunk's tokens lie side by side in a
 // vector's lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too;
 // what is added is zero and stays so, for f(0) = 0. A name that ends in _t is such a matrix transposed,
 // [P][features]. A layer's weights and momentum are stacked over its input: [2 D][F], with a base to forget to

@@ -59,7 +59,7 @@ BENCHMARKS = {
         "Compare memories on fixed keys and values: rules, depths, passes, chunks.",
     ),
     "kernels": (
-        "titans_kernels.bench.command",
+        "titans_kernels.bench.__main__",
         "kernels",
         "Time the memory kernels next to other implementations on a GPU.",
     ),

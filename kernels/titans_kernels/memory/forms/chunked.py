@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.parts.backward import Step, curves, held, leaving, read_backward, step_backward
 from titans_kernels.memory.parts.gates import Gates, coefficients, coefficients_backward
 from titans_kernels.memory.parts.layout import Layout, Span, layout_of
 from titans_kernels.memory.parts.passes import (
@@ -29,10 +28,16 @@ from titans_kernels.memory.parts.passes import (
     Last,
     Reads,
     State,
+    Step,
     advance,
+    curves,
     cut,
+    held,
     keys_pass,
+    leaving,
+    read_backward,
     read_pass,
+    step_backward,
 )
 from titans_kernels.memory.residual import Curve, Norm, OutputActivation
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
 from titans_kernels.memory.forms.triton.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.forms.triton.reads import read_layer, read_layer_backward
+from titans_kernels.memory.forms.triton.reads import read_layer, read_layer_backward, update_layer_backward
 from titans_kernels.memory.forms.triton.shapes import Layer, Shape
-from titans_kernels.memory.forms.triton.update import update_layer_backward
 
 
 class Tokens(NamedTuple):
