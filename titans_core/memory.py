@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
-from titans_core.features import PolynomialFeatures
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, RMSNorm
-from titans_core.projections import ConvState, Projections, expand_rows, project_gates
+from titans_core.projections import ConvState, PolynomialFeatures, Projections, expand_rows, project_gates
 from titans_kernels import (
     AnyState,
     DecodeState,

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from titans_core.audit import Adapter, AuditError, Outcome, audit, registry
-from titans_core.audit.variants import variant_factory
+from titans_core.audit import Adapter, AuditError, Outcome, audit, report, variant_factory
 from titans_platform.cli import run
 
 LAYERS = "tests.audit.layers"
@@ -116,10 +115,10 @@ def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
 
 
 def test_a_new_check_is_one_function(monkeypatch):
-    monkeypatch.setattr(registry, "CHECKS", kept := list(registry.CHECKS))
-    monkeypatch.setattr("titans_core.audit.run.CHECKS", kept)
+    monkeypatch.setattr(report, "CHECKS", kept := list(report.CHECKS))
+    monkeypatch.setattr("titans_core.audit.CHECKS", kept)
 
-    @registry.check("the number of parameters")
+    @report.check("the number of parameters")
     def small(s):
         """The layer is small."""
         return Outcome(sum(p.numel() for p in s.build().module.parameters()), 100)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titans_core.audit.registry import check
-from titans_core.audit.report import Example, NotApplicable, Outcome
+from titans_core.audit.report import Example, NotApplicable, Outcome, check
 from titans_core.audit.subject import Subject, cast
 
 SYMBOLS = 4

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_core.audit.adapter import Adapter
-from titans_core.audit.registry import check
-from titans_core.audit.report import Example, NotApplicable, Outcome
+from titans_core.audit.report import Example, NotApplicable, Outcome, check
 from titans_core.audit.subject import Subject, compare, worst
 
 LENGTH = 80

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from titans_core.audit.registry import check
-from titans_core.audit.report import Example, NotApplicable, Outcome
+from titans_core.audit.report import Example, NotApplicable, Outcome, check
 from titans_core.audit.subject import SeenPrecisions, Subject, bytes_kept, cast, tensors_in, worst
 
 LONG = 16

@@ -1,4 +1,4 @@
-"""What an audit found: a result for each check, with the smallest failing example."""
+"""The checks, and what an audit found: a result for each check, with the smallest failing example."""
 
 from __future__ import annotations
 
@@ -124,3 +124,21 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         return {**asdict(self), "passed": self.passed, "badge": self.badge}
+
+
+CHECKS: list[Check] = []
+"""All checks, in the order in which they run."""
+
+
+def check(how: str) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
+    """Register a function as a check of its name; the first line of its docstring is what a pass proves.
+
+    It returns an `Outcome`, or raises `NotApplicable`; any other exception is a failure of the layer.
+    """
+
+    def register(function: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
+        proves = (function.__doc__ or "").partition("\n")[0].rstrip(".")
+        CHECKS.append(Check(getattr(function, "__name__", ""), proves, how, function))
+        return function
+
+    return register

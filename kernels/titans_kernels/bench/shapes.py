@@ -1,8 +1,8 @@
 """The shapes that are measured, a line each, with what each is to reach on an H200; the work of a pass.
 
-`flops` and `traffic` are the minimum work, floating-point operations and bytes per token and head. Counted are the
-matrix products of the parallel form. With P = D F for a layer of D to F and chunks of b tokens, each weight-sized
-product costs 2 P a token, each chunk-sized one 2 b D or 2 b F:
+`flops` and `traffic` are the minimum work, floating-point operations and bytes per token and head. Counted
+are the matrix products of the parallel form. With P = D F for a layer of D to F and chunks of b tokens, each
+weight-sized product costs 2 P a token, each chunk-sized one 2 b D or 2 b F:
 
 forward, a layer:
     z = X W                                              2 P

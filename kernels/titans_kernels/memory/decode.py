@@ -44,7 +44,6 @@ from titans_kernels.memory.validate import (
 )
 from titans_kernels.memory.window import WindowState
 
-
 NATIVE = next(form for form in FORMS if form.name == "native")
 STEP_PRODUCTS = 2**20
 """The C++ form recomputes all tokens of the open chunk. Up to this many multiplications per layer that is

@@ -74,9 +74,8 @@ def audit(
     if (target is None) == (variant is None):
         raise UsageError("audit: give either TARGET, package.module:Class, or --variant NAME")
     arguments = _arguments(kwargs)
-    from titans_core.audit import AuditError
+    from titans_core.audit import AuditError, variant_factory
     from titans_core.audit import audit as run
-    from titans_core.audit.variants import variant_factory
 
     progress = Progress()
     try:

@@ -5,8 +5,8 @@ Reads, queries through the per-token weights, and their backward:
     u = beta (x W) + m (x S) - ((x X^T) * C) d,   with x, X the layer's input for the queries and the keys
 
 A part of the backward of the writes, from the state before each chunk and the gradient of the state after
-it: the gradients of beta, m and h of the chunk's last token, which are inner products, and for the first layer
-the gradient of the keys
+it: the gradients of beta, m and h of the chunk's last token, which are inner products, and for the first
+layer the gradient of the keys
 
     dk = dX - c (d dW'^T) - n (d dS'^T) + dz W^T,   with dX from the reads
 """
