@@ -48,13 +48,17 @@ def module_name(path: Path) -> str:
 def single_importers() -> list[tuple[str, str]]:
     """Modules that exactly one other module imports, with that module.
 
-    `__init__.py` files do not count, nor do modules that only their own package imports (a registry).
+    A line of a `Registry`, "module:Class", imports that module too. `__init__.py` files do not count, nor do
+    modules that only their own package imports or that only a registry names.
     """
     files = [p for name in ("kernels", "titans_core", "platform") for p in PACKAGES[name].rglob("*.py")]
     modules = {module_name(path): path for path in files}
     importers: dict[str, set[str]] = defaultdict(set)
     for name, path in modules.items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        text = path.read_text("utf-8")
+        for module in (set(re.findall(r'"([\w.]+):\w+"', text)) & modules.keys()) - {name}:
+            importers[module].add("a registry")
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -69,7 +73,7 @@ def single_importers() -> list[tuple[str, str]]:
         if (
             len(by) == 1
             and modules[name].name != "__init__.py"
-            and (importer := next(iter(by))) != name.rpartition(".")[0]
+            and (importer := next(iter(by))) not in ("a registry", name.rpartition(".")[0])
         ):
             found.append((name, importer))
     return sorted(found)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.small import study
-from titans_platform.clusters.nodes import family, find
+from titans_platform.clusters.local import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
 from titans_platform.runs.check import spec_for

@@ -12,7 +12,7 @@ from tests.evals.test_run import COMPACT, Oracle, config, prepared, solve_needle
 from titans_core import LanguageModel
 from titans_platform.cli.live import bucket_tables
 from titans_platform.evals import Item, evaluate
-from titans_platform.runs.result import Measures
+from titans_platform.runs.folder import Measures
 
 TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
 

@@ -74,7 +74,7 @@ def test_every_kernel_is_compiled_for_every_target(reports):
     assert kernels == {
         "gates.forward", "gates.backward", "columns.write", "columns.backward", "reads.forward",
         "reads.backward", "resident.write", "resident.backward", "streamed.write",
-        "streamed_backward.backward", "update.update_backward",
+        "streamed_backward.backward", "reads.update_backward",
     }  # fmt: skip
     for kernel in kernels:
         assert {row["target"] for row in reports if row["kernel"].startswith(kernel)} == {80, 90, 100}
@@ -107,7 +107,7 @@ def test_kernels_keep_to_what_was_reached_on_hopper(reports):
 
 def test_products_are_on_tensor_cores(reports):
     for row in reports:
-        if not row["kernel"].startswith("gates") and row["kernel"] != "update.update_backward":
+        if not row["kernel"].startswith("gates") and row["kernel"] != "reads.update_backward":
             assert row["tensor_core"] > 0, row
 
 
@@ -120,7 +120,7 @@ def test_no_product_reads_a_tile_while_the_next_one_arrives(reports):
     none.
     """
     assert [row for row in reports if row["kernel"].startswith("columns") and row["carried"]] == []
-    found = [row for row in reports if row["kernel"] == "update.update_backward+keys"]
+    found = [row for row in reports if row["kernel"] == "reads.update_backward+keys"]
     assert {row["shape"] for row in found} == {"l1-d128-short", "l2-d64-h256"}
     assert [row["carried"] for row in found] == [0] * len(found)
 

@@ -27,7 +27,7 @@ from titans_kernels import (
 )
 from titans_kernels.memory import budget
 from titans_kernels.memory.forms import native, reference
-from titans_kernels.memory.forms.triton import budget as kernels
+from titans_kernels.memory.forms.triton import gates as kernels
 from titans_kernels.memory.forms.triton import pieces
 
 same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)

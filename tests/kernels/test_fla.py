@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels import (
-    fla,
     forms_used,
     linear_attention,
     native,
     neural_memory,
+    recurrence,
     recurrent_linear_attention,
 )
 from titans_kernels.memory.forms.triton import pieces
@@ -137,8 +137,7 @@ def kernels(monkeypatch):
 
 def serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let their kernels take every call, as on a GPU."""
-    monkeypatch.setattr(fla, "refusal", lambda *_: None)
-    monkeypatch.setitem(linear_attention.__globals__, "_fla", lambda _: fla)
+    monkeypatch.setattr(recurrence, "fla_refusal", lambda *_: None)
 
 
 def packed(T: int) -> Tensor:
@@ -157,7 +156,7 @@ def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
         (B, T, H, 16), (B, T, H, 16), (B, T, H, 32), (B, T, H, channels), (B, H, 16, 32)
     )
     tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
-    found, expected = fla.linear_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
+    found, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
     agree(found, expected, given)
 
 
@@ -178,7 +177,7 @@ def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, ch
         log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, 41]), decay)
         tokens = q, k / 4, v, log_decay, state
         # differences of sums of up to 92, in float32
-        agree(fla.linear_attention(*tokens), recurrent_linear_attention(*tokens), given, within=5e-5)
+        agree(recurrence.fla_attention(*tokens), recurrent_linear_attention(*tokens), given, within=5e-5)
 
 
 @pytest.mark.slow
@@ -250,10 +249,9 @@ class OnAGPU:
     ],
 )  # fmt: skip
 def test_what_the_kernels_do_not_serve(tokens, width, operands, why):
-    reason = fla.refusal(OnAGPU(tokens, width), 32, 16, operands)  # pyright: ignore[reportArgumentType]
+    reason = recurrence.fla_refusal(OnAGPU(tokens, width), 32, 16, operands)  # pyright: ignore[reportArgumentType]
     assert reason is None if why is None else why in reason
-    # on a CPU they are not even imported
-    assert linear_attention.__globals__["_fla"](torch.zeros(1, 64, 1, 32)) is None
+    assert recurrence.fla_refusal(torch.zeros(1, 64, 1, 32), 32, 16, torch.bfloat16) == "a CPU"
 
 
 @pytest.mark.parametrize(
@@ -267,5 +265,5 @@ def test_what_the_kernels_do_not_serve(tokens, width, operands, why):
 def test_what_their_backward_would_refuse_is_refused_before(monkeypatch, decays, version, major, refused):
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
-    reason = fla.refusal(OnAGPU(64, 32), 32, decays, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    reason = recurrence.fla_refusal(OnAGPU(64, 32), 32, decays, torch.bfloat16)  # pyright: ignore[reportArgumentType]
     assert (reason is not None and "Hopper" in reason) == refused

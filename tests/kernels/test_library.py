@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titans_kernels import neural_memory
 from titans_kernels.memory.forms import chunked
-from titans_kernels.memory.forms.custom_op import memory_chunked, memory_chunked_backward
+from titans_kernels.memory.op import memory_chunked, memory_chunked_backward
 from titans_kernels.memory.parts import gates, layout
 
 BORDERS = [0, 5, 6, 20]

@@ -14,7 +14,7 @@ from titans_kernels import neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory.forms import native
 from titans_kernels.memory.forms.triton import op as triton_op
-from titans_kernels.memory.forms.triton import phases, pieces, refusal, tables
+from titans_kernels.memory.forms.triton import pieces, refusal, tables
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
 
@@ -150,10 +150,10 @@ def test_kernels_equal_the_reference(case):
 def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     """The other form of the forward, and a backward that finds again what was not kept."""
     asked = []
-    monkeypatch.setattr(phases, "processors", lambda device: 1)
+    monkeypatch.setattr(triton_op, "processors", lambda device: 1)
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2**40 if keep else 0)
-    ride = phases.reads_ride_along
-    monkeypatch.setattr(phases, "reads_ride_along", lambda *a: asked.append(ride(*a)) or asked[-1])
+    ride = triton_op.reads_ride_along
+    monkeypatch.setattr(triton_op, "reads_ride_along", lambda *a: asked.append(ride(*a)) or asked[-1])
     found = errors(case)
     assert asked == [True]
     assert max(found.values()) < 1e-5, found
@@ -162,7 +162,7 @@ def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
 @pytest.mark.parametrize("widths", [SHORT, DEEP, pytest.param((16, 16, 16, 16), marks=pytest.mark.slow)])
 def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
     """What training on packed documents wants: one start for all, and no state of each at the end."""
-    call, seen, forward = Call(Case(widths, 50, 16, borders=(0, 1, 18, 18, 50))), [], phases.forward
+    call, seen, forward = Call(Case(widths, 50, 16, borders=(0, 1, 18, 18, 50))), [], triton_op.forward
 
     def spied(shape, x, start, **options):
         y, after, kept = forward(shape, x, start, **options)
@@ -181,7 +181,7 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
         assert state == ((), ())
         return [y, *torch.autograd.grad(y, leaves, call.seeds[0].to(dtype))]
 
-    monkeypatch.setattr(phases, "forward", spied)
+    monkeypatch.setattr(triton_op, "forward", spied)
     expected, found = results("reference", torch.float64), results("triton", torch.float32)
     assert seen == [(1, 0)]
     for x, wanted in zip(found, expected, strict=True):
@@ -199,8 +199,8 @@ def test_states_found_again_are_those_kept(monkeypatch):
 
 @pytest.mark.parametrize(("keep_bytes", "again"), [(0, 1), (2**30, 0), (None, 0)])
 def test_a_call_says_what_may_be_kept_of_it(keep_bytes, again, monkeypatch):
-    call, recalls, recall = Call(Case(SHORT, 20, 16)), [], phases.recall
-    monkeypatch.setattr(phases, "recall", lambda *args: recalls.append(args) or recall(*args))
+    call, recalls, recall = Call(Case(SHORT, 20, 16)), [], triton_op.recall
+    monkeypatch.setattr(triton_op, "recall", lambda *args: recalls.append(args) or recall(*args))
     tokens, weights = [x.float().requires_grad_() for x in call.tokens], (call.weights[0].float(),)
     y, _ = neural_memory(*tokens, weights, chunk_size=16, backend="triton", keep_bytes=keep_bytes)
     y.sum().backward()
@@ -233,7 +233,7 @@ def test_every_path_is_among_the_cases():
         call = Call(replace(case, T=max(case.T, 2), borders=None))
         q, start = call.tokens[0], torch.zeros(case.B, case.H, 1)
         shape = triton_op._shape(q, start, None, case.widths, case.b, case.activation, case.bound or 0.0)
-        paths.add((phases.path(shape), bool(case.bound)))
+        paths.add((triton_op.path(shape), bool(case.bound)))
     assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
 
 
@@ -331,9 +331,9 @@ def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_s
 def test_without_a_gradient_a_long_row_goes_through_in_parts(monkeypatch):
     call, calls = Call(Case((16, 32, 16), 100, 16, B=2)), []
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2 * 2 * triton_op._chunk_bytes([16, 32, 16], 16, 4))
-    whole = triton_op.phases.forward
+    whole = triton_op.forward
     monkeypatch.setattr(
-        phases, "forward", lambda shape, *a, **k: calls.append(shape) or whole(shape, *a, **k)
+        triton_op, "forward", lambda shape, *a, **k: calls.append(shape) or whole(shape, *a, **k)
     )
     tokens = [x.float() for x in call.tokens]
     weights = tuple(x.float() for x in call.weights)

@@ -13,10 +13,11 @@ import torch
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.objectives import build_objective, series
-from titans_platform.objectives.series import DATASETS, Dataset, Parts, SeriesData, Table, read_dataset
+from titans_platform.objectives import build_objective, files
+from titans_platform.objectives.files import DATASETS, Dataset, Table, read_dataset
+from titans_platform.objectives.regression import Parts, SeriesData
 from titans_platform.runs.check import spec_for
-from titans_platform.runs.worker import Worker
+from titans_platform.runs.execute import Worker
 from titans_platform.study.grid import expand, load_study
 
 
@@ -101,7 +102,7 @@ def tiny(tmp_path, monkeypatch) -> Path:
     text = f"date,a,b\n{rows}\n"
     checksum = hashlib.sha256(text.encode()).hexdigest()
     monkeypatch.setitem(
-        series.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
+        files.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
     )
     (tmp_path / "tiny.csv").write_text(text)
     return tmp_path
@@ -138,7 +139,7 @@ def test_a_benchmark_is_found_by_name_and_checked(tiny):
         file.write("60,1,2\n")
     with pytest.raises(UsageError, match=r"is not the standard file: its sha256 is .*; get it from its auth"):
         read_dataset("Tiny", str(tiny))
-    series.DATASETS["Tiny"] = DATASETS["Tiny"]._replace(sha256=None)
+    files.DATASETS["Tiny"] = DATASETS["Tiny"]._replace(sha256=None)
     with pytest.raises(UsageError, match="has 61 steps of 2 channels, Tiny has 60 of 2"):
         read_dataset("Tiny", str(tiny))
 

@@ -10,7 +10,8 @@ import torch
 
 from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError
-from titans_platform.objectives.series import SeriesData, Table, load_series, read_series, save_series, sines
+from titans_platform.objectives.files import Table, load_series, read_series, save_series, sines
+from titans_platform.objectives.regression import SeriesData
 
 CSV = "date,load,note,oil\n2016-07-01,1,a,4.5\n2016-07-02,2,b,5.5\n2016-07-03,3,c,6.5\n"
 

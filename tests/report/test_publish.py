@@ -17,8 +17,7 @@ from titans_platform.report.report import build_report
 from titans_platform.report.table import build_table
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
-from titans_platform.tracking import Store, open_store
-from titans_platform.tracking.store import adopt
+from titans_platform.tracking import Store, adopt, open_store
 
 ACC = Column(title="Reasoning", unit="%", factor=100)
 

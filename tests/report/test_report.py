@@ -18,7 +18,7 @@ from titans_platform.report.figures import pictures, plot
 from titans_platform.report.figures.buckets import against_position, depth_maps
 from titans_platform.report.figures.data import figure_data
 from titans_platform.report.figures.picture import DARK, LIGHT, svg
-from titans_platform.report.html import report_page
+from titans_platform.report.publish import report_page
 from titans_platform.report.report import Links, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder

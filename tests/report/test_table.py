@@ -18,8 +18,7 @@ from titans_platform.report.publish import write_report
 from titans_platform.report.report import build_report
 from titans_platform.report.table import build_table, column_stderr, item_stderr
 from titans_platform.report.verdict import by_seed, discriminate
-from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.result import TaskScore
+from titans_platform.runs.folder import RunFolder, TaskScore
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row, Scale, Study
 

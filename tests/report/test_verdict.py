@@ -18,7 +18,7 @@ from titans_platform.report.verdict import (
     holm,
     tally,
 )
-from titans_platform.runs.result import Result
+from titans_platform.runs.folder import Result
 from titans_platform.study.spec import Expectation, Row
 
 COLUMNS = {

@@ -20,8 +20,7 @@ from titans_platform.files import write_json
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.text import flatten
-from titans_platform.tracking import Store, check_store, open_store
-from titans_platform.tracking.store import NO_RETRIES
+from titans_platform.tracking import NO_RETRIES, Store, check_store, open_store
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,9 @@ from titans_platform.errors import ClusterError, UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
+from titans_platform.runs.execute import Worker, execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
-from titans_platform.runs.worker import Worker
 from titans_platform.training.checkpoint import load_model
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

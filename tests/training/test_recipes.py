@@ -16,7 +16,7 @@ from titans_platform.errors import UsageError
 from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import CrossEntropy, Trainer
-from titans_platform.training.recipes import check_windows, drawn_window, passes
+from titans_platform.training.optim import check_windows, drawn_window, passes
 
 LENGTH = 32
 

@@ -104,7 +104,7 @@ def _steps(
     """theta' and e [B, T, H]; the first ``held`` tokens of each row have e = 2 theta, without a limit."""
     k, eta, theta = k.contiguous(), eta.contiguous(), theta.contiguous()
     if _has_kernel(k, chunk_size):
-        from titans_kernels.memory.forms.triton import budget as kernels
+        from titans_kernels.memory.forms.triton import gates as kernels
 
         return kernels.forward(k, eta, theta, chunk_size, cu_seqlens, held)
     if serves(keys := k.to(theta.dtype), eta, theta):
@@ -118,7 +118,7 @@ def _steps_backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor |
     tensors = [x.contiguous() for x in tensors]
     k = tensors[2]
     if _has_kernel(k, chunk_size):
-        from titans_kernels.memory.forms.triton import budget as kernels
+        from titans_kernels.memory.forms.triton import gates as kernels
 
         return kernels.backward(tensors, chunk_size, cu_seqlens)
     keys = tensors[2] = k.to(tensors[3].dtype)

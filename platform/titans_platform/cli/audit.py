@@ -184,7 +184,7 @@ def _write(report: Report, json_file: Path | None, html_file: Path | None) -> No
         text = json.dumps(finite(report.to_dict()), indent=2)
         click.echo(text) if str(json_file) == "-" else write_text(json_file, text + "\n")
     if html_file is not None:
-        from titans_platform.report.html import render
+        from titans_platform.report.publish import render
 
         counts = {"passed": len(report.of("pass")), "failed": len(report.of("fail"))}
         write_text(html_file, render("audit.html", report=report, **counts))

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from titans_platform.cli import beyond_training, echo_json, json_option, root_option, set_option
 from titans_platform.errors import UsageError
-from titans_platform.runs.result import PATHWAY_TITLES, PATHWAYS_EXPLAINED
+from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED
 from titans_platform.text import plural
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def evaluate(
     import torch
 
     from titans_platform.cli.live import bucket_tables, measures_table, pathway_grid
+    from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
-    from titans_platform.runs.result import Measures
     from titans_platform.training.loop import deterministic
 
     console = Console(stderr=as_json)
@@ -192,7 +192,7 @@ def _read(
     import torch
 
     from titans_platform.cli.live import reading_display
-    from titans_platform.evals.runner import evaluating
+    from titans_platform.evals import evaluating
     from titans_platform.evals.scoring import Scorer
     from titans_platform.evals.tasks.by_position import (
         long_texts,

@@ -28,15 +28,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.result import PATHWAY_TITLES
-from titans_platform.study.search import SearchState
+from titans_platform.runs.folder import PATHWAY_TITLES, RunFolder
+from titans_platform.study.folder import SearchState
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
 from titans_platform.text import clock, count, number
 
 if TYPE_CHECKING:
-    from titans_platform.runs.result import Measures
+    from titans_platform.runs.folder import Measures
     from titans_platform.study.plan import Plan
 
 PLAIN_EVERY = 15.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from titans_core import LanguageModel, Reading, Sampling
     from titans_platform.config import RunConfig
     from titans_platform.data import Tokenizer
-    from titans_platform.runs.result import Result
+    from titans_platform.runs.folder import Result
 
 
 @click.command()

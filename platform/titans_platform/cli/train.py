@@ -40,7 +40,7 @@ PLAN_LINES = {
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
     from titans_platform.objectives import Data, Objective
-    from titans_platform.runs.result import Result
+    from titans_platform.runs.folder import Result
     from titans_platform.runs.spec import Resources, Tracking
 
 

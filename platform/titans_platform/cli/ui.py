@@ -49,7 +49,7 @@ def ui(
     """
     from titans_platform.runs.reporter import send_left
     from titans_platform.tracking import open_store
-    from titans_platform.tracking.store import adopt as adopt_store
+    from titans_platform.tracking import adopt as adopt_store
 
     if adopt:
         adopt_store(root)

@@ -19,9 +19,9 @@ KINDS = Registry(
     Cluster,
     {
         "local": "titans_platform.clusters.local:Local",
-        "nodes": "titans_platform.clusters.nodes:Nodes",
+        "nodes": "titans_platform.clusters.local:Nodes",
         "existing": "titans_platform.clusters.rayjobs:Existing",
-        "ray-up": "titans_platform.clusters.ray_up:RayUp",
+        "ray-up": "titans_platform.clusters.rayjobs:RayUp",
         "kuberay": "titans_platform.clusters.kuberay:KubeRay",
         "slurm": "titans_platform.clusters.slurm:Slurm",
     },

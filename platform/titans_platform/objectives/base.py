@@ -20,7 +20,7 @@ from titans_platform.evals import Task, build_task, eval_version, evaluate
 from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
 from titans_platform.training.loop import Stream
-from titans_platform.training.recipes import check_windows
+from titans_platform.training.optim import check_windows
 
 Report = Callable[[str, int, int, "float | None"], None]
 """Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""

@@ -1,14 +1,21 @@
-"""Time-series forecasting: predict h steps from the T steps before them, by mean squared error."""
+"""Time-series forecasting: predict h steps from the T steps before them, by mean squared error.
+
+A series is split by time, standardised and cut into windows.
+
+Shapes: B windows, T input steps, h target steps, C channels, N steps of the whole series.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, JsonValue, model_validator
 from torch import Tensor
 
@@ -22,12 +29,11 @@ from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
 from titans_platform.objectives.base import Input, Objective, Report
-from titans_platform.objectives.series import (
+from titans_platform.objectives.files import (
     DATASETS,
-    Part,
-    SeriesData,
+    ItemStream,
     Table,
-    Windows,
+    content,
     load_series,
     read_dataset,
     read_series,
@@ -100,6 +106,117 @@ class SeriesOptions(Frozen):
     def parts(self) -> tuple[float, float, float] | None:
         """The configured split, or else the dataset's."""
         return self.split or (DATASETS[self.dataset].split if self.dataset else None)
+
+
+class Windows(NamedTuple):
+    """A batch of windows."""
+
+    inputs: Tensor
+    """float32 [B, T, C]"""
+    targets: Tensor
+    """float32 [B, h, C], the steps that follow the inputs."""
+
+
+class Parts(NamedTuple):
+    """Sizes in steps of the consecutive training, validation and test splits; steps after them are unused."""
+
+    training: int
+    validation: int
+    test: int = 0
+
+    @staticmethod
+    def of(steps: int, split: Sequence[float]) -> Parts:
+        """From sizes in steps, or fractions of the series; validation gets the remainder of rounding.
+
+        Raises UsageError if the series is too short.
+        """
+        if sum(split) > 1 + 1e-9:
+            parts = Parts(*(int(part) for part in split))
+        else:
+            training, test = int(steps * split[0]), int(steps * split[2])
+            parts = Parts(training, steps - training - test, test)
+        if sum(parts) > steps:
+            raise UsageError(
+                f"objective.options.split: {sum(parts)} steps are more than the {steps} of the series"
+            )
+        return parts
+
+
+Part = Literal["validation", "test"]
+
+
+class SeriesData:
+    """A standardised series; validation and test follow the training split in time.
+
+    Mean and standard deviation of each channel are those of the training split.
+
+    Raises:
+        UsageError: a split is too short for one window.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        length: int,
+        horizon: int,
+        validation_fraction: float,
+        split: Sequence[float] | None = None,
+    ):
+        N = len(table.values_NC)
+        self.channels, self.length, self.horizon = table.channels, length, horizon
+        kept = round(validation_fraction * N)
+        self.parts = Parts.of(N, split) if split else Parts(N - kept, kept)
+        self.train_steps, self.validation_steps, _ = self.parts
+        self.windows = self.train_steps - length - horizon + 1
+        if self.windows < 1:
+            raise UsageError(
+                f"data.sequence_length: {self.train_steps} training steps make no window of {length} + "
+                f"{horizon}; lower it, or objective.options.horizon"
+            )
+        if self.validation_steps < horizon or 0 < self.parts.test < horizon:
+            name = "split" if split else "validation_fraction"
+            few = "test" if self.validation_steps >= horizon else "validation"
+            raise UsageError(
+                f"objective.options.{name}: {getattr(self.parts, few)} {few} steps make no "
+                f"horizon of {horizon}; raise it"
+            )
+        train = table.values_NC[: self.train_steps]
+        # a constant channel has zero standard deviation
+        scale = np.where(train.std(0) > 0, train.std(0), 1.0)
+        self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
+        self.fingerprint = digest([content(table), length], 16)
+
+    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
+
+        def batch(step: int, which: NDArray[np.int64]) -> Windows:
+            return self.cut(which, self.length)
+
+        return ItemStream(self.windows, batch_size, seed, rank, world_size, batch)
+
+    def held_out(
+        self, length: int, items: int, batch_size: int, part: Part = "validation"
+    ) -> Iterator[Windows]:
+        """Up to ``items`` evenly spaced windows of ``length`` steps, with targets in one split.
+
+        Targets are the same for every ``length``; inputs may reach back into the previous split.
+        Raises UsageError if fewer than ``length`` steps precede the targets, or if the split does not exist.
+        """
+        if not getattr(self.parts, part):
+            raise UsageError("options.part: the series has no test part; give objective.options.split")
+        first = self.parts.training + (self.parts.validation if part == "test" else 0)
+        last = first + getattr(self.parts, part) - self.horizon
+        if length > first:
+            raise UsageError(f"lengths: {length} steps of input are more than the {first} before the targets")
+        starts = np.unique(np.linspace(first, last, min(items, last - first + 1)).round().astype(np.int64))
+        for i in range(0, len(starts), batch_size):
+            yield self.cut(starts[i : i + batch_size] - length, length)
+
+    def cut(self, starts: NDArray[np.int64], length: int) -> Windows:
+        """Windows of ``length`` steps that start at ``starts``, with their targets."""
+        index = torch.from_numpy(starts)[:, None] + torch.arange(length + self.horizon)
+        whole = self.values_NC[index]
+        return Windows(whole[:, :length], whole[:, length:])
 
 
 class Regression(Objective[SeriesData]):

@@ -28,7 +28,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes
 from titans_platform.report.figures import plot
 from titans_platform.report.figures.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
-from titans_platform.report.html import render
+from titans_platform.report.publish import render
 from titans_platform.text import count
 
 FORMAT = "1"

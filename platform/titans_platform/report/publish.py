@@ -1,32 +1,139 @@
-"""Build the report of a study, write it to the study's folder, and log it to the study's MLflow run."""
+"""Publish the report of a study: render it as one HTML page, write it to its folder, log it to MLflow.
+
+Also the page of all the paper's tables, and `render` for other pages of the same style.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 from rich.console import Console
 
 from titans_platform.errors import UsageError
 from titans_platform.files import write_text
 from titans_platform.provenance import commands
-from titans_platform.report import export, html
-from titans_platform.report.figures.picture import save
+from titans_platform.report import export
+from titans_platform.report.export import cells_csv, latex, summary_csv
+from titans_platform.report.figures.picture import DARK, LIGHT, Line, Picture, save, svg
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.reporter import curve
-from titans_platform.runs.result import Result
 from titans_platform.study.paper import read_paper
 from titans_platform.study.plan import open_study
 from titans_platform.study.status import Item
+from titans_platform.text import NONE, commit, count, number, plural
 
 if TYPE_CHECKING:
     from titans_platform.study.grid import StudyRun
     from titans_platform.tracking import Store
+
+
+CROWDED = 4
+"""With more columns the paper's numbers are below ours, not beside them."""
+WIDTH = 5.7
+"""Width of a figure on the page, in rem per inch."""
+MARKS = {
+    "o": '<circle cx="12" cy="5" r="2.6"/>',
+    "s": '<rect x="9.6" y="2.6" width="4.8" height="4.8"/>',
+    "^": '<path d="M12 1.8 15 7.6H9z"/>',
+    "D": '<path d="M12 1.6 15.4 5 12 8.4 8.6 5z"/>',
+    "v": '<path d="M12 8.2 9 2.4h6z"/>',
+    "P": '<path d="M10.8 2h2.4v1.8H15v2.4h-1.8V8h-2.4V6.2H9V3.8h1.8z"/>',
+}
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template of this folder with ``values``, the palettes and the time."""
+    written = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
+    return _templates().get_template(template).render(light=LIGHT, dark=DARK, written=written, **values)
+
+
+@cache
+def _templates() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(number=number, count=count, commit=commit)
+    environment.globals.update(none_sign=NONE)
+    return environment
+
+
+def report_page(report: Report) -> str:
+    """The page of one study."""
+    return render(
+        "report.html",
+        report=report,
+        table=report.table,
+        columns=report.table.columns,
+        results_table=results_table(report),
+        links=report.links,
+        seeds=plural(len(report.table.seeds), "seed").partition(" ")[2],
+        figures=list(map(figure, report.pictures)),
+        sources={
+            "LaTeX (booktabs)": latex(report),
+            "CSV, a line a row and column": summary_csv(report),
+            "CSV, a line a cell": cells_csv(report),
+        },
+    )
+
+
+def results_table(report: Report, heading: str = "Table 1") -> Markup:
+    """A study's table, with the paper's numbers beside or below ours."""
+    columns = report.table.columns
+    crowded = len(columns) > CROWDED
+    spreads = {key: max((len(row.numbers[key].sd) for row in report.rows), default=0) for key in columns}
+    text = render(
+        "results_table.html",
+        report=report,
+        table=report.table,
+        columns=columns,
+        links=report.links,
+        heading=heading,
+        place=re.sub(r"\W+", "-", heading.lower()),
+        caption=_caption(report, crowded),
+        crowded=crowded,
+        paired={key: key in report.paper_columns and not crowded for key in columns},
+        # characters of the widest sd of a column, to align its means
+        widths={key: 2 + spread if spread else 0 for key, spread in spreads.items()},
+    )
+    return Markup(text)
+
+
+def _caption(report: Report, crowded: bool) -> str:
+    seeds = len(report.table.seeds)
+    spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    paper = f"; the paper's numbers {'below' if crowded else 'beside'} ours" if report.paper_columns else ""
+    linked = " A number links to its runs." if report.links else ""
+    return f"{spread}{paper}. {report.bold_note}{linked}"
+
+
+def figure(picture: Picture) -> dict[str, Any]:
+    """Template values of a figure: its panels as SVG, and the legend."""
+    drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
+    return {
+        "picture": picture,
+        "width": round(WIDTH * picture.size[0], 1),
+        "kind": "small" if picture.size[0] < 3 and len(picture.panels) > 1 else "",
+        "panels": list(map(Markup, drawn)),
+        "legend": [(_mark(line), line.label) for line in picture.legend],
+    }
+
+
+def _mark(line: Line) -> Markup:
+    """A line with its marker, as in the figure."""
+    stroke = f'<path d="M0 5H24" stroke="var(--{line.colour})" stroke-width="1.6"/>'
+    mark = f'<g fill="var(--{line.colour})">{stroke}{MARKS.get(line.marker, "")}</g>'
+    return Markup(f'<svg viewBox="0 0 24 10" aria-hidden="true">{mark}</svg>')
+
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
 UI = "http://127.0.0.1:5000"
@@ -121,7 +228,7 @@ def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str,
     figures = sorted((folder / FIGURES).glob("*.p*"))
     if not redraw and (folder / PAGE).exists() and figures and _same(tables, folder):
         return {name: folder / name for name in (PAGE, *tables)} | {f"{FIGURES}/{x.name}": x for x in figures}
-    texts = {PAGE: html.report_page(report), **tables}
+    texts = {PAGE: report_page(report), **tables}
     for name, content in texts.items():
         write_text(folder / name, content)
     files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
@@ -184,23 +291,33 @@ def _cell_links(store: Store, report: Report) -> Iterator[str]:
 
 def paper_page(items: Sequence[Item], root: Path) -> str:
     """The page of all the paper's tables and figures: ours as far as they have been run under ``root``."""
-    return html.paper_page(read_paper().source, [_section(item, root) for item in items])
+    sections = [_section(item, root) for item in items]
+    return render("paper.html", source=read_paper().source, sections=sections)
 
 
 def _section(item: Item, root: Path) -> dict[str, Any]:
-    """The reports of a study's scales that have been run, and of those that the paper's numbers belong to.
-
-    Where another scale has been run, `smoke` is left out.
+    """Of a table or figure: its reports at the scales that have been run and those that the paper's numbers
+    belong to, and its printed numbers. Where another scale has been run, `smoke` is left out.
     """
     ran = {scale for scale in item.ran if scale != "smoke"} or set(item.ran)
     reports = []
     if item.study:
         chosen = [scale for scale in item.study.scales if scale in ran or scale in item.sizes]
         reports = [build_report(build_table(open_study(item.study.name, scale, root))) for scale in chosen]
+    name = " and ".join(item.names)
+    views = [
+        {
+            "report": report,
+            "table": results_table(report, f"{name}, scale {report.table.scale}"),
+            "figures": list(map(figure, report.pictures)) if report.table.results else [],
+        }
+        for report in sorted(reports, key=lambda report: -len(report.table.results))
+    ]
     return {
-        "name": " and ".join(item.names),
+        "name": name,
         "item": item,
-        "reports": sorted(reports, key=lambda report: -len(report.table.results)),
+        "reports": [view["report"] for view in views],
+        "views": views,
         "numbers": [] if reports else [printed for printed in item.printed if printed.columns],
         "finished": sum(done for done, _ in item.ran.values()),
     }

@@ -22,7 +22,7 @@ from titans_platform.report.verdict import (
     discriminate,
     verdict_table,
 )
-from titans_platform.runs.result import PATHWAY_TITLES, PATHWAYS_EXPLAINED, Result
+from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED, Result
 from titans_platform.text import NONE, commit, flatten, number, plural
 
 DAGGERS = "†‡§¶"

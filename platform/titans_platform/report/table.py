@@ -11,8 +11,7 @@ from itertools import pairwise
 from typing import Any, TypeGuard
 
 from titans_platform.files import read_json
-from titans_platform.runs.folder import TIME
-from titans_platform.runs.result import Result, TaskScore
+from titans_platform.runs.folder import TIME, Result, TaskScore
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row
 from titans_platform.study.status import CellStatus, cell_statuses

@@ -22,6 +22,7 @@ from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
+from titans_platform.runs.loggers import LOGGERS
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
@@ -212,7 +213,12 @@ def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) 
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Check that the checkpoint at ``start_from`` has the weights of the run's model. Raises UsageError."""
+    """Check that the loggers exist and the checkpoint at ``start_from`` has the weights of the run's model.
+
+    Raises UsageError.
+    """
+    for name in cfg.log.loggers:
+        LOGGERS.find(name)
     if cfg.start_from is None:
         return
     with torch.device("meta"):

@@ -6,22 +6,40 @@ failure records and timing are the same for all of them.
 
 from __future__ import annotations
 
+import resource
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import overload
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, overload
 
+import torch
+
+from titans_core import Model
+from titans_kernels import forms_used
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.files import ignore_disk_full
-from titans_platform.runs.folder import CHECKPOINTS
-from titans_platform.runs.preemption import interruptible, torch_config
-from titans_platform.runs.ray_session import quiet
-from titans_platform.runs.result import Result
+from titans_platform.provenance import commit, environment
+from titans_platform.runs.check import training_flops
+from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
+from titans_platform.runs.ray_session import (
+    PreemptionGuard,
+    die_with_parent,
+    interruptible,
+    quiet,
+    return_freed_memory,
+    torch_config,
+)
+from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
-from titans_platform.runs.worker import Outcome, run_worker
 from titans_platform.training import checkpoint
+from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
+from titans_platform.training.optim import Diverged, before_decay, save_batch
+from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
 MAX_FAILURES = 2
 """How many times Ray Train restarts workers that died."""
@@ -142,3 +160,214 @@ def _in_thread(call: Callable[[], Outcome]) -> Outcome:
 
     threading.Thread(target=run, daemon=True, name="train").start()
     return future.result()
+
+
+class Outcome(NamedTuple):
+    """The result of a run, or {column: value} at a rung, and the seconds of the attempt by phase."""
+
+    result: Result | dict[str, float]
+    seconds: dict[str, float]
+
+
+def run_worker(task: dict[str, Any]) -> Outcome | TitansError:
+    """Ray Train's training function. Train retries what is raised, so errors that a retry would repeat are
+    returned.
+    """
+    from ray.train.torch import get_device
+
+    spec: RunSpec = task["spec"]
+    if spec.resources.several:
+        die_with_parent()
+    try:
+        return Worker(spec, get_device()).run(task["until"])
+    except TitansError as error:
+        return error
+
+
+class Worker:
+    """One rank of a run. In a process group every rank creates one and calls `run`; rank 0 writes."""
+
+    def __init__(self, spec: RunSpec, device: torch.device | str = "cpu"):
+        self.spec, self.cfg, self.device = spec, spec.config, device
+        self.phases = Phases()
+        with self.phases.phase("data"):
+            self.objective = spec.objective
+            self.data = self.objective.open(spec.root)
+        with self.phases.phase("record"):
+            made_of = self.objective.inputs(self.data)
+            self.reporter = Reporter(spec, made_of) if rank() == 0 else None
+
+    def run(self, until: Rung | None = None) -> Outcome:
+        """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
+        forms_used(forget=True)
+        return_freed_memory()
+        peak_rss(reset=True)
+        try:
+            with deterministic(self.cfg.seed, self.cfg.threads):
+                trainer = self._train(until)
+                if until is None:
+                    result = self._finish(trainer)
+                else:
+                    columns = self._measure(trainer, until.column)["columns"]
+                    result = self.reporter.reached(until, columns) if self.reporter else {}
+        except BaseException as error:
+            if self.reporter:
+                self.reporter.fail(error)
+            raise
+        return Outcome(result, dict(self.phases.seconds))
+
+    def _train(self, until: Rung | None) -> Trainer:
+        with self.phases.phase("build"):
+            self.objective.check(self.data)
+            stream = self.objective.train_stream(self.data, *data_shard(self.cfg.optim))
+            trainer = Trainer(
+                self.objective.build_model(),
+                self.cfg.optim,
+                stream,
+                self.device,
+                self.objective,
+                sequence_length=self.cfg.data.sequence_length,
+                seed=self.cfg.seed,
+            )
+        checkpoints = self.spec.folder.path / CHECKPOINTS
+        with self.phases.phase("checkpoint"):
+            restored = checkpoint.restore(checkpoints, trainer)
+            if restored is None and self.cfg.start_from:
+                checkpoint.load_model(Path(self.cfg.start_from), trainer.model)
+        _record_world_size(trainer)
+        if self.reporter:
+            self.reporter.start(trainer.progress.step)
+        keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
+        # a run that may rewind keeps its periodic checkpoints, which do not depend on interruptions
+        every = self.cfg.checkpoint_interval if self.cfg.optim.on_divergence == "rewind" else 1
+        saver = checkpoint.Saver(
+            checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
+        )
+        if trainer.device.type == "cuda" and (flops := training_flops(self.cfg)):
+            trainer.flops_per_token = flops / self.cfg.row_tokens
+        trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
+        watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
+        with self.phases.phase("train"), saver, watched as stepped:
+            trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
+        return trainer
+
+    def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
+        reporter, model = self.reporter, trainer.model
+        assert isinstance(model, Model)
+        guard = PreemptionGuard(self.spec.folder, self.spec.resources.several)
+        # the log up to a checkpoint is durable before the checkpoint is committed
+        flush = reporter.flush if reporter else None
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            if reporter:
+                # cumulative, because only a sample of the steps is logged
+                waited = self.phases.seconds["checkpoint wait"]
+                reporter.on_step(step, metrics | {"checkpoint_wait_seconds": waited})
+            stepped()
+            guard.poll(saver, flush)
+
+        def on_divergence(batch: Any, error: Diverged) -> str:
+            folder = self.spec.folder.path / DIVERGED
+            return save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
+
+        def rewind() -> bool:
+            """Restore the last periodic checkpoint; False if there is none."""
+            saver.finish()
+            found = checkpoint.rewind(saver.folder, trainer, saver.every)
+            _record_world_size(trainer)
+            return found is not None
+
+        return Hooks(
+            on_step=on_step,
+            on_checkpoint=lambda: saver.save(flush),
+            on_divergence=on_divergence,
+            rewind=rewind,
+            validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
+            checkpoint_every=self.cfg.checkpoint_interval,
+            checkpoint_at=saver.pinned,
+            checkpoint_best=self.cfg.checkpoint.best,
+            validate_every=self.cfg.eval.every or 0,
+            patience=self.cfg.eval.patience or 0,
+            telemetry_every=max(1, self.cfg.optim.steps // DETAILED),
+            phases=self.phases,
+        )
+
+    def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
+        """Evaluate these columns, all of them if none is given."""
+        assert isinstance(trainer.model, Model)
+        return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
+
+    def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
+        started = time.perf_counter()
+        if self.reporter:
+            self.reporter.phase("evaluate")
+        if self.cfg.eval.at == "best" and (best := trainer.progress.best_step):
+            point = checkpoint.at_step(self.spec.folder.path / CHECKPOINTS, best)
+            with self.phases.phase("checkpoint"):
+                checkpoint.load_model(point, trainer.model)
+        with self.phases.phase("evaluate"):
+            measured = self._measure(trainer)
+        if not self.reporter:
+            return {}
+        result = self._result(trainer, measured, time.perf_counter() - started)
+        with self.phases.phase("record"):
+            self.reporter.finish(result)
+        return result
+
+    def _result(self, trainer: Trainer, measured: dict[str, Any], eval_seconds: float) -> Result:
+        """The run's numbers, and everything they depend on."""
+        model, progress, cfg = trainer.model, trainer.progress, self.cfg
+        assert isinstance(model, Model)
+        assert self.reporter
+        return Result(
+            cell=self.spec.name,
+            seed=cfg.seed,
+            config=cfg.model_dump(mode="json"),
+            data_fingerprint=self.data.fingerprint,
+            eval_version=self.objective.eval_version(),
+            # the commit of the driver that started the run: the working tree may have changed since
+            commit=self.spec.folder.commit() or commit(),
+            environment=environment(),
+            # only those used in the process that finished the run
+            forms=forms_used(),
+            **measured,
+            parameters=model.num_parameters(),
+            state_bytes=model.state_bytes(cfg.data.sequence_length),
+            peak_rss_bytes=peak_rss(),
+            train_seconds=progress.seconds,
+            eval_seconds=eval_seconds,
+            tokens=progress.step * trainer.tokens_per_step,
+            final_train_loss=progress.final_loss,
+            telemetry=progress.telemetry,
+            best_validation_loss=progress.best_loss,
+            best_step=progress.best_step,
+            batches_left_out=progress.offset,
+            rewinds=progress.rewinds,
+            world_sizes=progress.worlds,
+            mlflow_run_id=self.reporter.run_id,
+            study=self.spec.labels.get("study", ""),
+            row=self.spec.labels.get("row", ""),
+        )
+
+
+def peak_rss(reset: bool = False) -> int:
+    """Peak resident memory of this process since the last ``reset``, in bytes.
+
+    Resetting needs Linux; elsewhere it is the peak over the life of the process.
+    """
+    if sys.platform != "linux":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+    if reset:
+        # not permitted in some containers; the peak is then over the life of the process
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def _record_world_size(trainer: Trainer) -> None:
+    """Record the step and the number of workers, if that has changed."""
+    worlds, size = trainer.progress.worlds, world_size()
+    if not worlds or worlds[-1][1] != size:
+        worlds.append([trainer.progress.step, size])

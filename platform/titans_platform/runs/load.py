@@ -13,9 +13,8 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, Result, RunFolder
 from titans_platform.runs.reporter import mlflow_run
-from titans_platform.runs.result import Result
 from titans_platform.runs.spec import RunSpec
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import at_step, copy_checkpoint, load_model, saved, step_of

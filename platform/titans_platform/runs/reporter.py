@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from titans_platform.errors import Interrupted, StorageError, TitansError, one_line
 from titans_platform.files import read_json, write_error, write_json
-from titans_platform.runs.folder import CONFIG, LOGGED, PROGRESS, RESULT, RunFolder
+from titans_platform.runs.folder import CONFIG, LOGGED, PROGRESS, RESULT, Result, RunFolder
 from titans_platform.runs.loggers import Logger, open_loggers
-from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:

@@ -1,10 +1,18 @@
-"""The folder of a study, ``root/studies/<label>``: its files and its lock."""
+"""The folder of a study, ``root/studies/<label>``: its files and its lock; its search.
+
+In a search Optuna proposes, ASHA stops trials early, and no trial is run twice. A trial is a run like any
+other. Its folder keeps the metric at each rung and whether ASHA stopped it, so a search that is resumed
+replays these numbers to the sampler and to ASHA, and trains only what is missing, from its checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +22,8 @@ from titans_core.config import Frozen
 from titans_platform.errors import UsageError
 from titans_platform.files import file_lock, is_locked, read_json, write_json
 from titans_platform.provenance import note_command
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.spec import Parameter, Search
 
 STUDIES = "studies"
 
@@ -127,3 +137,156 @@ class StudyFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
             yield
+
+
+FOUND = "found"
+"""The row that the best trial becomes."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A proposed configuration and its progress."""
+
+    cell: str
+    number: int
+    params: dict[str, Any]
+    state: str
+    """A run's state, or `stopped` if ASHA ended it at a rung."""
+    steps: int
+    value: float | None
+    """The metric at the last rung it reached; at the end of training if it is done."""
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """A search and its trials so far, in the order they were proposed."""
+
+    folder: StudyFolder
+    search: Search
+    higher_is_better: bool
+    tokens_per_step: int
+    steps: int
+    """Optimiser steps of a trial that is not stopped."""
+    trials: tuple[Trial, ...] = ()
+
+    def read(self) -> SearchState:
+        """The search with its trials reloaded from their files."""
+        listed = [found for path in self.folder.trials.glob("*.json") if (found := read_json(path))]
+        listed.sort(key=lambda entry: entry["began"])
+        return replace(self, trials=tuple(self._trial(entry) for entry in listed))
+
+    def _trial(self, entry: dict[str, Any]) -> Trial:
+        folder = RunFolder(self.folder.root, entry["cell"])
+        rungs, result = folder.rungs(), folder.result()
+        if result:
+            rungs[result.steps] = result.columns[self.search.metric]
+        last = max(rungs, default=0)
+        steps = last or int((folder.progress() or {}).get("step", 0))
+        state = "done" if result else "stopped" if folder.was_stopped() else folder.state()
+        return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
+
+    @property
+    def milestones(self) -> list[int]:
+        """The optimiser steps of the rungs, the last step included."""
+        return self.search.milestones(self.steps)
+
+    @property
+    def finished(self) -> int:
+        """Number of trials that were trained to the end or stopped at a rung."""
+        return sum(trial.state in ("done", "stopped") for trial in self.trials)
+
+    @property
+    def over(self) -> bool:
+        """Whether all trials of the search have finished."""
+        return self.finished >= self.search.trials
+
+    @property
+    def best(self) -> Trial | None:
+        """The best of the trials that were trained to the end."""
+        done = [trial for trial in self.trials if trial.state == "done" and trial.value is not None]
+        sign = -1 if self.higher_is_better else 1
+        return min(done, key=lambda trial: sign * float(trial.value or 0), default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all trials together."""
+        return self.tokens_per_step * sum(trial.steps for trial in self.trials)
+
+    @property
+    def tokens_of_grid(self) -> int:
+        """Tokens of a grid search: the same number of trials, each trained to the end."""
+        return self.tokens_per_step * self.steps * max(len(self.trials), self.search.trials)
+
+    @property
+    def line(self) -> str:
+        """The state in one sentence."""
+        states = Counter(trial.state for trial in self.trials)
+        counted = [f"{states[s]} {s}" for s in ("done", "stopped", "running", "failed") if states[s]]
+        best = self.best
+        shown = f"; best {self.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
+        share = self.tokens / self.tokens_of_grid
+        return (
+            f"Search: {len(self.trials)} of {self.search.trials} trials "
+            f"({', '.join(counted) or 'none ended'}){shown}; "
+            f"{self.tokens:,} tokens, {share:.0%} of all trials to their end"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The state as a JSON value; ``set`` is the best configuration for a command line."""
+        best = self.best
+        return {
+            "line": self.line,
+            "over": self.over,
+            "trials": [asdict(trial) for trial in self.trials],
+            "tokens": self.tokens,
+            "tokens_of_grid": self.tokens_of_grid,
+            "best": asdict(best) if best else None,
+            "set": set_line(best.params) if best else None,
+        }
+
+
+def set_line(params: dict[str, Any]) -> str:
+    """Parameters as options of the command line."""
+    return " ".join(f"--set {key}={_shown(value)}" for key, value in params.items())
+
+
+def _shown(value: Any) -> str:
+    # all digits: the config must be the trial's own
+    return repr(value) if isinstance(value, float) else json.dumps(value).strip('"')
+
+
+def number_trial(folder: StudyFolder, name: str, params: dict[str, Any]) -> int:
+    """The number of the trial in run ``name``; a new trial is added to the study's list."""
+    path = folder.trials / f"{name}.json"
+    # two trials that start together must not get the same number
+    with file_lock(folder.trials / ".lock", timeout=30):
+        if (known := read_json(path)) is not None:
+            return int(known["number"])
+        number = len(list(folder.trials.glob("*.json")))
+        write_json(path, {"cell": name, "number": number, "began": time.time(), "params": params})
+    return number
+
+
+def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:
+    """Optuna's tree-structured Parzen estimator; the known trials are replayed to it first."""
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # a resumed sampler must not propose again what it proposed the first time
+    sampler = optuna.samplers.TPESampler(
+        seed=search.seed + len(known), n_startup_trials=min(8, search.trials)
+    )
+    space = {key: _distribution(parameter) for key, parameter in search.space.items()}
+    points = [dict(params) for params in known[: search.trials] if params.keys() == space.keys()]
+    return OptunaSearch(space, metric="value", mode=mode, sampler=sampler, points_to_evaluate=points)
+
+
+def _distribution(parameter: Parameter) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    if parameter.choices:
+        return CategoricalDistribution(parameter.choices)
+    assert parameter.low is not None
+    assert parameter.high is not None
+    return FloatDistribution(parameter.low, parameter.high, log=parameter.log)

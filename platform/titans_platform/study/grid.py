@@ -24,9 +24,8 @@ from titans_platform.loading import (
 )
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
-from titans_platform.study.folder import CellRecord, StudyFolder, StudyRecord
+from titans_platform.study.folder import FOUND, CellRecord, SearchState, StudyFolder, StudyRecord
 from titans_platform.study.paper import read_paper
-from titans_platform.study.search import FOUND, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick
 
 UNNAMED = ".unnamed"

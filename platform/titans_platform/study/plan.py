@@ -25,10 +25,9 @@ from titans_platform.runs.check import (
     sizes,
     training_flops,
 )
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import available
-from titans_platform.runs.result import Result
 from titans_platform.runs.spec import Machine, concurrency
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
 

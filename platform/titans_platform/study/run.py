@@ -18,16 +18,14 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.runs.execute import execute, last_checkpoint_step
-from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.folder import Busy, Result, RunFolder
 from titans_platform.runs.load import located
-from titans_platform.runs.preemption import end_at_checkpoints
-from titans_platform.runs.ray_session import die_with_parent, ray_session
+from titans_platform.runs.ray_session import die_with_parent, end_at_checkpoints, ray_session
 from titans_platform.runs.reporter import end_orphaned_runs
-from titans_platform.runs.result import Result
 from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
+from titans_platform.study.folder import FOUND, SearchState, number_trial, tune_sampler
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import Plan, check_with_data, name_cells
-from titans_platform.study.search import FOUND, SearchState, number_trial, tune_sampler
 from titans_platform.study.spec import Row
 from titans_platform.study.status import timings
 from titans_platform.text import flatten

@@ -24,7 +24,17 @@ from titans_core.backbone import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
-from titans_platform.training.optim import REWINDS, SKIPS, WINDOW, Diverged, adamw, judge, learning_rate
+from titans_platform.training.optim import (
+    REWINDS,
+    SKIPS,
+    WINDOW,
+    Diverged,
+    adamw,
+    drawn_window,
+    judge,
+    learning_rate,
+    passes,
+)
 from titans_platform.training.parallel import (
     clip_gradients,
     data_shard,
@@ -34,7 +44,6 @@ from titans_platform.training.parallel import (
     rank,
     world_size,
 )
-from titans_platform.training.recipes import drawn_window, passes
 
 log = logging.getLogger(__name__)
 

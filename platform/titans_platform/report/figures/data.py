@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from titans_platform.report.table import Table, TableRow, task_of
-from titans_platform.runs.result import Result
+from titans_platform.runs.folder import Result
 from titans_platform.study.spec import Axis as StudyAxis
 from titans_platform.study.spec import Column, Row
 from titans_platform.text import flatten

@@ -1,9 +1,14 @@
-"""An MLflow store: a parent run for a study, a child run for each cell, and what is logged to them."""
+"""The only module that uses MLflow: a store, a parent run for a study, a child run for each cell.
+
+The driver opens the store (which creates and migrates it once) and creates the study's run; the run of a cell
+is resumed by its name, so that a run which was killed and restarted stays one run with each step logged once.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import shutil
@@ -18,6 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
+
+# read when MLflow is imported
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# the default is minutes, for which a hanging server would block the end of a run
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
 import mlflow
 from filelock import FileLock
@@ -34,6 +44,12 @@ from mlflow.utils.mlflow_tags import (
 from titans_platform.errors import NotWritable, UsageError
 from titans_platform.files import write_error
 from titans_platform.text import flatten
+
+# alembic logs every migration, mlflow every table
+for _name in ("mlflow", "alembic"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+# it logs the traceback of errors that are raised anyway
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 EXPERIMENT = "titans"
 STORE = "TITANS_MLFLOW"
