@@ -48,8 +48,8 @@ def ui(
       titans ui --store https://mlflow.example.org
     """
     from titans_platform.runs.reporter import send_left
-    from titans_platform.tracking import open_store
     from titans_platform.tracking import adopt as adopt_store
+    from titans_platform.tracking import open_store
 
     if adopt:
         adopt_store(root)
