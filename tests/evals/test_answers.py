@@ -98,16 +98,6 @@ def test_rebound_keys_change_their_value():
         assert all(v[0] != v[-1] for v in values.values() if len(v) == 2)
 
 
-def test_power_gaps_are_mostly_short():
-    def mean_gap(gaps):
-        firsts = [
-            len(next(questions(item))[0]) for item in items("recall", 256, 200, pairs=4, queries=1, gaps=gaps)
-        ]
-        return sum(firsts) / len(firsts)
-
-    assert mean_gap("power") < 0.5 * mean_gap("uniform")
-
-
 # --- reasoning: facts are (person, action, target) in order, read off the text
 
 ACTIONS = {verb: action for action, verbs in VERBS.items() for verb in verbs}

@@ -172,7 +172,7 @@ def test_other_tokenizers_come_within_a_word_of_it(task, options):
         ("babi", {}, "options.path"),
         ("perplexity", {"kind": "x"}, "valid: seen_from, seen_to"),
         ("recall", {"keys": 3000}, "options.keys"),
-        ("recall", {"noise": 1.0}, "options.noise"),
+        ("recall", {"rebind": 2.0}, "options.rebind"),
         ("composition", {"side": 5}, "values: 16 are fewer than the 25 keys"),
         ("episodes", {"tokens": 15}, "tokens: 15 are fewer than the 16"),
         ("episodes", {"keys": 5, "renewed": 0.5}, "renewed: an episode of 4 pairs needs more than 5 keys"),

@@ -3,8 +3,8 @@
 A row is a block of pairs `KvJw...`, then filler in which keys come up, each followed by its value. Keys are
 capital letters and marks, values digits and small letters; of larger alphabets two characters each.
 
-- `recall`: multi-query recall of zoology (Arora et al. 2023, arXiv 2312.04927); with `noise`, MAD's noisy
-  recall; with more pairs than a state has dimensions, recall beyond its capacity.
+- `recall`: multi-query recall of zoology (Arora et al. 2023, arXiv 2312.04927); with more pairs than a
+  state has dimensions, recall beyond its capacity.
 - `composition`: zoology's compositional recall.
 - `episodes`: several blocks in one row, without a mark between them.
 - `resets`: blocks on lines of their own, `-` for a key that the line does not bind.
@@ -19,11 +19,10 @@ import random
 import re
 import string
 from abc import abstractmethod
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -77,14 +76,10 @@ class PairOptions(QueryOptions):
 
 
 class RecallOptions(PairOptions):
-    """Also rebinding, noise and the distance to the questions."""
+    """Also rebinding."""
 
     rebind: Share = 0.0
     """Share of the keys that are bound again to another value; the latest one is the answer."""
-    noise: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    """Share of the block's slots with two characters of noise instead of a pair."""
-    gaps: Literal["uniform", "power", "end"] = "uniform"
-    """Positions of questions: uniform in the filler, mostly early (as in zoology), or at its end."""
 
 
 def symbols(alphabet: str, size: int) -> list[str]:
@@ -168,7 +163,7 @@ class Associative(GeneratedTask):
             pieces: list[tuple[str, bool]] = []
             for i, (block, queries, depths) in enumerate(parts):
                 share = characters * (i + 1) // len(parts) - characters * i // len(parts)
-                offsets = sorted(self.offset(depth, share) for depth in depths)
+                offsets = sorted(int(depth * (share + 1)) for depth in depths)
                 pieces += [(block, False), *scatter(self._filler(share, noise), queries, offsets)]
             return make_item(pieces)
 
@@ -178,16 +173,6 @@ class Associative(GeneratedTask):
         if self.options.filler == "blank":
             return BLANK * characters
         return "".join(rng.choices(NOISE, k=characters))
-
-    def offset(self, depth: float, characters: int) -> int:
-        """Filler characters before a query, for a uniformly random `depth` in [0, 1)."""
-        return int(depth * (characters + 1))
-
-
-@lru_cache(maxsize=64)
-def _power_law(space: int, exponent: float = 0.01) -> tuple[float, ...]:
-    """Cumulative sums of i^(exponent - 1), i = 1..space: zoology's gaps with its default exponent."""
-    return tuple(accumulate(i ** (exponent - 1) for i in range(1, space + 1)))
 
 
 class KeyValue(Associative):
@@ -207,7 +192,7 @@ class Recall(KeyValue):
     Options = RecallOptions
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """One block; rebound keys occur twice, and noise may separate pairs."""
+        """One block; rebound keys occur twice."""
         keys = rng.sample(self._keys, self.options.pairs)
         latest = dict(zip(keys, spread(rng, self._values, len(keys)), strict=True))
         again = set(rng.sample(keys, round(self.options.rebind * len(keys))))
@@ -218,19 +203,7 @@ class Recall(KeyValue):
             others = [value for value in self._values if value != latest[key]]
             pairs.append(key + (rng.choice(others) if key in again else latest[key]))
             again.discard(key)
-        noise = self.options.noise
-        for _ in range(round(len(pairs) * noise / (1 - noise))):
-            pairs.insert(rng.randint(0, len(pairs)), "".join(rng.choices(NOISE, k=2)))
         return [("".join(pairs), latest)]
-
-    def offset(self, depth: float, characters: int) -> int:
-        """As `gaps` says: uniform, at the end, or mostly early."""
-        if self.options.gaps == "uniform":
-            return super().offset(depth, characters)
-        if self.options.gaps == "end":
-            return characters
-        sums = _power_law(characters + 1)
-        return min(bisect_right(sums, depth * sums[-1]), characters)
 
 
 class GridOptions(QueryOptions):
