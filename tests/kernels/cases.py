@@ -21,17 +21,19 @@ class Call:
     """q, k, v, alpha, eta, theta, and for a rule with gates of its own these."""
     state: MemoryState
     residual: Residual | None = None
+    base: tuple[Tensor, ...] | None = None
 
     @property
     def leaves(self) -> list[Tensor]:
         """All that has a gradient."""
         norm = self.residual.norm if self.residual else ()
-        return [*self.tokens, *self.state.weights, *self.state.momentum, *norm]
+        return [*self.tokens, *self.state.weights, *self.state.momentum, *norm, *(self.base or ())]
 
     def whole(self, **options) -> list[Tensor]:
         """y and the state after the last token."""
         *tokens, extra = with_extra(self.tokens)
-        y, after = neural_memory(*tokens, *self.state, extra=extra, residual=self.residual, **options)
+        around = {"extra": extra, "residual": self.residual, "base": self.base}
+        y, after = neural_memory(*tokens, *self.state, **around, **options)
         return [y, *after.weights, *after.momentum]
 
     def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
@@ -39,7 +41,8 @@ class Call:
         state, outputs = DecodeState.of(self.state), []
         for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
             *tokens, extra = with_extra(part)
-            y, state = form(*tokens, state, extra=extra, residual=self.residual, **options)
+            around = {"extra": extra, "residual": self.residual, "base": self.base}
+            y, state = form(*tokens, state, **around, **options)
             outputs.append(y)
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]

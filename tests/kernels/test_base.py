@@ -1,16 +1,12 @@
-"""Decay towards base weights instead of zero: every form against the recurrence on the full weights."""
+"""Decay towards base weights instead of zero; test_residual.py has every form, packed and cut."""
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import pairwise, product
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels import cases, test_residual
+from tests.kernels import test_residual
 from tests.kernels.cases import NATIVE, assert_same, needs_compiler
 from titans_kernels import (
     DecodeState,
@@ -21,7 +17,6 @@ from titans_kernels import (
     neural_memory,
     read_memory,
 )
-from titans_kernels.memory.forms import chunked, native
 from titans_kernels.memory.forms.triton import pieces
 
 FAST = ["chunked", NATIVE, "auto"]
@@ -31,56 +26,7 @@ class Case(test_residual.Case):
     """The calls of `test_residual` with a random base of each layer, plain where nothing else is said."""
 
     def __init__(self, T: int, depth: int = 2, *, kind: str = "none", **given):
-        super().__init__(T, depth, kind=kind, **given)
-        generator = torch.Generator().manual_seed(T)
-        shapes = [W.shape[1:] for W in self.state.weights]
-        base = (torch.randn(s, generator=generator, dtype=torch.float64) / s[1] ** 0.5 for s in shapes)
-        self.base = tuple(B.requires_grad_() for B in base)
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*super().leaves, *self.base]
-
-    def whole(self, **options) -> list[Tensor]:
-        return super().whole(base=self.base, **options)
-
-    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
-        return super().pieces(sizes, partial(form, base=self.base), **options)
-
-
-CALLS, SWITCHED = test_residual.CALLS, test_residual.SWITCHED
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_every_form_is_the_recurrence(depth):
-    for T, chunk_size, bound in CALLS:
-        case, options = Case(T, depth), {"chunk_size": chunk_size, "surprise_bound": bound}
-        expected = case.whole(backend="reference", **options)
-        forms = ["autograd", "chunked", "auto", *(["native"] if native.library(torch.float64) else [])]
-        for backend in forms if T < 20 else forms[1:]:
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
-
-
-@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
-@pytest.mark.parametrize("depth", [1, 3])
-def test_with_a_residual_and_an_alpha_by_column(depth, kind, groups):
-    for T, chunk_size, bound in CALLS:
-        case, options = Case(T, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
-        options["surprise_bound"] = bound
-        expected = case.whole(backend="reference", **options)
-        for backend in (*test_residual.parallel(groups), *(["autograd"] if T < 20 else [])):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
-
-
-@pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
-@pytest.mark.parametrize("kind", ["none", "norm"])
-def test_other_rules(rule, kind):
-    for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
-        case = Case(T, depth, kind=kind)
-        options = {"chunk_size": chunk_size, "surprise_bound": 0.5, "rule": find_rule(rule)}
-        expected = case.whole(backend="reference", **options)
-        for backend in ("autograd", "auto"):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        super().__init__(T, depth, kind=kind, base=True, **given)
 
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta"])
@@ -112,71 +58,6 @@ def test_the_kernels_of_a_linear_memory_in_the_interpreter(kind):
     assert_same(expected, found, case.leaves, results=(1e-3, 1e-4), gradients=(1e-3, 1e-3))
 
 
-@pytest.mark.parametrize("backend", FAST)
-def test_activations_widths_and_rows(backend):
-    case = Case(21, widths=[4, 18, 8, 4], batch=3)
-    for activation in ("gelu", "identity"):
-        options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation}
-        expected = case.whole(backend="reference", **options)
-        assert_same(expected, case.whole(backend=backend, **options), case.leaves)
-
-
-@pytest.mark.parametrize("storage", test_residual.STORAGE)
-def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage):
-    case, options = Case(40, batch=2), {"chunk_size": 7, "surprise_bound": 0.5}
-    expected = case.whole(backend="reference", **options)
-    names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
-    for name, value in zip(names, storage, strict=True):
-        monkeypatch.setattr(chunked, name, value)
-    assert_same(expected, case.whole(backend="chunked", **options), case.leaves)
-
-
-@pytest.mark.parametrize("backend", ["reference", "autograd", *FAST])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_packed_documents_are_separate_calls(depth, backend):
-    borders = [0, 3, 18, 18, 19, 25]
-    case = Case(borders[-1], depth, documents=len(borders) - 1)
-    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "base": case.base}
-    call = lambda tokens, state, **more: neural_memory(*tokens, *state, **options, **more)  # noqa: E731
-    y, after = call(case.tokens, case.state, cu_seqlens=torch.tensor(borders))
-    apart = []
-    for i, (start, end) in enumerate(pairwise(borders)):
-        own = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in case.state))
-        y_i = y[:, :0]
-        if start < end:
-            y_i, own = call([x[:, start:end] for x in case.tokens], own)
-        apart.append([y_i, *own.weights, *own.momentum])
-    expected = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
-    assert_same(expected, [y, *after.weights, *after.momentum], case.leaves)
-
-
-@pytest.mark.parametrize("bound", [None, 0.3])
-@pytest.mark.parametrize("chunk_size", [1, 5])
-@pytest.mark.parametrize(("kind", "groups"), [("none", None), *SWITCHED])
-def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, chunk_size, bound):
-    for depth in (1, 3):
-        case, rule = Case(13, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
-        rule["surprise_bound"] = bound
-        expected = case.whole(backend="reference", **rule)
-        assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
-        for sizes in ([3, 2, 3, 5], [1, 11, 1]):
-            assert_same(expected, case.pieces(sizes, **rule), case.leaves)
-
-
-@needs_compiler
-@pytest.mark.parametrize("bound", [None, 0.3])
-@pytest.mark.parametrize(("chunk_size", "depth"), [(5, 1), (8, 3), (20, 2)])
-def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, monkeypatch):
-    case, calls, extend = Case(45, depth), [], native.extend
-    rule = {"chunk_size": chunk_size, "surprise_bound": bound}
-    monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
-    with torch.no_grad():
-        expected = case.whole(backend="reference", **rule)
-        for sizes in ([45], [4, 41], [3, 1, 1, 30, 10], [21, 22, 2], [1] * 45):
-            torch.testing.assert_close(case.pieces(sizes, **rule), expected, rtol=1e-12, atol=1e-12)
-    assert calls
-
-
 @pytest.mark.parametrize("rule", ["huber", "gated_delta", "e2_ttt"])
 def test_cuts_of_another_rule_are_the_recurrence(rule):
     case = Case(13)
@@ -201,8 +82,8 @@ def test_forgetting_all_leads_back_to_the_base(depth, backend):
 def test_a_base_of_zero_is_todays_operator(depth, backend):
     case, options = Case(23, depth), {"chunk_size": 7, "surprise_bound": 0.5}
     case.base = tuple(torch.zeros_like(B) for B in case.base)
-    leaves = [x for x in case.leaves if x.requires_grad]
-    assert_same(cases.Call.whole(case, backend=backend, **options), case.whole(**options), leaves)
+    found, case.base = case.whole(**options), None
+    assert_same(case.whole(backend=backend, **options), found, case.leaves)
 
 
 def test_where_nothing_is_forgotten_the_base_is_one_with_the_weights():
@@ -225,18 +106,6 @@ def test_a_read_without_a_write(kind):
     torch.testing.assert_close(found, read_memory(*given, residual=case.residual), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", FAST)
-def test_float32_is_near_the_float64_recurrence(backend):
-    case, single = Case(130), Case(130)
-    low = lambda xs: [x.detach().float().requires_grad_() for x in xs]  # noqa: E731
-    single.tokens, single.state = low(case.tokens), MemoryState(*(tuple(low(part)) for part in case.state))
-    options = {"chunk_size": 16, "surprise_bound": 0.5}
-    expected, found = case.whole(backend="reference", **options), single.whole(backend=backend, **options)
-    for x, y in zip(expected, found, strict=True):
-        assert y.dtype == torch.float32
-        assert (x - y).norm() <= 1e-4 * x.norm()
-
-
 @needs_compiler
 @pytest.mark.parametrize("used", ["base", "tokens"])
 def test_a_gradient_of_some_inputs_alone(used):
@@ -250,19 +119,6 @@ def test_a_gradient_of_some_inputs_alone(used):
         grads.append(torch.autograd.grad(y.sin().sum(), leaves))
     for found in grads[1:]:
         torch.testing.assert_close(found, grads[0], rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])
-@pytest.mark.parametrize(("depth", "kind", "groups"), [
-    (1, "none", None), (2, "none", None), (2, "norm", None), (2, "norm", 4),
-])  # fmt: skip
-@pytest.mark.slow
-def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, borders):
-    case = Case(20, depth, kind=kind, groups=groups, batch=1 if borders else 2, documents=borders and 3)
-    options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders and torch.tensor(borders)}
-    torch._dynamo.reset()
-    run = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
-    assert_same(case.whole(**options), run(), case.leaves)
 
 
 def test_meta_tensors_have_the_shapes():

@@ -1,4 +1,4 @@
-"""A residual and LN around the memory, and an alpha by column: every form against the recurrence."""
+"""A residual, LN, an alpha by column, a base to decay to: every form against the recurrence."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 class Case(Call):
     """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
 
-    ``groups`` is the A of an alpha by column, ``kind`` what is around the memory.
+    ``groups`` is the A of an alpha by column, ``kind`` what is around the memory, ``base`` whether it decays
+    towards random weights.
     """
 
     def __init__(
         self, T: int, depth: int = 2, *, kind: str = "norm", groups: int | None = None, batch: int = 1,
-        documents: int | None = None, widths: list[int] | None = None,
+        documents: int | None = None, widths: list[int] | None = None, base: bool = False,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -55,6 +56,10 @@ class Case(Call):
         norm = 1 + 0.2 * rand(2, widths[0]), rand(2, widths[0]) - 0.5
         kinds = {"none": None, "input": Residual(), "norm": Residual(*(x.requires_grad_() for x in norm))}
         self.residual = kinds[kind] if kind in kinds else OutputActivation(kind)
+        if base:
+            generator.manual_seed(T)
+            randn = (torch.randn(s[1:], generator=generator, dtype=torch.float64) for s in shapes)
+            self.base = tuple((x / x.shape[1] ** 0.5).requires_grad_() for x in randn)
 
 
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
@@ -68,26 +73,32 @@ def parallel(groups: int | None) -> list[str]:
 
 
 SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2), ("silu", None), ("silu", 2)]
+AROUND = [(*case, False) for case in SWITCHED] + [(*case, True) for case in (("none", None), *SWITCHED)]
+every_case = pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
 
 
-@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
+@every_case
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_every_form_is_the_recurrence(depth, kind, groups):
+def test_every_form_is_the_recurrence(depth, kind, groups, base):
     for T, chunk_size, bound in CALLS:
-        case, options = Case(T, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
+        case, options = Case(T, depth, kind=kind, groups=groups, base=base), {"chunk_size": chunk_size}
         options["surprise_bound"] = bound
         expected = case.whole(backend="reference", **options)
-        for backend in (*parallel(groups), *(["autograd"] if T < 20 else [])):
+        for backend in (*parallel(groups), "auto", *(["autograd"] if T < 20 else [])):
             assert_same(expected, case.whole(backend=backend, **options), case.leaves)
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
 @pytest.mark.parametrize(
-    ("kind", "groups"), [("input", None), ("norm", None), ("none", 2), ("norm", 4), ("silu", None)]
+    ("kind", "groups", "base"),
+    [
+        *(("input", None, False), ("norm", None, False), ("none", 2, False), ("norm", 4, False)),
+        *(("silu", None, False), ("none", None, True), ("norm", None, True)),
+    ],
 )
-def test_other_rules(rule, kind, groups):
+def test_other_rules(rule, kind, groups, base):
     for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
-        case = Case(T, depth, kind=kind, groups=groups)
+        case = Case(T, depth, kind=kind, groups=groups, base=base)
         # `gated_delta` takes a gradient at weights that have forgotten all, where that of LN is without bound
         options = {"chunk_size": chunk_size, "surprise_bound": 0.5, "rule": find_rule(rule)}
         expected = case.whole(backend="reference", **options)
@@ -103,21 +114,23 @@ def test_the_compiled_form_is_the_parallel_form(depth, kind):
     for T, width, borders in ((63, 17, None), (64, 17, None), (65, 33, [0, 3, 3, 50, 65])):
         case = Case(T, widths=[width, *[40] * (depth - 1), width], kind=kind, batch=1 if borders else 2,
                     documents=borders and 4)  # fmt: skip
-        base = tuple(0.1 * W[0].detach() for W in case.state.weights)
-        for B in base:
+        case.base = tuple(0.1 * W[0].detach() for W in case.state.weights)
+        for B in case.base:
             B.requires_grad_()
         for bound in (None, 0.5):
-            options = {"chunk_size": 32, "surprise_bound": bound, "base": base}
+            options = {"chunk_size": 32, "surprise_bound": bound}
             options["cu_seqlens"] = borders and torch.tensor(borders)
             expected = case.whole(backend="chunked", **options)
-            assert_same(expected, case.whole(backend="native", **options), [*case.leaves, *base])
+            assert_same(expected, case.whole(backend="native", **options), case.leaves)
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["input", "norm", "silu"])
+@pytest.mark.parametrize(
+    ("kind", "base"), [("input", False), ("norm", False), ("silu", False), ("none", True)]
+)
 @pytest.mark.parametrize(("chunk_size", "depth", "bound"), [(5, 1, 0.3), (8, 3, None), (20, 2, 0.3)])
-def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, monkeypatch):
-    case, calls, extend = Case(45, depth, kind=kind, batch=2), [], native.extend
+def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, base, monkeypatch):
+    case, calls, extend = Case(45, depth, kind=kind, batch=2, base=base), [], native.extend
     options = {"chunk_size": chunk_size, "surprise_bound": bound}
     monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
     with torch.no_grad():
@@ -128,9 +141,9 @@ def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, monk
     assert len(calls) > 5
 
 
-@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
-def test_activations_widths_and_rows(kind, groups):
-    case = Case(21, widths=[4, 12, 8, 4], batch=3, kind=kind, groups=groups)
+@pytest.mark.parametrize(("kind", "groups", "base"), [*AROUND[:7]])
+def test_activations_widths_and_rows(kind, groups, base):
+    case = Case(21, widths=[4, 12, 8, 4], batch=3, kind=kind, groups=groups, base=base)
     for activation in ("gelu", "identity"):
         options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation}
         expected = case.whole(backend="reference", **options)
@@ -182,18 +195,24 @@ def test_an_activation_of_the_output_of_one_layer_is_modular_ttt():
         torch.testing.assert_close(y[0, :, 0], torch.stack(reads), rtol=1e-11, atol=1e-12)
 
 
-BY_HEAD = [("input", None), ("norm", None), ("silu", None)]
+BY_HEAD = [("input", None, False), ("norm", None, False), ("silu", None, False), ("none", None, True)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "groups", "backend"),
-    [(*case, form) for case in (*BY_HEAD, ("norm", 2)) for form in ("reference", "autograd", "chunked")]
+    ("kind", "groups", "base", "backend"),
+    [
+        (*case, form)
+        for case in (*BY_HEAD, ("norm", 2, False))
+        for form in ("reference", "autograd", "chunked")
+    ]
     + [pytest.param(*case, "native", marks=needs_compiler) for case in BY_HEAD],
 )
-def test_packed_documents_are_separate_calls(kind, groups, backend):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_packed_documents_are_separate_calls(depth, kind, groups, base, backend):
     borders = [0, 3, 18, 18, 19, 25]
-    case = Case(borders[-1], kind=kind, groups=groups, documents=len(borders) - 1)
-    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "residual": case.residual}
+    case = Case(borders[-1], depth, kind=kind, groups=groups, documents=len(borders) - 1, base=base)
+    around = {"residual": case.residual, "base": case.base}
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, **around}
     call = lambda tokens, state, **more: neural_memory(*tokens, *state, **options, **more)  # noqa: E731
     y, after = call(case.tokens, case.state, cu_seqlens=torch.tensor(borders))
     apart = []
@@ -210,10 +229,10 @@ def test_packed_documents_are_separate_calls(kind, groups, backend):
 
 @pytest.mark.parametrize("bound", [None, 0.3])
 @pytest.mark.parametrize("chunk_size", [1, 5])
-@pytest.mark.parametrize(("kind", "groups"), SWITCHED)
-def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, chunk_size, bound):
+@every_case
+def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, chunk_size, bound):
     for depth in (1, 3):
-        case, rule = Case(13, depth, kind=kind, groups=groups), {"chunk_size": chunk_size}
+        case, rule = Case(13, depth, kind=kind, groups=groups, base=base), {"chunk_size": chunk_size}
         rule["surprise_bound"] = bound
         expected = case.whole(backend="reference", **rule)
         assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
@@ -221,10 +240,12 @@ def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, chunk_size, 
             assert_same(expected, case.pieces(sizes, **rule), case.leaves)
 
 
-@pytest.mark.parametrize(("kind", "groups"), [("input", None), ("norm", None), ("norm", 4)])
-def test_float32_is_near_the_float64_recurrence(kind, groups):
-    case = Case(130, kind=kind, groups=groups)
-    single = Case(130, kind=kind, groups=groups)
+@pytest.mark.parametrize(
+    ("kind", "groups", "base"),
+    [("input", None, False), ("norm", None, False), ("norm", 4, False), ("none", None, True)],
+)
+def test_float32_is_near_the_float64_recurrence(kind, groups, base):
+    case, single = (Case(130, kind=kind, groups=groups, base=base) for _ in range(2))
     low = lambda xs: [x.detach().float().requires_grad_() for x in xs]  # noqa: E731
     single.tokens, single.state = low(case.tokens), MemoryState(*(tuple(low(part)) for part in case.state))
     if kind == "norm":
@@ -253,9 +274,11 @@ STORAGE = [(2**30, 0, 4000, 2**30), (2**30, 2**30, 1, 1), (3000, 0, 1, 2**30), (
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("bound", [None, 0.5])
-def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, bound):
-    case, options = Case(40, batch=2), {"chunk_size": 7, "surprise_bound": bound}
+@pytest.mark.parametrize(
+    ("bound", "kind", "base"), [(None, "norm", False), (0.5, "norm", False), (0.5, "none", True)]
+)
+def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, bound, kind, base):
+    case, options = Case(40, batch=2, kind=kind, base=base), {"chunk_size": 7, "surprise_bound": bound}
     expected = case.whole(backend="reference", **options)
     names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
     for name, value in zip(names, storage, strict=True):
@@ -308,11 +331,20 @@ def test_a_read_without_a_write(kind):
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])
 @pytest.mark.parametrize(
-    ("kind", "groups"), [("norm", None), ("none", 2), ("norm", 4), ("silu", None), ("silu", 2)]
+    ("depth", "kind", "groups", "base"),
+    [
+        *(
+            (2, *case, False)
+            for case in (("norm", None), ("none", 2), ("norm", 4), ("silu", None), ("silu", 2))
+        ),
+        *((2, *case, True) for case in (("none", None), ("norm", None), ("norm", 4))),
+        (1, "none", None, True),
+    ],
 )
 @pytest.mark.slow
-def test_compiled_is_eager_and_so_is_every_gradient(kind, groups, borders):
-    case = Case(20, kind=kind, groups=groups, batch=1 if borders else 2, documents=borders and 3)
+def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, borders):
+    rows = {"batch": 1 if borders else 2, "documents": borders and 3}
+    case = Case(20, depth, kind=kind, groups=groups, base=base, **rows)
     options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders and torch.tensor(borders)}
     torch._dynamo.reset()
     compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")

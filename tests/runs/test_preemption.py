@@ -17,11 +17,11 @@ from tests.runs.test_execute import UNLIKE, changed, run, weights_hash
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import Interrupted
-from titans_platform.runs import ray_session
+from titans_platform.runs import preemption
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.ray_session import interruptible
+from titans_platform.runs.preemption import interruptible
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import newest, saved
 
@@ -90,14 +90,14 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
 def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
-    look = ray_session.PreemptionGuard.poll
+    look = preemption.PreemptionGuard.poll
 
     def ask(self, saver, before_commit):
         if saver.trainer.progress.step == 5:
             spec.folder.request_interrupt()
         look(self, saver, before_commit)
 
-    monkeypatch.setattr(ray_session.PreemptionGuard, "poll", ask)
+    monkeypatch.setattr(preemption.PreemptionGuard, "poll", ask)
     with pytest.raises(Interrupted, match="after step 5"):
         execute(spec)
     assert newest(spec.folder.path / "checkpoints").name == "step-00000005"
@@ -119,7 +119,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 
 def test_a_step_that_does_not_end_is_waited_for_so_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_session, "GRACE", 0.2)
+    monkeypatch.setattr(preemption, "GRACE", 0.2)
     folder = RunFolder(tmp_path, "run")
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
@@ -182,10 +182,10 @@ class Together:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, monkeypatch, rank):
     asked = []
-    monkeypatch.setattr(ray_session, "rank", lambda: rank)
-    monkeypatch.setattr(ray_session, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(preemption, "rank", lambda: rank)
+    monkeypatch.setattr(preemption, "ASK_EVERY", 0.0)
     monkeypatch.setattr("ray.train.get_preemption_info", lambda: asked.append(rank))
-    guard = ray_session.PreemptionGuard(RunFolder(tmp_path, "run"), several=True)
+    guard = preemption.PreemptionGuard(RunFolder(tmp_path, "run"), several=True)
     # the first worker decides when to ask; the others never ask on their own
     alone = Together()
     guard.poll(alone, None)

@@ -26,14 +26,8 @@ from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
-from titans_platform.runs.ray_session import (
-    PreemptionGuard,
-    die_with_parent,
-    interruptible,
-    quiet,
-    return_freed_memory,
-    torch_config,
-)
+from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
+from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint

@@ -20,7 +20,8 @@ from titans_platform.objectives import build_objective
 from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, Result, RunFolder
 from titans_platform.runs.load import located
-from titans_platform.runs.ray_session import die_with_parent, end_at_checkpoints, ray_session
+from titans_platform.runs.preemption import end_at_checkpoints
+from titans_platform.runs.ray_session import die_with_parent, ray_session
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
 from titans_platform.study.folder import FOUND, SearchState, number_trial, tune_sampler
