@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents, reset_rows
-from titans_core.layers import RotaryEmbedding, rotate
+from titans_core.layers import Linear, RotaryEmbedding, rotate
 from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import document_borders
+from titans_kernels.attention import WindowOptions, attend_window, serves_window
 
 
 class KeyCache(NamedTuple):
@@ -71,7 +72,7 @@ class Attention(Projections):
         self.config = config
         # switches of `titans_core.interventions`; the cache keeps the keys of config.window
         self.window, self.muted, self.cut = config.window, False, False
-        self.w_o = nn.Linear(d_model, d_model, bias=False)
+        self.w_o = Linear(d_model, d_model, bias=False)
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
 
     def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:
@@ -99,7 +100,12 @@ class Attention(Projections):
         """
         prefix, first = self.start(prefix_PD)
         state, window = state or first, self.window
-        (q, k, v), conv_state = self._heads(x_BTD, "qkv", state.conv_state, documents)
+        found, conv_state = self.project(x_BTD, "qkv", state.conv_state, documents)
+        if compiled := self._compiled(found, position_BT, state, prefix, documents):
+            y_BTHE, keys, held = compiled
+            after = None if documents is not None else AttentionState(keys, conv_state, held)
+            return self._output(y_BTHE.transpose(1, 2)), after
+        q, k, v = self._arranged("qkv", found)
         rotary = self.rotary(position_BT)
         plain_q, q, k = None if rotary is None else q, rotate(q, rotary), rotate(k, rotary)
         if documents is not None:
@@ -111,10 +117,40 @@ class Attention(Projections):
         hidden_BS = _hidden_keys(state.held_B, S - T, T)
         cut_from = position_BT[:, :1] - (S - T) if self.cut else None
         y = _windowed(*seen, window, S - T, hidden_BS, cut_from)[..., : self.head_dim]
+        keep, held = self._kept(state, S, T)
+        return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state, held)
+
+    def _compiled(
+        self, found: list[Tensor], position_BT: Tensor, state: AttentionState, prefix: KeyCache | None,
+        documents: Documents | None,
+    ) -> tuple[Tensor, KeyCache, Tensor | None] | None:  # fmt: skip
+        """Attention of q, k and v [B, T, H, E] in C++, or None if that does not support the call.
+
+        Returns y [B, T, H, E], the keys after it, and how many of them each row sees.
+        """
+        (q, k, v), keys, T = found, state.keys, found[0].shape[1]
+        before = 0 if keys is None else keys.k.shape[2]
+        alone = documents is None
+        if (
+            self.cut
+            or (alone and len(position_BT) != 1)
+            or not serves_window(q, [k, v, *(prefix or ()), *(keys or ())], self.window, before)
+        ):
+            return None
+        keep, held = self._kept(state, before + T, T) if alone else (0, None)
+        rotary = self.rotary(position_BT if alone else torch.arange(T)[None])
+        rotary = None if rotary is None else (rotary.cos[0, 0], rotary.sin[0, 0])
+        scale = q.new_ones(self.heads) if self.scale_H is None else self.head_dim * self.scale_H
+        borders = None if documents is None else documents.cu_seqlens
+        options = WindowOptions(self.window, keep, rotary, state.held_B, borders)
+        y, after = attend_window(q, k, v, self.head_dim**-0.5 * scale, options, prefix, keys)
+        return y, KeyCache(*after), held
+
+    def _kept(self, state: AttentionState, S: int, T: int) -> tuple[int, Tensor | None]:
+        """How many of S keys are kept after a call for the last T of them, and how many each row sees."""
         keep = S if self.config.window is None else min(S, self.config.window - 1)
         # a row that has filled the window since its reset attends to all of it
-        held = None if state.held_B is None or keep <= T else (state.held_B + T).clamp(max=keep)
-        return self._output(y), AttentionState(KeyCache(*(_last(x, keep) for x in keys)), conv_state, held)
+        return keep, None if state.held_B is None or keep <= T else (state.held_B + T).clamp(max=keep)
 
     def reset(
         self, state: AttentionState, reset_B: Tensor, prefix_PD: Tensor | None = None
@@ -173,12 +209,16 @@ class Attention(Projections):
     ) -> tuple[list[Tensor], ConvState]:
         """Each of ``names``, [B, H, T, E] and not yet rotated, and the next state of the convolution."""
         found, conv_state = self.project(x_BTD, names, conv_state, documents)
+        return self._arranged(names, found), conv_state
+
+    def _arranged(self, names: str, found: list[Tensor]) -> list[Tensor]:
+        """What `project` returns as `_heads` does."""
         parts = {name: y.transpose(1, 2) for name, y in zip(names, found, strict=True)}
         # a copy: a view would keep q and k in memory as long as the cache
         parts["v"] = v = parts["v"].clone(memory_format=torch.contiguous_format)
         if self.scale_H is not None and "q" in parts:  # scores are divided by sqrt(E)
             parts["q"] = parts["q"] * (self.head_dim * self.scale_H)[:, None, None]
-        return [y.to(v.dtype) for y in parts.values()], conv_state
+        return [y.to(v.dtype) for y in parts.values()]
 
     def _output(self, y_BHTE: Tensor) -> Tensor:
         """Heads merged and projected, [B, T, D]."""

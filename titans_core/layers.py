@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_kernels import rms_norm
+from titans_kernels import feed_forward, linear, rms_norm
 
 EPS = 1e-6
 """Epsilon of every norm."""
@@ -27,6 +27,14 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
         return rms_norm(x, self.weight, EPS)
+
+
+class Linear(nn.Linear):
+    """nn.Linear, on a CPU in C++ where the weight is small."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] to [..., F]."""
+        return linear(input, self.weight, self.bias)
 
 
 class HeadNorm(nn.Module):
@@ -78,19 +86,19 @@ def _reset(shifted: Tensor, state_BKC: Tensor, position: Tensor, j: int) -> Tens
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward layer of Llama: (silu(x W_1) * x W_2) W_3."""
+    """The feed-forward layer of Llama: x + (silu(z W_1) * z W_2) W_3, z = norm x."""
 
     def __init__(self, d_model: int, expansion: float):
         super().__init__()
         # a multiple of 16 that tensor cores like, at every scale
         hidden = max(16, 16 * round(expansion * d_model / 16))
-        self.gate = nn.Linear(d_model, hidden, bias=False)
-        self.up = nn.Linear(d_model, hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
+        self.gate = Linear(d_model, hidden, bias=False)
+        self.up = Linear(d_model, hidden, bias=False)
+        self.down = Linear(hidden, d_model, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return feed_forward(x_BTD, norm.weight, self.gate.weight, self.up.weight, self.down.weight, EPS)
 
 
 Gating = Literal["sum", "sigmoid", "silu", "product"]

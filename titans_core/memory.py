@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import EPS, HeadNorm, RMSNorm
+from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm
 from titans_core.projections import ConvState, PolynomialFeatures, Projections, expand_rows, project_gates
 from titans_kernels import (
     AnyState,
@@ -105,11 +105,11 @@ class NeuralMemory(Projections):
         self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
         """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
         forgotten = config.heads if config.decay_per == "head" else channels
-        self.alpha = nn.Linear(d_model, forgotten) if config.decay else None
-        self.eta = nn.Linear(d_model, config.heads) if config.momentum else None
-        self.theta = nn.Linear(d_model, config.heads)
+        self.alpha = Linear(d_model, forgotten) if config.decay else None
+        self.eta = Linear(d_model, config.heads) if config.momentum else None
+        self.theta = Linear(d_model, config.heads)
         own = self.rule.extra_gates
-        self.extra = nn.Linear(d_model, config.heads * own) if own else None
+        self.extra = Linear(d_model, config.heads * own) if own else None
         hidden = config.expansion * self.head_dim
         self.polynomial = PolynomialFeatures(config.heads, head_dim) if config.feature_degree > 1 else None
         first = self.polynomial.width if self.polynomial else head_dim
@@ -125,8 +125,8 @@ class NeuralMemory(Projections):
         """L and R of each layer that starts at ``L R + I / 2``; see `MemoryConfig.start_rank`."""
         self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
-        self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
-        self.w_o = nn.Linear(channels, d_model, bias=False)
+        self.output_gate = Linear(d_model, channels, bias=False) if config.output_gate else None
+        self.w_o = Linear(channels, d_model, bias=False)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         # switches of `titans_core.interventions`

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import EMPTY_READING, GREEDY, Reading, Sampling, Writing, read
+from titans_core.layers import Linear
+from titans_kernels import token_losses
 
 LOGITS_PER_BLOCK = 2**24
 """Most logits in memory at a time when losses are computed: 64 MiB of float32."""
@@ -38,7 +39,7 @@ class LanguageModel(Backbone):
 
     def __init__(self, config: ModelConfig):
         embedding = nn.Embedding(config.vocab_size, config.d_model)
-        head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        head = Linear(config.d_model, config.vocab_size, bias=False)
         super().__init__(config, embedding, head)
         if config.tie_embeddings:
             head.weight = embedding.weight
@@ -96,9 +97,7 @@ class LanguageModel(Backbone):
 
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         # flattened: softmax over a middle dimension is several times slower
-        logits_NV = self.head(x_ND)
-        exact = torch.promote_types(logits_NV.dtype, torch.float32)
-        return F.cross_entropy(logits_NV.to(exact), targets_N, reduction="none")
+        return token_losses(x_ND, self.head.weight, targets_N)
 
     def generate(
         self,

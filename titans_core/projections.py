@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_core.layers import CausalConv
-from titans_kernels import short_convolution, state_dtype, without_autocast
+from titans_core.layers import CausalConv, Linear
+from titans_kernels import linear, short_convolution, state_dtype, without_autocast
 
 ConvState = dict[str, Tensor]
 """For q, k and v the last inputs of the convolution, [B, K - 1, C] each; empty without a convolution."""
@@ -44,9 +44,9 @@ class Projections(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.normalized, self.silu = heads, head_dim, normalized, silu
         channels = heads * head_dim
-        self.w_q = nn.Linear(d_model, channels, bias=False)
-        self.w_k = nn.Linear(d_model, channels, bias=False)
-        self.w_v = nn.Linear(d_model, channels, bias=False)
+        self.w_q = Linear(d_model, channels, bias=False)
+        self.w_k = Linear(d_model, channels, bias=False)
+        self.w_v = Linear(d_model, channels, bias=False)
         self.has_conv = conv_kernel is not None
         if conv_kernel is not None:
             self.conv_q = CausalConv(channels, conv_kernel)
@@ -62,7 +62,7 @@ class Projections(nn.Module):
         the start of every document. Returns also the state after the last token, meaningless when packed.
         """
         # one product and one convolution for all names, with concatenated weights
-        y = F.linear(x_BTD, self.weights(names))
+        y = linear(x_BTD, self.weights(names))
         if self.silu and (fused := self._fused(y, names, conv_state, documents)):
             return fused
         parts = list((F.silu(y) if self.silu else y).unflatten(-1, (len(names), -1)).unbind(-2))
@@ -147,7 +147,7 @@ def project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
         weight, bias = (
             torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
         )
-        return torch.sigmoid(F.linear(x.to(dtype), weight, bias)).split(sizes, -1)
+        return torch.sigmoid(linear(x.to(dtype), weight, bias)).split(sizes, -1)
 
 
 class PolynomialFeatures(nn.Module):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from titans_kernels.memory.residual import OutputActivation, Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
     from titans_kernels.memory.state import AnyState, DecodeState, state_numel
+    from titans_kernels.products import feed_forward, linear, token_losses
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
         linear_attention,
@@ -42,8 +43,10 @@ __all__ = [
     "decode_step",
     "document_borders",
     "extend_memory",
+    "feed_forward",
     "find_rule",
     "forms_used",
+    "linear",
     "linear_attention",
     "near",
     "neural_memory",
@@ -58,6 +61,7 @@ __all__ = [
     "source_file",
     "state_dtype",
     "state_numel",
+    "token_losses",
     "without_autocast",
     "write_budget",
 ]
@@ -66,6 +70,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry ran layers recurrence memory.forms.autograd memory.budget memory.decode memory.parts.layout "
-    "memory.op memory.options memory.residual memory.rules memory.state",
+    "registry ran layers products recurrence memory.forms.autograd memory.budget memory.decode "
+    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.state",
 )

@@ -25,6 +25,7 @@ from titans_kernels.memory.forms import native
 from titans_kernels.memory.options import MemoryState, distances, whole
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers, serves
+from titans_kernels.products import outer
 
 MAX_BYTES = 2**20
 """Maximum bytes of the projections' weights: for larger ones PyTorch's products are faster."""
@@ -229,8 +230,9 @@ class _Call:
         dread_norm, dread_conv, dnorm, dwrite_conv, *dothers = (x.sum(0) for x in own)
         dx = dtokens[0]
         return [
-            *dtokens, dread_norm, dr.T @ normed, dread_pre.T @ r, dread_conv, dx.T @ a, dnorm, dpre.T @ z,
-            dwrite_conv, dlin.T @ z, dlin.sum(0), *dothers, *(x.sum(0) for x in dbase), *dstate,
+            *dtokens, dread_norm, outer(dr, normed), outer(dread_pre, r), dread_conv, outer(dx, a), dnorm,
+            outer(dpre, z), dwrite_conv, outer(dlin, z), dlin.sum(0), *dothers, *(x.sum(0) for x in dbase),
+            *dstate,
         ]  # fmt: skip
 
     def _parts(self, arguments: Sequence[Tensor | None]) -> list[list[Any]]:

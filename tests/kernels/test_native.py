@@ -177,6 +177,13 @@ def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path)
     assert native.build("float", tmp_path).stat().st_mtime_ns == modified  # not compiled again
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_sources_that_change_after_the_import_are_not_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "FOLDER", tmp_path / "gone")
+    assert native.build("float", tmp_path).exists()
+
+
 @needs_compiler
 def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     case = Case(5)

@@ -61,7 +61,7 @@ class Block(nn.Module, ABC):
         self.persistent_PD: nn.Parameter | None = None
         if self.uses_persistent and config.persistent_tokens:
             self.persistent_PD = nn.Parameter(torch.empty(config.persistent_tokens, config.d_model))
-        self.mlp: nn.Module | None = None
+        self.mlp: SwiGLU | None = None
         if config.mlp_expansion:
             self.mlp_norm = RMSNorm(config.d_model)
             self.mlp = SwiGLU(config.d_model, config.mlp_expansion)
@@ -93,7 +93,7 @@ class Block(nn.Module, ABC):
             state = self.reset(state, positions.reset_B)
         x_BTD, state = self.mix(x_BTD, state, positions)
         if self.mlp is not None:
-            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+            x_BTD = self.mlp(x_BTD, self.mlp_norm)
         return x_BTD, state
 
     @abstractmethod

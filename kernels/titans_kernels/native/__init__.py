@@ -23,8 +23,19 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-SOURCES = ("memory.cpp", "layers.cpp", "budget.cpp", "scans.cpp", "segments.cpp")
+SOURCES = (
+    "memory.cpp",
+    "layers.cpp",
+    "products.cpp",
+    "attention.cpp",
+    "budget.cpp",
+    "scans.cpp",
+    "segments.cpp",
+)
 HEADERS = ("calls.h", "exponential.h", "inner.h", "lanes.h", "norm.h")
+TEXTS = {name: (FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)}
+"""The sources as they were on import: later ones may not have the structures and signatures of the Python
+modules, which are imported once."""
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-march=native", "-shared", "-fPIC"]
 COMPILE_SECONDS = 120
 TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -80,19 +91,18 @@ def build(real: str, folder: Path) -> Path:
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler")
-    command = [compiler, *FLAGS, f"-DReal={real}", *(str(FOLDER / name) for name in SOURCES)]
-    texts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
-    parts = (*texts, compiler, *FLAGS, _processor(), str(os.stat(compiler).st_mtime_ns))
+    parts = (*TEXTS.values(), compiler, *FLAGS, _processor(), str(os.stat(compiler).st_mtime_ns))
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     target = folder / f"native-{real}-{name}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         # write to a temporary name, then rename: several processes may compile at once
         with tempfile.TemporaryDirectory(dir=folder) as aside:
-            made = Path(aside) / target.name
-            command += ["-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-            made.replace(target)
+            for file, text in TEXTS.items():
+                (Path(aside) / file).write_text(text)
+            command = [compiler, *FLAGS, f"-DReal={real}", *SOURCES, "-o", target.name]
+            subprocess.run(command, cwd=aside, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            (Path(aside) / target.name).replace(target)
     return target
 
 

@@ -24,6 +24,44 @@ template <class R> struct Vector {
   static constexpr int size = BYTES / sizeof(R);
 };
 
+using ::exponential;
+
+// as the scalar one, which GCC gives two divisions where it vectorises a sigmoid
+inline Vector<float>::type exponential(Vector<float>::type x) {
+  typedef Vector<float>::type V;
+  typedef int32_t Bits __attribute__((vector_size(BYTES), aligned(4), may_alias));
+  V low = V{} - 87.0f, high = V{} + 88.0f;
+  x = x < low ? low : x, x = x > high ? high : x;
+  V whole = x * 1.44269504f + 12582912.0f;
+  Bits bits = (Bits)whole;
+  whole -= 12582912.0f;
+  V r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  V p = V{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Bits scale = (bits - 0x4B400000 + 127) << 23;
+  return p * (V)scale;
+}
+inline Vector<double>::type exponential(Vector<double>::type x) {
+  for (int j = 0; j < Vector<double>::size; j++) x[j] = std::exp(x[j]);
+  return x;
+}
+template <class X> inline X sigmoid(X x) { return 1 / (1 + exponential(-x)); }
+
+// f(i, X()) for n places: X is a vector of R, and R for the last few
+template <class R, class F> inline void each(int64_t n, F f) {
+  typedef typename Vector<R>::type V;
+  int64_t i = 0;
+  for (; i + Vector<R>::size <= n; i += Vector<R>::size) f(i, V());
+  for (; i < n; i++) f(i, R());
+}
+template <class X, class R> inline X& at(R* x, int64_t i) { return *(X*)(x + i); }
+template <class X, class R> inline const X& at(const R* x, int64_t i) { return *(const X*)(x + i); }
+
 // MR rows and NV vectors of C (+)= sign A B, where A[m][k] is at a[m * row + k * column]
 template <class R, int MR, int NV>
 inline void tile(int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb, R* c,
@@ -87,11 +125,37 @@ template <class R> APART void transpose(int M, int N, const R* from, R* to) {
         for (int j = 0; j < LANES; j++) to[(n + i) * int64_t(M) + m + j] = from[(m + j) * int64_t(N) + n + i];
 }
 
+// of n values, a multiple of LANES
+APART Real greatest(int n, In x) {
+  Real most[LANES];
+  std::fill(most, most + LANES, -INFINITY);
+  for (int i = 0; i < n; i += LANES)
+    for (int j = 0; j < LANES; j++) most[j] = std::max(most[j], x[i + j]);
+  return *std::max_element(most, most + LANES);
+}
+
+// x becomes exp(x - most); their sum
+APART Real exponentials(int n, Real most, Out x) {
+  typedef Vector<Real>::type V;
+  V part = {};
+  for (int i = 0; i < n; i += Vector<Real>::size) part += at<V>(x, i) = exponential(at<V>(x, i) - most);
+  Real total = 0;
+  for (int j = 0; j < Vector<Real>::size; j++) total += part[j];
+  return total;
+}
+
+APART void scale_by(int n, Real scale, Out x) {
+  for (int i = 0; i < n; i++) x[i] *= scale;
+}
+
 enum Activation { SILU, GELU, IDENTITY };
 
 template <class R> APART void activate(int activation, int n, const R* z, R* f) {
   if (activation == SILU)
-    for (int i = 0; i < n; i++) f[i] = z[i] / (1 + exponential(-z[i]));
+    each<R>(n, [&](int64_t i, auto lane) {
+      typedef decltype(lane) X;
+      at<X>(f, i) = at<X>(z, i) * sigmoid(at<X>(z, i));
+    });
   else if (activation == GELU)
     for (int i = 0; i < n; i++) f[i] = R(0.5) * z[i] * (1 + std::erf(z[i] * R(M_SQRT1_2)));
   else
@@ -101,11 +165,12 @@ template <class R> APART void activate(int activation, int n, const R* z, R* f) 
 // f' and, where there is space for it, f''
 template <class R> APART void slopes(int activation, int n, const R* z, R* first, R* second) {
   if (activation == SILU) {
-    for (int i = 0; i < n; i++) {
-      R s = 1 / (1 + exponential(-z[i])), rest = s * (1 - s);
-      first[i] = s + z[i] * rest;
-      if (second) second[i] = rest * (2 + z[i] * (1 - 2 * s));
-    }
+    each<R>(n, [&](int64_t i, auto lane) {
+      typedef decltype(lane) X;
+      X x = at<X>(z, i), s = sigmoid(x), rest = s * (1 - s);
+      at<X>(first, i) = s + x * rest;
+      if (second) at<X>(second, i) = rest * (2 + x * (1 - 2 * s));
+    });
   } else if (activation == GELU) {
     for (int i = 0; i < n; i++) {
       R density = std::exp(R(-0.5) * z[i] * z[i]) * R(0.398942280401432677939946);

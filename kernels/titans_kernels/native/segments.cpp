@@ -173,13 +173,14 @@ struct Segment {
     Real scale = w.scale[h] / std::sqrt(Real(e));
     multiply<Real>(n, ld, e, scale, query.data(), e, 1, keys_t.data(), ld, scores.data(), ld, false);
     for (int t = 0; t < n; t++) {
-      Real *row = scores.data() + t * ld, most = row[P], total = 0;
-      std::fill(row + P + t + 1, row + P + n, -INFINITY), std::fill(row + P + n + t + 1, row + S, -INFINITY);
-      for (int j = 0; j < S; j++) most = std::max(most, row[j]);
-      for (int j = 0; j < S; j++) row[j] = exponential(row[j] - most);
-      std::fill(row + P + t + 1, row + P + n, Real(0)), std::fill(row + P + n + t + 1, row + S, Real(0));
-      for (int j = 0; j < S; j++) total += row[j];
-      for (int j = 0; j < S; j++) row[j] /= total;
+      Real* row = scores.data() + t * ld;
+      auto hide = [&](Real with) {
+        std::fill(row + P + t + 1, row + P + n, with), std::fill(row + P + n + t + 1, row + ld, with);
+      };
+      hide(-INFINITY);
+      Real total = exponentials(ld, greatest(ld, row), row);  // what is hidden adds 1e-38 at most
+      hide(0);
+      scale_by(ld, 1 / total, row);
     }
   }
   void attention() {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_core.blocks.base import Positions
 from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
-from titans_core.layers import EPS, RMSNorm, RotaryEmbedding, rotate
+from titans_core.layers import EPS, Linear, RMSNorm, RotaryEmbedding, rotate
 from titans_kernels import rms_norm, state_dtype
 
 
@@ -29,10 +29,10 @@ class RetNet(LinearAttention):
         super().__init__(config)
         D = config.d_model
         self.rope_base = config.attention.rope_base
-        self.w_q, self.w_k = (nn.Linear(D, self.keys, bias=False) for _ in range(2))
-        self.w_v, self.w_g = (nn.Linear(D, self.values, bias=False) for _ in range(2))
+        self.w_q, self.w_k = (Linear(D, self.keys, bias=False) for _ in range(2))
+        self.w_v, self.w_g = (Linear(D, self.values, bias=False) for _ in range(2))
         self.head_norm = RMSNorm(self.values // self.heads)
-        self.w_o = nn.Linear(self.values, D, bias=False)
+        self.w_o = Linear(self.values, D, bias=False)
 
     def tokens(
         self, projected: list[Tensor], z_BTD: Tensor, positions: Positions

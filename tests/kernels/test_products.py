@@ -1,0 +1,106 @@
+"""Products in C++: equal to PyTorch's operators, with every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.kernels.cases import needs_compiler
+from titans_kernels import feed_forward, linear, products, token_losses
+
+pytestmark = needs_compiler
+SHAPES = [(16, 16, (64,)), (64, 260, (3, 67)), (24, 6, (1, 200)), (5, 33, (2, 2, 9))]
+"""Inputs, outputs, tokens."""
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def with_gradients(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Calls that the library made."""
+    made, served = [], products._serves
+    monkeypatch.setattr(products, "_serves", lambda *args: served(*args) and (made.append(1) or True))
+    return made
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "tokens"), SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_is_pytorchs(threads, compiled, inputs, outputs, tokens, biased):
+    leaves = [normal(*tokens, inputs), normal(outputs, inputs), *([normal(outputs)] if biased else [])]
+    found = with_gradients(linear(*leaves), leaves)
+    torch.testing.assert_close(found, with_gradients(F.linear(*leaves), leaves), rtol=1e-8, atol=1e-10)
+    assert len(compiled) == 1
+
+
+def test_inputs_that_are_not_contiguous_and_need_no_gradient(compiled):
+    x, weight = normal(64, 50).detach().T, normal(64, 32).T
+    y = linear(x, weight)
+    (found,) = torch.autograd.grad(y.sin().sum(), weight)
+    (expected,) = torch.autograd.grad(F.linear(x, weight).sin().sum(), weight)
+    torch.testing.assert_close([y, found], [F.linear(x, weight), expected])
+    assert compiled
+
+
+@pytest.mark.parametrize(("width", "hidden", "tokens"), SHAPES)
+def test_the_feed_forward_layer_is_what_it_says(threads, compiled, width, hidden, tokens):
+    shapes = (*tokens, width), (width,), (hidden, width), (hidden, width), (width, hidden)
+    x, norm, gate, up, down = leaves = [normal(*shape) for shape in shapes]
+    z = F.rms_norm(x, (width,), norm, 1e-6)
+    expected = x + F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+    found = with_gradients(feed_forward(*leaves, 1e-6), leaves)
+    torch.testing.assert_close(found, with_gradients(expected, leaves), rtol=1e-8, atol=1e-8)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(("width", "vocabulary", "tokens"), SHAPES)
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+def test_losses_are_cross_entropies(threads, compiled, width, vocabulary, tokens, scale):
+    count = torch.Size(tokens).numel()
+    x, weight = leaves = [normal(count, width), normal(vocabulary, width)]
+    targets = torch.randint(vocabulary, (count,))
+    found = with_gradients(token_losses(scale * x, weight, targets), leaves)
+    expected = F.cross_entropy(F.linear(scale * x, weight), targets, reduction="none")
+    torch.testing.assert_close(found, with_gradients(expected, leaves), rtol=1e-8, atol=1e-8)
+    assert len(compiled) == 1
+
+
+def test_targets_beyond_the_vocabulary_are_left_to_pytorch():
+    x, weight, targets = normal(40, 8), normal(9, 8), torch.arange(40) % 9
+    targets[3] = -100
+    assert token_losses(x, weight, targets)[3] == 0
+    with pytest.raises(IndexError):
+        token_losses(x, weight, targets.clamp(min=0) + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_half_precision_are_pytorchs(compiled, dtype):
+    x, weight = normal(64, 16, dtype=dtype), normal(16, 16, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    assert not compiled
+
+
+def test_large_weights_are_left_to_pytorch(compiled):
+    linear(normal(40, 512), normal(512, 512))
+    assert not compiled
