@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels import cases
-from tests.kernels.cases import needs_compiler
 from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory
-from titans_kernels.memory.forms import native
 
 
 class Case(cases.Call):
@@ -43,15 +41,6 @@ class Case(cases.Call):
 assert_same = partial(cases.assert_same, results=(1e-12, 1e-12), gradients=(1e-10, 1e-10))
 
 
-@pytest.mark.parametrize("bound", [None, 0.3])
-@pytest.mark.parametrize("chunk_size", [1, 5, 16])
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_token_by_token_is_the_recurrence(depth, chunk_size, bound):
-    case = Case(23, depth)
-    rule = {"chunk_size": chunk_size, "surprise_bound": bound}
-    assert_same(case.whole(**rule), case.pieces([1] * 23, decode_step, **rule), case.leaves)
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu", "identity"])
 def test_any_cut_is_the_recurrence(activation):
     case = Case(33, 3, widths=[3, 6, 2, 5])
@@ -59,20 +48,6 @@ def test_any_cut_is_the_recurrence(activation):
     expected = case.whole(**rule)
     for sizes in ([33], [11, 22], [3, 2, 3, 25], [8, 16, 9], [5, 1, 1, 1, 17, 1, 7], [31, 1, 1]):
         assert_same(expected, case.pieces(sizes, **rule), case.leaves)
-
-
-@needs_compiler
-@pytest.mark.parametrize("bound", [None, 0.3])
-@pytest.mark.parametrize(("chunk_size", "depth"), [(5, 1), (8, 3), (20, 2)])
-def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, monkeypatch):
-    case, calls, extend = Case(45, depth, widths=[3, *[18] * (depth - 1), 5]), [], native.extend
-    rule = {"chunk_size": chunk_size, "surprise_bound": bound}
-    monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
-    with torch.no_grad():
-        expected = case.whole(**rule)
-        for sizes in ([45], [4, 41], [3, 1, 1, 30, 10], [21, 22, 2], [1] * 45):
-            torch.testing.assert_close(case.pieces(sizes, **rule), expected, rtol=1e-12, atol=1e-12)
-    assert calls
 
 
 @pytest.mark.parametrize("compiled", [False, True])

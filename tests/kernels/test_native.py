@@ -39,13 +39,6 @@ def test_native_is_the_parallel_form(depth, chunk_size):
 
 
 @needs_compiler
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_native_is_the_recurrence(depth):
-    for T, chunk_size in ((2, 16), (23, 7), (40, 16), (9, 1)):
-        assert_native_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=0.5)
-
-
-@needs_compiler
 @pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
 def test_gates_at_an_end_everywhere(edge):
     for depth, (b, theta) in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005))):

@@ -73,7 +73,8 @@ def parallel(groups: int | None) -> list[str]:
 
 
 SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2), ("silu", None), ("silu", 2)]
-AROUND = [(*case, False) for case in SWITCHED] + [(*case, True) for case in (("none", None), *SWITCHED)]
+PLAIN = ("none", None)
+AROUND = [(*case, base) for base in (False, True) for case in (PLAIN, *SWITCHED)]
 every_case = pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
 
 
@@ -126,7 +127,7 @@ def test_the_compiled_form_is_the_parallel_form(depth, kind):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("kind", "base"), [("input", False), ("norm", False), ("silu", False), ("none", True)]
+    ("kind", "base"), [(kind, False) for kind in ("none", "input", "norm", "silu")] + [("none", True)]
 )
 @pytest.mark.parametrize(("chunk_size", "depth", "bound"), [(5, 1, 0.3), (8, 3, None), (20, 2, 0.3)])
 def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, base, monkeypatch):
@@ -141,7 +142,7 @@ def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, base
     assert len(calls) > 5
 
 
-@pytest.mark.parametrize(("kind", "groups", "base"), [*AROUND[:7]])
+@pytest.mark.parametrize(("kind", "groups", "base"), AROUND[:8])
 def test_activations_widths_and_rows(kind, groups, base):
     case = Case(21, widths=[4, 12, 8, 4], batch=3, kind=kind, groups=groups, base=base)
     for activation in ("gelu", "identity"):
