@@ -12,7 +12,7 @@ from tests.report.small import save
 from tests.small import study
 from titans_platform import cli
 from titans_platform.cli import sweep
-from titans_platform.study import plan, shown
+from titans_platform.study import plan, status
 
 STUDY = study(
     steps=4, scales={"small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}}}
@@ -194,7 +194,7 @@ def test_a_complete_study_is_read_again_after_any_change(tiny, capsys, monkeypat
     assert as_before()
     study.write_text(study.read_text().replace('"Reasoning"', '"Answers"'))
     assert as_before()
-    monkeypatch.setattr(shown, "code_times", lambda: [("edited.py", 1)])
+    monkeypatch.setattr(status, "code_times", lambda: [("edited.py", 1)])
     assert as_before()
     # other cells than those that have a result are refused or run; here they would be
     monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(given) or 1 / 0)

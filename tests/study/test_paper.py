@@ -7,8 +7,7 @@ import pytest
 from titans_platform.errors import UsageError
 from titans_platform.loading import validate
 from titans_platform.study.grid import expand, known_studies, load_study
-from titans_platform.study.paper import Printed, read_paper
-from titans_platform.study.spec import Row
+from titans_platform.study.spec import Printed, Row, read_paper
 
 PAPER = read_paper()
 ROWS = [

@@ -45,12 +45,12 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "init": ("init", "init", "Write a starter run file with every field explained."),
     "inspect": ("model", "inspect", "Show what a run's memory does while it reads a text."),
-    "paper": ("ui", "paper", "Write one page: the paper's tables and figures next to our results."),
+    "paper": ("runs", "paper", "Write one page: the paper's tables and figures next to our results."),
     "runs": ("runs", "runs", "List, tag and delete runs."),
     "sweep": ("sweep", "sweep", "List, run and report studies (grids of runs)."),
     "tasks": ("evaluate", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
     "train": ("train", "train", "Train and evaluate one model."),
-    "ui": ("ui", "ui", "Open the MLflow UI on the runs."),
+    "ui": ("runs", "ui", "Open the MLflow UI on the runs."),
 }
 BENCHMARKS = {
     "fit": (

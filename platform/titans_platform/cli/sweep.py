@@ -202,7 +202,7 @@ def run(
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.study.shown import read_request
+    from titans_platform.study.status import read_request
 
     console, request = _console(as_json), None
     if cluster in (None, "local") and not dry_run:

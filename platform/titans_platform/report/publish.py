@@ -28,8 +28,8 @@ from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.reporter import curve
-from titans_platform.study.paper import read_paper
 from titans_platform.study.plan import open_study
+from titans_platform.study.spec import read_paper
 from titans_platform.study.status import Item
 from titans_platform.text import NONE, commit, count, number, plural
 

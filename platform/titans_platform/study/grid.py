@@ -25,8 +25,7 @@ from titans_platform.loading import (
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
 from titans_platform.study.folder import FOUND, CellRecord, SearchState, StudyFolder, StudyRecord
-from titans_platform.study.paper import read_paper
-from titans_platform.study.spec import Column, Row, Study, pick
+from titans_platform.study.spec import Column, Row, Study, pick, read_paper
 
 UNNAMED = ".unnamed"
 """Name of a run's folder that never exists."""

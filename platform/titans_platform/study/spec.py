@@ -1,4 +1,4 @@
-"""The schema of a study file: a grid of runs. `study.grid` reads the file and expands it to cells.
+"""The schema of a study file: a grid of runs; and the paper's numbers. `study.grid` expands a file to cells.
 
 The config of a run is ``base``, overridden by the scale, then by the row's ``set``, then by ``--set``. A
 study that is ``like`` another overrides that study's file: mappings key by key, lists whole. Rows are listed
@@ -8,16 +8,18 @@ study that is ``like`` another overrides that study's file: mappings key by key,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
+from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
-from titans_platform.loading import nearest, overlay, validate
+from titans_platform.loading import nearest, overlay, read_yaml, validate
 from titans_platform.runs.spec import Resources
-from titans_platform.study.paper import printed
 
 Fragment = dict[str, JsonValue]
 MAX_CORNERS = 512
@@ -229,7 +231,7 @@ class Study(Frozen):
     """Letters, digits, `-` and `_`: it names a folder and a run in MLflow."""
     description: str = ""
     paper: tuple[str, ...] = ()
-    """Tables of the paper, by their key in `study.paper`; their rows are matched by name."""
+    """Tables of the paper, by their key in ``paper.yaml``; their rows are matched by name."""
     columns: Annotated[dict[str, Column], Field(min_length=1)]
     base: Fragment = Field(default_factory=dict)
     scales: Annotated[dict[str, Scale], Field(min_length=1)]
@@ -311,3 +313,86 @@ def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
     if name.casefold() not in folded:
         raise UsageError(f"{where}: no {what} {name!r}; {nearest(name, folded.values())}")
     return folded[name.casefold()]
+
+
+PAPER = Path(__file__).with_name("paper.yaml")
+Numbers = tuple[float | None, ...]
+
+
+class Printed(Frozen):
+    """A table or figure of the paper."""
+
+    title: str
+    study: str
+    """The study that reproduces it, which may not exist yet."""
+    columns: tuple[str, ...] = ()
+    size: str = ""
+    """The scale of the study that corresponds to the numbers."""
+    rows: dict[str, Numbers] = Field(default_factory=dict)
+    sizes: dict[str, dict[str, Numbers]] = Field(default_factory=dict)
+    """Instead of size and rows: the rows by size, for a table with several model sizes."""
+    references: dict[str, str] = Field(default_factory=dict)
+    """Rows that no study runs: why they are listed, and the source of their numbers."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Printed:
+        for name, row in ((name, row) for rows in self.by_size().values() for name, row in rows.items()):
+            if len(row) != len(self.columns):
+                raise ValueError(f"rows: {name} has {len(row)} numbers for {len(self.columns)} columns")
+        return self
+
+    def by_size(self) -> dict[str, dict[str, Numbers]]:
+        """Its rows by model size."""
+        return self.sizes or {self.size: self.rows}
+
+    def numbers(self, row: str, size: str) -> dict[str, float | None]:
+        """The numbers of a row by column, of a table with several sizes at ``size``; empty without them."""
+        rows = self.sizes.get(size, {}) if self.sizes else self.rows
+        return dict(zip(self.columns, rows[row], strict=True)) if row in rows else {}
+
+
+class Paper(Frozen):
+    """All tables and figures of the paper."""
+
+    source: str
+    tables: dict[str, Printed]
+    figures: dict[str, Printed]
+
+    @property
+    def items(self) -> dict[str, Printed]:
+        """Tables, then figures, by display name: ``Table 1``."""
+        return {spoken(key): item for key, item in (self.tables | self.figures).items()}
+
+
+def spoken(key: str) -> str:
+    """The display name of a key: ``table_1`` is ``Table 1``."""
+    return key.replace("_", " ").capitalize()
+
+
+@cache
+def read_paper() -> Paper:
+    """Read ``paper.yaml``."""
+    return validate(Paper, read_yaml(PAPER), PAPER.name)
+
+
+def printed(
+    tables: Sequence[str], size: str, row: str, columns: Mapping[str, Sequence[str]]
+) -> dict[str, float | None]:
+    """The paper's numbers of a row by column; columns without one are left out.
+
+    Args:
+        tables: keys of `Paper.tables`, e.g. ``table_1``.
+        size: the model size, for a table with several.
+        row: a row's name in the paper.
+        columns: for each column the paper's columns to average.
+    """
+    found: dict[str, float | None] = {}
+    for table in tables:
+        found |= read_paper().tables[table].numbers(row, size)
+    taken = {key: [found.get(name) for name in names] for key, names in columns.items()}
+    return {key: _mean(values) for key, values in taken.items() if any(v is not None for v in values)}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return round(fmean(numbers), 3) if len(numbers) == len(values) else None
