@@ -51,6 +51,7 @@ class LanguageModel(Backbone):
         *,
         document_starts: Tensor | Documents | None = None,
         last: bool = False,
+        start: int = 0,
         targets_BT: Tensor | None = None,
         reset_B: Tensor | None = None,
     ) -> ModelOutput:
@@ -61,6 +62,7 @@ class LanguageModel(Backbone):
             state: from an earlier call, to continue its sequences; see `encode`.
             document_starts: [B, T] bool, where packed documents begin; see `encode`.
             last: only the logits of the last token, [B, 1, V].
+            start: only the logits from this token on, [B, T - start, V].
             targets_BT: [B, T] int64, the token after each: return their cross-entropy instead of the
                 logits. At most LOGITS_PER_BLOCK logits are in memory; they are recomputed in the backward
                 pass.
@@ -69,7 +71,7 @@ class LanguageModel(Backbone):
         x, state = self.features(tokens_BT, state, document_starts, reset_B)
         if targets_BT is not None:
             return ModelOutput(None, state, self._losses(x, targets_BT))
-        return ModelOutput(self.head(x[:, -1:] if last else x), state)
+        return ModelOutput(self.head(x[:, -1:] if last else x[:, start:]), state)
 
     def features(
         self,

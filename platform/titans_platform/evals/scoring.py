@@ -177,11 +177,10 @@ class Scorer:
         memory grows with the length by the tokens alone (and by what attention without a window keeps).
         """
         if not self._is_chunked(tokens_BT.shape[1]):
-            if not self._can_fork:
+            if not isinstance(self.model, LanguageModel):
                 return self.logits(tokens_BT)[:, start:].argmax(-1).cpu()
-            # logits before the first answer would be a tenth of the time
-            model = cast(LanguageModel, self.model)
-            return model.head(model.features(tokens_BT.to(self.device))[0][:, start:]).argmax(-1).cpu()
+            # logits of all tokens would be a tenth of the time
+            return self.model(tokens_BT.to(self.device), start=start).logits.argmax(-1).cpu()
         found, state, end = [], None, 0
         for piece_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(tokens_BT)), 1):
             end += piece_BT.shape[1]
