@@ -28,8 +28,21 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--first-cases", action="store_true", help="Of each test only the first selected case.")
+
+
+# after -m has deselected
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with the longest tests first, so that no process is left alone with one at the end."""
+    if config.getoption("--first-cases"):
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+        kept = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = first.values()
     weight = {item.path: 0 for item in items}
     for item in items:
         cluster, slow = item.get_closest_marker("cluster"), item.get_closest_marker("slow")
