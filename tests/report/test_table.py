@@ -16,9 +16,9 @@ from titans_platform.report import export
 from titans_platform.report.export import as_record, terminal
 from titans_platform.report.publish import write_report
 from titans_platform.report.report import build_report
-from titans_platform.report.table import build_table, column_stderr, item_stderr
-from titans_platform.report.verdict import by_seed, discriminate
-from titans_platform.runs.folder import RunFolder, TaskScore
+from titans_platform.report.table import build_table
+from titans_platform.report.verdict import by_seed
+from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row, Scale, Study
 
@@ -86,7 +86,6 @@ def test_a_row_of_several_cells_is_their_mean_for_each_seed(root):
     (line,) = build_table(StudyRun(study, "small", root, "c0ffee", whole=tuple(found))).rows
     # the second seed lacks a part
     assert (line.entries["lm_ppl"].values, line.entries["lm_ppl"].wanted) == ((2.0,), 2)
-    assert line.entries["lm_ppl"].item_stderr == pytest.approx(0.1 / math.sqrt(2))
     assert by_seed(line, "lm_ppl") == {0: 2.0}
 
 
@@ -104,70 +103,6 @@ def test_means_spreads_and_units(full):
     assert lmm["reasoning_acc"].mean == pytest.approx(52.0)
     assert full.chance == {"lm_ppl": 260.0, "reasoning_acc": 25.0}
     assert full.missing == 0
-
-
-def test_discrimination(full):
-    ppl, acc = discriminate(full)
-    # reference rows take no part: Transformer++ is best in accuracy and worst in perplexity
-    assert (ppl.best, ppl.worst) == ("LMM", "w/o Persistent Memory")
-    assert (acc.best, acc.worst) == ("LMM", "w/o Persistent Memory")
-    pooled = math.sqrt((0.02 + 0.08) / 2)
-    assert ppl.gap == pytest.approx((6.2 - 5.1) / pooled)
-    assert ppl.above_chance is None
-    # seeds 50 and 54: their standard error, 2, is larger than that of the items, 1/sqrt(2)
-    assert acc.above_chance == pytest.approx((52 - 25) / 2)
-
-
-def test_items_bound_the_standard_error_from_below(root):
-    for cell in cells():
-        finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.5})
-    acc = discriminate(table(root))[1]
-    assert acc.above_chance == pytest.approx((50 - 25) / (wilson(0.01, 100) * 100 / math.sqrt(2)))
-    # nothing spreads: no distance in standard deviations, least of all an infinite one
-    assert acc.gap is None
-    assert "∞" not in "\n".join(printed(table(root)))
-
-
-def scores(tasks) -> dict[str, TaskScore]:
-    return {key: TaskScore(**{"value": 0.5, **measured}) for key, measured in tasks.items()}
-
-
-def wilson(stderr: float, items: int) -> float:
-    return math.sqrt(stderr**2 + 1 / (4 * items**2)) / (1 + 1 / items)
-
-
-@pytest.mark.parametrize("right", [0, 1, 10, 20])
-def test_the_error_of_an_accuracy_is_half_of_wilsons_interval(right):
-    n, p = 20, right / 20
-    measured = {"value": p, "stderr": math.sqrt(p * (1 - p) / n), "chance": 0.25, "items": n}
-    # the interval's ends solve (p - x)^2 = x (1 - x) / n
-    a, b, c = 1 + 1 / n, -(2 * p + 1 / n), p * p
-    assert item_stderr(TaskScore(**measured)) == pytest.approx(math.sqrt(b * b - 4 * a * c) / (2 * a))
-
-
-def test_the_stderr_of_a_perplexity_or_of_no_items_is_unchanged():
-    assert item_stderr(TaskScore(**{"value": 5.0, "stderr": 0.2, "chance": 260.0, "items": 64})) == 0.2
-    assert item_stderr(TaskScore(**{"value": 0.9, "stderr": 0.0, "chance": 0.1, "items": 0})) == 0.0
-    assert item_stderr(TaskScore(**{"value": 0.9, "stderr": 0.1, "chance": None, "items": 9})) == 0.1
-
-
-def test_a_columns_stderr_weights_tasks_and_lengths_as_its_value():
-    tasks = {
-        "acc/needle@64": {"stderr": 0.3},
-        "acc/needle@128": {"stderr": 0.4},
-        "acc/recall@64": {"stderr": 0.2},
-        "other/recall@64": {"stderr": 9.0},
-        "acc/perplexity@64": {"stderr": None},
-    }
-    needle = math.hypot(0.3, 0.4) / 2
-    assert column_stderr("acc", scores(tasks)) == pytest.approx(math.hypot(needle, 0.2) / 2)
-    assert column_stderr("none", scores(tasks)) == 0
-
-
-def test_an_mse_below_one_is_not_an_accuracy():
-    tasks = {"mse/mse@96": {"value": 0.4, "stderr": 0.02, "chance": 0.9, "items": 10}}
-    assert column_stderr("mse", scores(tasks), shares=False) == 0.02
-    assert column_stderr("mse", scores(tasks)) > 0.04
 
 
 def printed(view) -> list[str]:
@@ -221,17 +156,6 @@ def test_a_long_name_is_wrapped_and_no_number_is_cut(root):
 def test_a_changed_tree_is_not_shown_as_its_commit():
     assert text.commit("deadbeef" * 5) == "deadbeefdead"
     assert text.commit("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
-
-
-def test_below_chance_is_reported(root):
-    for cell in cells():
-        worse = 0.02 if cell.row == "LMM" else 0.0
-        finish(root, cell, columns={"lm_ppl": 5.0, "reasoning_acc": 0.12 - worse + 0.01 * cell.seed})
-    said = (
-        "Reasoning: best w/o Persistent Memory, worst LMM; 2.8 pooled sd apart (2.8 by these two rows' own "
-        "sd); LMM 18.5 standard errors below chance"
-    )
-    assert said in " ".join(" ".join(printed(table(root))).split())
 
 
 def test_every_number_has_its_cell_and_run(full):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -15,7 +14,6 @@ from rich.text import Text
 
 from titans_platform.report.report import DAGGERS, SIZES, Number, Report
 from titans_platform.report.table import Table
-from titans_platform.report.verdict import discriminate
 from titans_platform.text import NONE, commit, count
 
 ESCAPES = str.maketrans(
@@ -88,7 +86,7 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
 
 
 def as_record(table: Table) -> dict[str, Any]:
-    """The table as a JSON value: means, spreads, the paper's numbers, cells, discrimination."""
+    """The table as a JSON value: means, spreads, the paper's numbers, cells."""
     rows = [
         {
             "row": row.row.name,
@@ -110,7 +108,6 @@ def as_record(table: Table) -> dict[str, Any]:
         "rows": rows,
         "chance": table.chance,
         "missing": table.missing,
-        "discrimination": {found.column: asdict(found) for found in discriminate(table)},
     }
 
 
@@ -205,7 +202,7 @@ def markdown(report: Report, figures: str = "") -> str:
     lines = [f"**{report.title}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
     lines += [_md(line) for line in body(report)]
     lines += [_md([f"*{text}*" if text else "" for text in _chance(report)]), ""]
-    lines += [f"- {line}" for line in (*map("; ".join, report.discrimination), *report.footnotes)]
+    lines += [f"- {line}" for line in report.footnotes]
     if found := report.verdict:
         lines += ["", f"{found.sentence} {found.method}", "", _md(found.heads)]
         lines += ["|:--" * len(found.heads) + "|", *map(_md, found.body)]
@@ -235,9 +232,7 @@ def terminal(report: Report, width: int = 80) -> RenderableType:
     """
     grids = _fitting(report, list(report.table.columns), width)
     notes = [Text(note, style="dim") for note in report.footnotes]
-    found = ["; ".join(clauses) for clauses in report.discrimination]
-    shown = [*map(Text, found), *_verdict(report), *_pathways(report)]
-    return Group(report.title, *grids, *shown, "", *notes)
+    return Group(report.title, *grids, *_verdict(report), *_pathways(report), "", *notes)
 
 
 def _pathways(report: Report) -> list[RenderableType]:

@@ -15,11 +15,9 @@ from titans_platform.report.figures.picture import Picture
 from titans_platform.report.table import Entry, Table, TableRow
 from titans_platform.report.verdict import (
     Comparison,
-    Discrimination,
     VerdictTable,
     best_rows,
     compare,
-    discriminate,
     verdict_table,
 )
 from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED, Result
@@ -139,8 +137,6 @@ class Report:
     bold_note: str
     notes: tuple[str, ...]
     failures: tuple[CellLine, ...]
-    discrimination: tuple[tuple[str, ...], ...]
-    """How far each column tells the rows apart, in clauses."""
     comparisons: tuple[Comparison, ...]
     verdict: VerdictTable | None
     pathways: PathwayTable | None
@@ -189,7 +185,7 @@ def build_report(
     only = made.pop() if len(made) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
     marks = {} if only else {each: DAGGERS[min(i, len(DAGGERS) - 1)] for i, each in enumerate(stale)}
-    found, comparisons = discriminate(table), compare(table)
+    comparisons = compare(table)
     best = {key: best_rows(table, key) for key in table.columns}
     rows = tuple(_row(table, row, best, marks) for row in table.rows)
     return Report(
@@ -201,9 +197,8 @@ def build_report(
         ),
         chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
         bold_note=_bold_note(table),
-        notes=(*_notes(table, found, marks, only), *_search_notes(search)),
+        notes=(*_notes(table, marks, only), *_search_notes(search)),
         failures=tuple(cell for row in rows for cell in row.cells if cell.reason),
-        discrimination=tuple(tuple(_clauses(table, each)) for each in found),
         comparisons=tuple(comparisons),
         verdict=verdict_table(comparisons, table.columns),
         pathways=_pathways(table),
@@ -283,8 +278,8 @@ def _search_notes(search: Mapping[str, Any]) -> list[str]:
     return [line for line in found if line]
 
 
-def _notes(table: Table, found: Sequence[Discrimination], marks: Mapping[str, str], only: str) -> list[str]:
-    """Comparability, the scale's note, expectations, standard errors, timing, other commits, gaps."""
+def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
+    """Comparability, the scale's note, expectations, timing, other commits, gaps."""
     lines = []
     if not table.comparable:
         lines.append(
@@ -301,11 +296,6 @@ def _notes(table: Table, found: Sequence[Discrimination], marks: Mapping[str, st
             way = "better" if expected.better else "worse"
             because = " ".join(expected.because.split())
             lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
-    if any(each.above_chance is not None for each in found):
-        lines.append(
-            "Standard errors: the larger of the one over seeds and the one over items; of items, half of "
-            "Wilson's interval at one standard error, which is not 0 where all are right or all are wrong."
-        )
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
@@ -320,20 +310,6 @@ def _notes(table: Table, found: Sequence[Discrimination], marks: Mapping[str, st
         cells = plural(table.missing, "cell")
         lines.append(f"{cells} {has} no result yet; the same sweep run makes only what is missing.")
     return lines
-
-
-def _clauses(table: Table, found: Discrimination) -> list[str]:
-    column = table.columns[found.column].title
-    if found.best == found.worst:
-        return [f"{column}: all rows are equal"]
-    parts = [f"{column}: best {found.best}, worst {found.worst}"]
-    if found.gap is not None:
-        own = f"({number(found.pair_gap, 1)} by these two rows' own sd)"
-        parts.append(f"{number(found.gap, 1)} pooled sd apart {own}")
-    if found.above_chance is not None:
-        side = "above" if found.above_chance >= 0 else "below"
-        parts.append(f"{found.first} {number(abs(found.above_chance), 1)} standard errors {side} chance")
-    return parts
 
 
 def _facts(table: Table) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A study's results as a table: means and standard deviations over seeds, chance, discrimination."""
+"""A study's results as a table: means and standard deviations over seeds, chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, TypeGuard
 
 from titans_platform.files import read_json
-from titans_platform.runs.folder import TIME, Result, TaskScore
+from titans_platform.runs.folder import TIME, Result
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row
 from titans_platform.study.status import CellStatus, cell_statuses
@@ -24,8 +24,6 @@ class Entry:
     values: tuple[float, ...]
     wanted: int
     paper: float | None = None
-    item_stderr: float = 0.0
-    """Standard error of the mean over items alone."""
 
     @property
     def mean(self) -> float | None:
@@ -36,11 +34,6 @@ class Entry:
     def sd(self) -> float | None:
         """Sample standard deviation over seeds; None for fewer than two."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def stderr(self) -> float:
-        """Standard error of the mean: the larger of that over seeds and that over items."""
-        return max((self.sd or 0.0) / math.sqrt(len(self.values) or 1), self.item_stderr)
 
 
 @dataclass(frozen=True)
@@ -168,12 +161,8 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
         kept = measured_by_seed(cells, results, key).values()
         means = [[result.columns[key] for result in part] for part in kept]
         values = tuple(column.factor * statistics.fmean(part) for part in means)
-        # an accuracy is better when it is higher; an error below 1 is no share of right answers
-        shares = column.higher_is_better
-        errors = [_stderr_of_mean([column_stderr(key, one.tasks, shares) for one in part]) for part in kept]
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
-        error = column.factor * _stderr_of_mean(errors)
-        entries[key] = Entry(values, wanted, row.paper.get(key), error)
+        entries[key] = Entry(values, wanted, row.paper.get(key))
     stale = sorted({result.commit for result in results} - {run.commit})
     return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
 
@@ -200,41 +189,8 @@ def finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _stderr_of_mean(errors: Sequence[float]) -> float:
-    """Standard error of the mean of values with these standard errors; 0 without any."""
-    return math.hypot(*errors) / len(errors) if errors else 0.0
-
-
 def task_of(key: str) -> tuple[str, str, int | None]:
     """`column/task@tokens` in its parts; None where there is no length."""
     owner, _, rest = key.partition("/")
     task, at, length = rest.rpartition("@")
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
-
-
-def column_stderr(column: str, tasks: Mapping[str, TaskScore], shares: bool = True) -> float:
-    """Standard error of a column's value in one cell, from its items.
-
-    A column is the mean of its tasks and a task the mean over its lengths; ``tasks`` maps
-    ``column/task@length`` to what was measured there; with ``shares`` values from 0 to 1 are shares of
-    right answers. 0 where nothing gives a standard error.
-    """
-    by_task: dict[str, list[float]] = {}
-    for key, measured in tasks.items():
-        owner, task, _ = task_of(key)
-        if owner == column and measured.stderr is not None:
-            error = item_stderr(measured) if shares else measured.stderr
-            by_task.setdefault(task, []).append(error)
-    return _stderr_of_mean([_stderr_of_mean(errors) for errors in by_task.values()])
-
-
-def item_stderr(measured: TaskScore) -> float:
-    """Standard error of one measurement; of an accuracy, half the width of Wilson's interval at z = 1.
-
-    The usual sqrt(p (1 - p) / n) is 0 where every item is right, or wrong: n items never say as much.
-    """
-    error, items, chance = measured.stderr or 0.0, measured.items, measured.chance
-    # only an accuracy has a chance level below 1
-    if not items or chance is None or not 0 <= chance < 1 or not 0 <= measured.value <= 1:
-        return error
-    return math.sqrt(error**2 + 1 / (4 * items**2)) / (1 + 1 / items)

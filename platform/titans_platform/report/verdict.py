@@ -9,18 +9,17 @@ is what decides: the difference, its 95% Student interval, and that adjusted p v
 
 from __future__ import annotations
 
-import math
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titans_platform.report.table import Entry, Table, TableRow, measured_by_seed
+from titans_platform.report.table import Table, TableRow, measured_by_seed
 from titans_platform.study.spec import Column, Expectation
 from titans_platform.text import NONE, plural
 
@@ -225,43 +224,6 @@ def cell(found: Comparison | None, decimals: int) -> VerdictCell:
     return VerdictCell(f"{ours.mean:{signed}}", ends, p, found.outcome)
 
 
-@dataclass(frozen=True)
-class Discrimination:
-    """How well a column separates the rows; reference rows are left out."""
-
-    column: str
-    best: str
-    worst: str
-    gap: float | None
-    """Best minus worst in standard deviations pooled over all rows; None with one seed."""
-    pair_gap: float | None
-    """The same in standard deviations of these two rows."""
-    above_chance: float | None
-    """The first row's distance above chance in its standard errors; None where lower is better."""
-    first: str = ""
-
-
-def discriminate(table: Table) -> list[Discrimination]:
-    """For each column that has at least two rows with numbers."""
-    return [found for key in table.columns if (found := _discriminate(table, key))]
-
-
-def _discriminate(table: Table, key: str) -> Discrimination | None:
-    higher = table.columns[key].higher_is_better
-    entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
-    means = {name: entry.mean for name, entry in entries.items() if entry.mean is not None}
-    if len(means) < 2:
-        return None
-    ends = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    worst, best = ends if higher else ends[::-1]
-    distance, pair = abs(means[best] - means[worst]), (entries[best], entries[worst])
-    gap, pair_gap = (_ratio(distance, pooled_sd(group)) for group in (entries.values(), pair))
-    first, level, above = table.rows[0].row.name, table.chance.get(key), None
-    if first in means and level is not None and higher:
-        above = _ratio(means[first] - level, entries[first].stderr)
-    return Discrimination(key, best, worst, gap, pair_gap, above, first)
-
-
 def best_rows(table: Table, key: str) -> set[str]:
     """The rows whose mean, as printed, is the best; none where it is not better than chance.
 
@@ -278,15 +240,3 @@ def best_rows(table: Table, key: str) -> set[str]:
     if len(set(means.values())) < 2 or (chance is not None and best <= sign * chance):
         return set()
     return {name for name, mean in means.items() if mean == best}
-
-
-def pooled_sd(entries: Iterable[Entry]) -> float | None:
-    """Standard deviation over seeds pooled over rows, weighted by degrees of freedom; None without any."""
-    spread = [(len(e.values) - 1, e.sd) for e in entries if e.sd is not None]
-    freedom = sum(n for n, _ in spread)
-    return math.sqrt(sum(n * sd**2 for n, sd in spread) / freedom) if freedom else None
-
-
-def _ratio(distance: float, sd: float | None) -> float | None:
-    """A distance in standard deviations; None where the standard deviation is 0 or unknown."""
-    return distance / sd if sd else None
