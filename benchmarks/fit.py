@@ -30,7 +30,7 @@ from titans_platform.cli import echo_json, json_option, root_option
 from titans_platform.errors import UsageError
 from titans_platform.report.figures.picture import KINDS as COLOURS
 from titans_platform.report.figures.picture import LIGHT, MARKERS, Line, Picture, panel, save
-from titans_platform.report.verdict import Difference
+from titans_platform.report.table import Difference
 
 Progress = Callable[[str], None]
 STEPS = tuple(2.0**i for i in range(-8, 1))

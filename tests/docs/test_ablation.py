@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titans_core import LanguageModel
-from titans_platform.report.verdict import (
+from titans_platform.report.table import (
     AGREES,
     DISAGREES,
     Comparison,

@@ -16,8 +16,7 @@ from titans_platform.report import export
 from titans_platform.report.export import as_record, terminal
 from titans_platform.report.publish import write_report
 from titans_platform.report.report import build_report
-from titans_platform.report.table import build_table
-from titans_platform.report.verdict import by_seed
+from titans_platform.report.table import build_table, by_seed
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row, Scale, Study

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from titans_platform.report.table import Entry
-from titans_platform.report.verdict import (
+from titans_platform.report.table import (
     Comparison,
+    Entry,
     adjust,
     cell,
     compare,

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from titans_platform.report.figures import pictures
 from titans_platform.report.figures.data import Curve, figure_data
 from titans_platform.report.figures.picture import Picture
-from titans_platform.report.table import Entry, Table, TableRow
-from titans_platform.report.verdict import (
+from titans_platform.report.table import (
     Comparison,
+    Entry,
+    Table,
+    TableRow,
     VerdictTable,
     best_rows,
     compare,
