@@ -10,47 +10,43 @@
 
 namespace {
 
-// rows of n values; those of x are ldx apart
-APART void silu(int64_t rows, int n, const Real* x, int64_t ldx, Out y) {
-  for (int64_t r = 0; r < rows; r++)
-    each<Real>(n, [&](int64_t i, auto lane) {
-      typedef decltype(lane) X;
-      X z = at<X>(x, r * ldx + i);
-      at<X>(y, r * n + i) = z * sigmoid(z);
-    });
-}
-
-APART void silu_and_slope(int64_t rows, int n, const Real* x, int64_t ldx, Out y, Out slope) {
-  for (int64_t r = 0; r < rows; r++)
-    each<Real>(n, [&](int64_t i, auto lane) {
-      typedef decltype(lane) X;
-      X z = at<X>(x, r * ldx + i), s = sigmoid(z), open = z * s;
-      at<X>(y, r * n + i) = open, at<X>(slope, r * n + i) = s + open * (1 - s);
-    });
-}
-
-// y = sum_j w[j] x[j], rows of which are ldw and ldx apart
-APART void convolve(int n, int kernel, const Real* w, int64_t ldw, const Real* x, int64_t ldx, Out y) {
+APART void silu(int64_t n, In x, Out y) {
   each<Real>(n, [&](int64_t i, auto lane) {
+    typedef decltype(lane) X;
+    at<X>(y, i) = at<X>(x, i) * sigmoid(at<X>(x, i));
+  });
+}
+
+APART void silu_and_slope(int64_t n, In x, Out y, Out slope) {
+  each<Real>(n, [&](int64_t i, auto lane) {
+    typedef decltype(lane) X;
+    X s = sigmoid(at<X>(x, i)), open = at<X>(x, i) * s;
+    at<X>(y, i) = open, at<X>(slope, i) = s + open * (1 - s);
+  });
+}
+
+APART void times(int64_t n, In x, Out y) {
+  for (int64_t i = 0; i < n; i++) y[i] *= x[i];
+}
+
+// y = sum_j w[j] x[j], rows of which are `w_row` and `x_row` apart
+APART void convolve(int C, int kernel, const Real* w, int64_t w_row, const Real* x, int64_t x_row, Out y) {
+  each<Real>(C, [&](int64_t c, auto lane) {
     typedef decltype(lane) X;
     X sum = {};
-    for (int j = 0; j < kernel; j++) sum += at<X>(w, j * ldw + i) * at<X>(x, j * ldx + i);
-    at<X>(y, i) = sum;
+    for (int j = 0; j < kernel; j++) sum += at<X>(w, j * w_row + c) * at<X>(x, j * x_row + c);
+    at<X>(y, c) = sum;
   });
 }
 
-// to += sum_t x[t] y[t], rows of n
-APART void add_products(int64_t T, int n, const Real* x, const Real* y, Out to) {
-  each<Real>(n, [&](int64_t i, auto lane) {
+// to += sum_t x[t] y[t], rows of C
+APART void add_products(int64_t T, int C, const Real* x, const Real* y, Out to) {
+  each<Real>(C, [&](int64_t c, auto lane) {
     typedef decltype(lane) X;
-    X sum = at<X>(to, i);
-    for (int64_t t = 0; t < T; t++) sum += at<X>(x, t * n + i) * at<X>(y, t * n + i);
-    at<X>(to, i) = sum;
+    X sum = at<X>(to, c);
+    for (int64_t t = 0; t < T; t++) sum += at<X>(x, t * C + c) * at<X>(y, t * C + c);
+    at<X>(to, c) = sum;
   });
-}
-
-APART void times(int n, In x, Out y) {
-  for (int i = 0; i < n; i++) y[i] *= x[i];
 }
 
 // to = scale x - along y
@@ -58,79 +54,89 @@ APART void combine(int n, Real scale, In x, Real along, In y, Out to) {
   for (int i = 0; i < n; i++) to[i] = scale * x[i] - along * y[i];
 }
 
-// A head of a part of a row: E channels from `column` on, which fit into the cache.
-struct Head {
-  int E, K, part, size;
-  bool unit;
-  int64_t C, row, column, first, length, out;  // out: of the row's first token in the part
-  Head(const Mix& mix, int64_t row, int part, int h)
-      : E(mix.width), K(mix.kernel), part(part), size(mix.heads * E), unit(mix.unit >> part & 1),
-        C(mix.parts * size), row(row), column(part * size + h * E), first(mix.borders[row]),
-        length(mix.borders[row + 1] - first), out(first * size + h * E) {}
-  int64_t token(int64_t t) const { return (first + t) * C + column; }
-  // silu(x) after the state before the row, K - 1 more than the tokens
-  void before(const Mix& mix, const Real* state, std::vector<Real>& held) const {
-    held.resize((K - 1 + length) * E);
-    for (int j = 0; j < K - 1; j++)
-      std::copy_n(state + row * mix.state_stride + j * C + column, E, held.data() + j * E);
+struct Row {
+  int C;
+  int64_t first, length;
+  std::vector<Real> held;  // silu(x) after the row's state, K - 1 more than the tokens
+  Row(const Mix& mix, int64_t row) : C(mix.parts * mix.heads * mix.width) {
+    first = mix.borders[row], length = mix.borders[row + 1] - first;
+  }
+  Real* at(int64_t token, const Mix& mix) { return held.data() + (token + mix.kernel - 1) * C; }
+  void load(const Mix& mix, const Real* state) {
+    held.resize((mix.kernel - 1 + length) * C), std::copy(state, state + (mix.kernel - 1) * C, held.begin());
+  }
+  // the convolution of a token: sum_j w_j silu(x)_{t-j}
+  void token(int64_t t, const Mix& mix, const Real* weight, Real* y) {
+    convolve(C, mix.kernel, weight, C, at(t, mix), -C, y);
   }
 };
-
-template <class F> void for_heads(const Mix& mix, int64_t first, int64_t stop, F f) {
-  for (int64_t r = first; r < stop; r++)
-    for (int p = 0; p < mix.parts; p++)
-      for (int h = 0; h < mix.heads; h++) f(Head(mix, r, p, h));
-}
 
 }  // namespace
 
 // x [T, C], weight [K, C], state [rows, K - 1, C]; a part of the output is [T, heads, width]
 extern "C" void mix_forward(const Mix* mix, const Real* x, const Real* weight, const Real* state, Real** out,
                             int64_t first, int64_t stop) {
-  std::vector<Real> held;
-  for_heads(*mix, first, stop, [&](const Head& h) {
-    h.before(*mix, state, held);
-    Real* now = held.data() + (h.K - 1) * h.E;
-    silu(h.length, h.E, x + h.token(0), h.C, now);
-    for (int64_t t = 0; t < h.length; t++) {
-      Real* y = out[h.part] + h.out + t * h.size;
-      convolve(h.E, h.K, weight + h.column, h.C, now + t * h.E, -h.E, y);
-      if (h.unit) scale_by(h.E, 1 / std::max(std::sqrt(inner(h.E, y, y)), Real(mix->least)), y);
+  std::vector<Real> y(mix->parts * mix->heads * mix->width);
+  for (int64_t r = first; r < stop; r++) {
+    Row row(*mix, r);
+    row.load(*mix, state + r * mix->state_stride);
+    silu(row.length * row.C, x + row.first * row.C, row.at(0, *mix));
+    int E = mix->width, size = mix->heads * E;
+    for (int64_t t = 0; t < row.length; t++) {
+      row.token(t, *mix, weight, y.data());
+      for (int p = 0; p < mix->parts; p++) {
+        const Real* from = y.data() + p * size;
+        Real* to = out[p] + (row.first + t) * size;
+        if (!(mix->unit >> p & 1)) {
+          std::copy_n(from, size, to);
+          continue;
+        }
+        for (int h = 0; h < mix->heads; h++, from += E, to += E) {
+          Real norm = std::sqrt(inner(E, from, from));
+          combine(E, 1 / std::max(norm, Real(mix->least)), from, 0, from, to);
+        }
+      }
     }
-  });
+  }
 }
 
 // dout may hold null pointers; dweight [K, C] is added to, dstate [rows, K - 1, C] written
 extern "C" void mix_backward(const Mix* mix, const Real* x, const Real* weight, const Real* state, Real** dout,
                              Real* dx, Real* dweight, Real* dstate, int64_t first, int64_t stop) {
-  std::vector<Real> held, slope, y(mix->width), dy;
-  for_heads(*mix, first, stop, [&](const Head& h) {
-    int E = h.E, K = h.K, before = K - 1;
-    int64_t T = h.length;
-    h.before(*mix, state, held), slope.resize(T * E);
-    Real* now = held.data() + before * E;
-    silu_and_slope(T, E, x + h.token(0), h.C, now, slope.data());
-    dy.assign((T + 2 * before) * E, 0);  // zeros before the first token and after the last
-    Real* d = dy.data() + before * E;
-    for (int64_t t = 0; t < T && dout[h.part]; t++) {
-      const Real* g = dout[h.part] + h.out + t * h.size;
-      Real scale = 1, along = 0;
-      if (h.unit) {
-        convolve(E, K, weight + h.column, h.C, now + t * E, -E, y.data());
-        Real norm = std::sqrt(inner(E, y.data(), y.data()));
-        scale = 1 / std::max(norm, Real(mix->least));
-        if (norm > mix->least) along = inner(E, y.data(), g) * scale * scale * scale;
+  std::vector<Real> y(mix->parts * mix->heads * mix->width), dy, slope, dheld;
+  for (int64_t r = first; r < stop; r++) {
+    Row row(*mix, r);
+    row.load(*mix, state + r * mix->state_stride);
+    int E = mix->width, size = mix->heads * E, C = row.C, K = mix->kernel, before = K - 1;
+    slope.resize(row.length * C);
+    silu_and_slope(row.length * C, x + row.first * C, row.at(0, *mix), slope.data());
+    dy.assign((row.length + 2 * before) * C, 0);  // zeros before the first token and after the last
+    Real* d = dy.data() + before * C;
+    for (int64_t t = 0; t < row.length; t++) {
+      row.token(t, *mix, weight, y.data());
+      for (int p = 0; p < mix->parts; p++) {
+        if (!dout[p]) continue;
+        const Real *from = y.data() + p * size, *g = dout[p] + (row.first + t) * size;
+        Real* to = d + t * C + p * size;
+        if (!(mix->unit >> p & 1)) {
+          std::copy_n(g, size, to);
+          continue;
+        }
+        for (int h = 0; h < mix->heads; h++, from += E, g += E, to += E) {
+          Real norm = std::sqrt(inner(E, from, from)), scale = 1 / std::max(norm, Real(mix->least)), along = 0;
+          if (norm > mix->least) along = inner(E, from, g) * scale * scale * scale;
+          combine(E, scale, g, along, from, to);
+        }
       }
-      combine(E, scale, g, along, y.data(), d + t * E);
     }
-    for (int j = 0; j < K; j++) add_products(T, E, now - j * E, d, dweight + j * h.C + h.column);
+    for (int j = 0; j < K; j++) add_products(row.length, C, row.at(-j, *mix), d, dweight + j * C);
     // the gradient of silu(x)_t is sum_j w_j dy_{t+j}
-    for (int64_t t = -before; t < T; t++) {
-      Real* to = t < 0 ? dstate + (h.row * before + t + before) * h.C + h.column : dx + h.token(t);
-      convolve(E, K, weight + h.column, h.C, d + t * E, E, to);
-      if (t >= 0) times(E, slope.data() + t * E, to);
+    for (int64_t t = -before; t < 0; t++) convolve(C, K, weight, C, d + t * C, C, dstate + (r * before + t + before) * C);
+    for (int64_t t = 0; t < row.length; t++) {
+      Real* to = dx + (row.first + t) * C;
+      convolve(C, K, weight, C, d + t * C, C, to), times(C, slope.data() + t * C, to);
     }
-  });
+  }
 }
 
 namespace {

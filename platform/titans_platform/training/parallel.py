@@ -113,11 +113,12 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 def clip_gradients(model: nn.Module, limit: float | None) -> float:
     """Clip the gradients to the global norm ``limit``. Returns the norm before clipping, over all shards."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    parameters = list(model.parameters())  # walking through the modules takes longer than a small model's norm
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if whole := getattr(norm, "full_tensor", None):  # a DTensor
         norm = whole()
     if limit is not None:
-        nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm.item()
 
 
