@@ -113,7 +113,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 def clip_gradients(model: nn.Module, limit: float | None) -> float:
     """Clip the gradients to the global norm ``limit``. Returns the norm before clipping, over all shards."""
-    parameters = list(model.parameters())  # walking through the modules takes longer than a small model's norm
+    parameters = list(model.parameters())  # walking the modules takes longer than a small model's norm
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if whole := getattr(norm, "full_tensor", None):  # a DTensor
         norm = whole()
