@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class LanguageModel(Backbone):
 
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         # flattened: softmax over a middle dimension is several times slower
-        return token_losses(x_ND, self.head.weight, targets_N)
+        return token_losses(x_ND, cast(Linear, self.head).weight, targets_N)
 
     def generate(
         self,

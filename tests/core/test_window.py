@@ -38,7 +38,8 @@ def inputs(T: int, persistent: int) -> list[Tensor]:
 
 
 def gradients(parts: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in parts)
+    sums = [(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in parts]
+    loss = torch.stack(sums).sum()
     return [*parts, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
@@ -101,6 +102,7 @@ def test_the_keys_and_their_gradients_are_carried_and_reset(monkeypatch, window,
             positions = torch.arange(first, first + cut)[None]
             y, state = m(x[:, first : first + cut], positions, state, prefix)
             parts.append(y)
+        assert state is not None and state.keys is not None  # noqa: PT018
         return gradients([*parts, *state.keys], [*leaves, *m.parameters()])
 
     # single tokens are left to PyTorch

@@ -68,7 +68,7 @@ def test_the_feed_forward_layer_is_what_it_says(threads, compiled, width, hidden
     x, norm, gate, up, down = leaves = [normal(*shape) for shape in shapes]
     z = F.rms_norm(x, (width,), norm, 1e-6)
     expected = x + F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
-    found = with_gradients(feed_forward(*leaves, 1e-6), leaves)
+    found = with_gradients(feed_forward(x, norm, gate, up, down, 1e-6), leaves)
     torch.testing.assert_close(found, with_gradients(expected, leaves), rtol=1e-8, atol=1e-8)
     assert len(compiled) == 1
 
