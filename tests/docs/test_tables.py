@@ -22,6 +22,8 @@ TABLES = {
     "dna.csv": ("docs/comparisons.md", "DNA: two tasks of GUE"),
     "forecasting.csv": ("docs/comparisons.md", "Forecasting: ETTh1 and ETTm1"),
     "hybrids.csv": ("docs/hybrids.md", "Ten reporting seeds"),
+    "long-contexts.csv": ("docs/long-contexts.md", "Ten seeds"),
+    "long-rules.csv": ("docs/long-contexts.md", "A gradient after every token"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
     "far-needle.csv": ("docs/results.md", "How far a memory holds"),
     "forgetting.csv": ("docs/results.md", "Forgetting what is over"),
