@@ -215,13 +215,13 @@ def test_stdlib_is_the_library_s_own_source(stdlib):
     train, validation = documents_of(stdlib, "train"), documents_of(stdlib, "validation")
     assert not set(train) & set(validation)
     assert len(validation) >= 2
-    source = StdlibSource()
+    source = StdlibSource(SourceConfig(kind="stdlib"), "data.sources.0", Path())
     first = (source.folder / source.files()[0]).read_text()
     assert first in train + validation
 
 
 def test_stdlib_leaves_out_what_slim_installs_lack():
-    files = StdlibSource().files()
+    files = StdlibSource(SourceConfig(kind="stdlib"), "data.sources.0", Path()).files()
     assert files == sorted(set(files))
     assert {"abc.py", "asyncio/base_events.py", "json/decoder.py"} <= set(files)
     out = ("test", "idlelib", "site-packages", "__pycache__", "ensurepip", "lib2to3", "tkinter", "config-")

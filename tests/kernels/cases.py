@@ -33,7 +33,7 @@ class Call:
         """y and the state after the last token."""
         *tokens, extra = with_extra(self.tokens)
         around = {"extra": extra, "residual": self.residual, "base": self.base}
-        y, after = neural_memory(*tokens, *self.state, **around, **options)
+        y, after = neural_memory(*tokens, *self.state, **(around | options))
         return [y, *after.weights, *after.momentum]
 
     def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
@@ -41,8 +41,8 @@ class Call:
         state, outputs = DecodeState.of(self.state), []
         for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
             *tokens, extra = with_extra(part)
-            around = {"extra": extra, "residual": self.residual, "base": self.base}
-            y, state = form(*tokens, state, **around, **options)
+            around = {"extra": extra, "residual": self.residual, "base": self.base} | options
+            y, state = form(*tokens, state, **around)
             outputs.append(y)
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
