@@ -134,6 +134,7 @@ class Attention(Projections):
         if (
             self.cut
             or (alone and len(position_BT) != 1)
+            or (keys is not None and len(keys.k) != len(q))
             or not serves_window(q, [k, v, *(prefix or ()), *(keys or ())], self.window, before)
         ):
             return None

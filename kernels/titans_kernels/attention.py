@@ -70,7 +70,9 @@ def attend_window(
     cu_seqlens = options.cu_seqlens
     borders = tuple(range(0, B * T + 1, T)) if cu_seqlens is None else document_borders(cu_seqlens, B * T)
     none = q.new_empty(1, H, 0, E)
-    given = q, k, v, scale_H, *(prefix or (none, none)), *(held or (none, none))
+    given = q, k, v, scale_H.to(q.dtype), *(prefix or (none, none)), *(held or (none, none))
+    if options.held_B is not None:
+        options = options._replace(held_B=options.held_B.expand(B).contiguous())
     y, *after = _Attend.apply(borders, options, *given)  # pyright: ignore[reportGeneralTypeIssues]
     return y, (after[0], after[1])
 

@@ -34,7 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gate: Tensor | None = No
     Returns:
         [..., D]; in the dtype of ``gate`` if one is given.
     """
-    if serves(x, weight) and (gate is None or serves(gate, x)):
+    fits = weight.shape == x.shape[-1:] and (gate is None or gate.shape == x.shape)
+    if fits and serves(x, weight) and (gate is None or serves(gate, x)):
         return _Norm.apply(x, weight, gate, epsilon)  # pyright: ignore[reportReturnType]
     y = F.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
     return y if gate is None else y.to(gate.dtype) * F.silu(gate)
@@ -45,7 +46,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon):
-        x, gate = x.contiguous(), None if gate is None else gate.contiguous()
+        x, weight, gate = x.contiguous(), weight.contiguous(), None if gate is None else gate.contiguous()
         ctx.save_for_backward(x, weight, gate)
         ctx.epsilon, y = epsilon, torch.empty_like(x)
         shape, tensors = _norm_shape(x, epsilon), [pointer(t) for t in (x, weight, gate, y)]

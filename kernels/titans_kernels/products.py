@@ -34,7 +34,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: [F, D].
         bias: [F], or None.
     """
-    if _serves(x, weight) and (bias is None or serves(bias, x)):
+    fits = bias is None or (serves(bias, x) and bias.shape == weight.shape[:1])
+    if fits and _serves(x, weight):
         return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
@@ -53,7 +54,8 @@ def feed_forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor
     Returns:
         [..., D].
     """
-    if _serves(x, gate, up, down, norm):
+    fits = gate.shape == up.shape == down.shape[::-1] and norm.shape == x.shape[-1:]
+    if fits and _serves(x, gate, up, down, norm):
         return _FeedForward.apply(x, norm, gate, up, down, epsilon)  # pyright: ignore[reportReturnType]
     z = rms_norm(x, norm, epsilon)
     return x + F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
@@ -70,7 +72,9 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     Returns:
         [T], in nats.
     """
-    if _serves(x, weight) and int(targets.min()) >= 0 and int(targets.max()) < len(weight):
+    fits = x.dim() == 2 and targets.shape == x.shape[:1] and targets.dtype == torch.int64
+    fits = fits and targets.device == x.device and _serves(x, weight)
+    if fits and int(targets.min()) >= 0 and int(targets.max()) < len(weight):
         return _Losses.apply(x, weight, targets)  # pyright: ignore[reportReturnType]
     logits = F.linear(x, weight)
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -78,8 +82,11 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _serves(x: Tensor, *weights: Tensor) -> bool:
+    """Whether C++ is to multiply x by the first weight; PyTorch's operators refuse shapes that do not fit."""
     return (
-        x.numel() >= MIN_TOKENS * x.shape[-1]
+        not torch.compiler.is_compiling()
+        and x.numel() >= MIN_TOKENS * max(1, x.shape[-1])
+        and weights[0].shape[1:] == x.shape[-1:]
         and serves(x, *weights)
         and sum(w.nbytes for w in weights) <= MAX_BYTES
         and not torch.is_autocast_enabled("cpu")
@@ -116,7 +123,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight, bias)
         ctx.shape, y = _Shape.of(x, weight), x.new_empty(*x.shape[:-1], weight.shape[0])
         call = ctypes.byref(ctx.shape), *map(pointer, (x, weight, bias, y))
@@ -180,7 +187,8 @@ class _Losses(torch.autograd.Function):
     def backward(ctx, dlosses):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, targets, total = ctx.saved_tensors
         dx, dweight = torch.empty_like(x) if ctx.needs_input_grad[0] else None, Partial(weight)
-        call = ctypes.byref(ctx.shape), *map(pointer, (x, weight, targets, total, dlosses.contiguous(), dx))
+        dlosses = dlosses.contiguous()  # of a sum's gradient a copy, which must outlive the call
+        call = ctypes.byref(ctx.shape), *map(pointer, (x, weight, targets, total, dlosses, dx))
         run = compiled(x).loss_backward
         parallel_for(ctx.shape.jobs, lambda *jobs: run(*call, dweight.of(jobs), *jobs))
         return dx, dweight.sum(), None

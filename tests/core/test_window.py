@@ -132,3 +132,14 @@ def test_what_is_not_supported_is_left_to_pytorch(monkeypatch):
     m(x, torch.arange(20)[None])
     long = torch.randn(1, MAX_SPAN + 1, D, dtype=torch.float64)
     layer(None)(long, torch.arange(long.shape[1])[None])
+
+
+def test_held_counts_of_any_strides_and_a_state_of_too_few_rows(monkeypatch):
+    m, (x,) = layer(8), inputs(12, 0)
+    with torch.no_grad():
+        _, state = m(x, torch.arange(12)[None])
+        at = torch.arange(12, 24)[None]
+        for held_B in (torch.tensor([0, 7, 3, 7, 7, 7])[::2], torch.tensor([2])):
+            assert_both_are_equal(monkeypatch, lambda h=held_B: m(x, at, state._replace(held_B=h))[0])
+        with pytest.raises(RuntimeError, match="Sizes of tensors"):
+            m(x, at, m(x[:1], torch.arange(12)[None])[1])

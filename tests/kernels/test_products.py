@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import needs_compiler
-from titans_kernels import feed_forward, linear, products, token_losses
+from titans_kernels import feed_forward, linear, products, rms_norm, token_losses
 
 pytestmark = needs_compiler
 SHAPES = [(16, 16, (64,)), (64, 260, (3, 67)), (24, 6, (1, 200)), (5, 33, (2, 2, 9))]
@@ -85,6 +85,16 @@ def test_losses_are_cross_entropies(threads, compiled, width, vocabulary, tokens
     assert len(compiled) == 1
 
 
+def test_gradients_of_a_sum_of_losses(threads):
+    """They are one number, expanded."""
+    x, weight = leaves = [normal(90, 16), normal(40, 16)]
+    targets = torch.randint(40, (90,))
+    found = torch.autograd.grad(token_losses(x, weight, targets).sum(), leaves)
+    logits = F.linear(x, weight)
+    expected = torch.autograd.grad(F.cross_entropy(logits, targets, reduction="sum"), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
 def test_targets_beyond_the_vocabulary_are_left_to_pytorch():
     x, weight, targets = normal(40, 8), normal(9, 8), torch.arange(40) % 9
     targets[3] = -100
@@ -99,6 +109,34 @@ def test_autocast_and_half_precision_are_pytorchs(compiled, dtype):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(x, weight).dtype == torch.bfloat16
     assert not compiled
+
+
+def test_shapes_and_dtypes_that_do_not_fit_are_refused_as_by_pytorch(compiled):
+    """C++ would read beyond them."""
+    x, weight, targets = normal(40, 8), normal(9, 8), torch.arange(40) % 9
+    hidden = [normal(16, 8), normal(16, 8)]
+    refused = [
+        lambda: linear(normal(40, 6), weight),
+        lambda: linear(x, weight, normal(4)),
+        lambda: feed_forward(x, normal(8), *hidden, normal(8, 12), 1e-6),
+        lambda: feed_forward(x, normal(6), *hidden, normal(8, 16), 1e-6),
+        lambda: rms_norm(x, normal(6), 1e-6),
+        lambda: token_losses(normal(40, 6), weight, targets),
+        lambda: token_losses(x, weight, targets[:36]),
+        lambda: token_losses(x, weight, targets.int()),
+    ]
+    for call in refused:
+        with pytest.raises((RuntimeError, ValueError)):
+            call()
+    assert linear(x[:, :0], weight[:, :0]).shape == (40, 9)
+
+
+def test_a_bias_and_a_norm_that_are_not_contiguous(compiled):
+    x, weight, wide = normal(64, 16), normal(16, 16), normal(32)
+    for vector in (wide[::2], wide[0].expand(16)):
+        torch.testing.assert_close(linear(x, weight, vector), F.linear(x, weight, vector))
+        torch.testing.assert_close(rms_norm(x, vector, 1e-6), F.rms_norm(x, (16,), vector, 1e-6))
+    assert compiled
 
 
 def test_large_weights_are_left_to_pytorch(compiled):
