@@ -52,7 +52,7 @@ def test_the_whole_model_compiles_and_gives_the_eager_result(variant):
         logits = form(x).logits
         grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()), materialize_grads=True)
         results.append([logits.detach(), *grads])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_packed_documents_compile_too(variant, window):
             logits = form(x, document_starts=given).logits
             grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()))
             results.append([logits.detach(), *grads])
-        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-6)
 
 
 def test_a_step_after_the_other_compiles_too():
@@ -116,6 +116,8 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     starts[0, 5] = True
     with mode():
         m(tokens(2, 21), document_starts=starts)
-    # the others need no boundaries; Based's window of 64 is longer than the row; TNT's shards are per layer
-    assert len(known) == (4 if variant == "tnt" else variant in [*MEMORIES, "based"])
+    # Based's window of 64 is longer than the row; TNT's shards are per layer; attention needs boundaries where it
+    # is compiled, and the others none
+    needed = variant in [*MEMORIES, "based"]
+    assert len(known) in ({4} if variant == "tnt" else {1} if needed else {0, 1})
     assert len(made) == len(set(made))
