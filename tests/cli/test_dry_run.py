@@ -67,13 +67,14 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
     assert tokens == {("ddp", None): 2, ("ddp", 1): 1, ("sequence", None): 2, ("sequence", 1): 0.5}
 
 
-def test_rows_longer_than_their_text_are_refused(tiny_yaml, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("some words " * 1000)
+@pytest.mark.parametrize(("words", "rows", "bytes_"), [(1000, 200_000, "11,000"), (0, 64, "0")])
+def test_rows_longer_than_their_text_are_refused(words, rows, bytes_, tiny_yaml, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words " * words)
     source = f"data.sources=[{{kind: files, path: {tmp_path}/text.txt}}]"
-    given = ["--dry-run", "--set", source, "--set", "data.sequence_length=200000"]
+    given = ["--dry-run", "--set", source, "--set", f"data.sequence_length={rows}"]
     assert cli.run(["train", str(tiny_yaml), "--root", str(tmp_path / "runs"), *given]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: data.sequence_length: 200,000 is more than the at most 11,000 tokens of data.sources.0"
+        f"error: data.sequence_length: {rows:,} is more than the at most {bytes_} tokens of data.sources.0"
     )
 
 

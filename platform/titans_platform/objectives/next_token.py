@@ -95,7 +95,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             most = source.max_tokens
             if source.kind == "files":
                 size = FilesSource(source, f"data.sources.{i}", Path()).text_bytes()
-                most = min(filter(None, (most, size)), default=None)
+                most = min((given for given in (most, size) if given is not None), default=None)
             if most is not None and most <= length and source.weight:
                 raise UsageError(
                     f"data.sequence_length: {length:,} is more than the at most {most:,} tokens of "
