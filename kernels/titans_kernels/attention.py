@@ -42,10 +42,13 @@ class WindowOptions(NamedTuple):
 
 
 def serves_window(q: Tensor, others: Sequence[Tensor], window: int | None, held: int) -> bool:
-    """Whether the library supports a call for q [B, T, H, E], and is faster than PyTorch's operators."""
+    """Whether the library supports a call for q [B, T, H, E], and is faster than PyTorch's operators.
+
+    ``others`` are the other tensors of the call, ``held`` the number of cached keys.
+    """
     T, E = q.shape[1], q.shape[-1]
-    seen = held + T if window is None else min(window, held + T)
-    return T > 1 and E % 2 == 0 and seen <= MAX_SPAN and bool(q.numel()) and serves(q, *others)
+    visible_keys = held + T if window is None else min(window, held + T)
+    return T > 1 and E % 2 == 0 and visible_keys <= MAX_SPAN and bool(q.numel()) and serves(q, *others)
 
 
 def attend_window(
@@ -124,18 +127,19 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, *dafter):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dy, *dcache):  # pyright: ignore[reportIncompatibleMethodOverride]
         tensors = ctx.saved_tensors
         q, *_ = tensors
         fixed = tensors[4:]
         N, H = ctx.documents, q.shape[2]
         dy = torch.zeros_like(q) if dy is None else dy.contiguous()
-        dafter = [None if d is None or not ctx.options.keep else d.contiguous() for d in dafter]
+        # gradients of the returned key-value cache; packed documents return none
+        dcache = [None if d is None or not ctx.options.keep else d.contiguous() for d in dcache]
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
         dprefix, dscale = [q.new_empty(N, *x.shape[1:]) for x in fixed[:2]], q.new_empty(N, H)
         dbefore = [torch.empty_like(x) for x in fixed[2:]]
         call = _call(ctx.borders, ctx.options, tensors)
-        call = *call, *map(pointer, (dy, *dafter, dq, dk, dv, *dprefix, dscale, *dbefore))
+        call = *call, *map(pointer, (dy, *dcache, dq, dk, dv, *dprefix, dscale, *dbefore))
         run = compiled(q).window_backward
         parallel_for(N * H, lambda *jobs: run(*call, *jobs))
         dprefix = [d.sum(0, keepdim=True) for d in dprefix]
