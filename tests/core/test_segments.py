@@ -107,7 +107,7 @@ def test_the_number_of_threads_changes_nothing(threads):
 
 
 def test_large_projections_are_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr("titans_kernels.segments.MAX_BYTES", 0)
+    monkeypatch.setattr("titans_kernels.attention.MAX_BYTES", 0)
     net, x = model(), tokens(2, 33)
     assert both(monkeypatch, net, x, None, [32])[2] == 0
 

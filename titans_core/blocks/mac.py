@@ -17,9 +17,7 @@ from titans_core.layers import EPS, Gate, RMSNorm
 from titans_core.memory import MemoryCache, NeuralMemory, expand_momentum, zero_momentum
 from titans_core.projections import ConvState
 from titans_kernels import DecodeState, Rule, packed_layout
-from titans_kernels.memory.forms.native import ACTIVATIONS
-from titans_kernels.native import serves
-from titans_kernels.segments import (
+from titans_kernels.attention import (
     CarriedState,
     SegmentOptions,
     SegmentTokens,
@@ -27,6 +25,8 @@ from titans_kernels.segments import (
     attend_segments,
     serves_segments,
 )
+from titans_kernels.memory.forms.native import ACTIVATIONS
+from titans_kernels.native import serves
 
 
 class MACState(NamedTuple):
