@@ -108,8 +108,8 @@ class MemoryConfig(Frozen):
     """The update rule: a name in `titans_kernels.RULES`, such as gated_delta or e2_ttt, or ``module:Name`` of
     a `titans_kernels.Rule`."""
     rule_options: dict[str, float] = {}
-    """Parameters of the rule by name: ``delta`` of huber and yaad, ``tied`` of mdn and ``post`` of delta_ttt
-    (1 for true)."""
+    """Parameters of the rule by name: ``delta`` of huber and yaad; ``tied`` of mdn, ``post`` of delta_ttt and
+    ``lag`` of memora (1 for true)."""
 
     @model_validator(mode="after")
     def _outputs_fit(self) -> MemoryConfig:

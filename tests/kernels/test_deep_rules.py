@@ -14,6 +14,7 @@ from tests.kernels.cases import assert_same, with_extra
 from tests.kernels.test_rules import Case
 from titans_kernels import (
     DecodeState,
+    MemoryState,
     Residual,
     Rule,
     decode_step,
@@ -140,9 +141,10 @@ def test_e2_ttt(clip):
     assert_published(case, case.by_hand(head), case.leaves, rule=find_rule("e2_ttt", clip=clip))
 
 
-@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "lact", "omega", "atlas"])
+@pytest.mark.parametrize("name", ["e2_ttt", "moneta", "memora", "memora lag", "lact", "omega", "atlas"])
 def test_the_state_of_an_open_chunk_is_counted(name):
-    rule = find_rule(name)
+    name, *on = name.split()
+    rule = find_rule(name, **dict.fromkeys(on, 1.0))
     case = Deep(rule=rule)
     for tokens in (1, 5, B, 15):
         *part, extra = with_extra(x[:, :tokens] for x in case.tokens)
@@ -206,8 +208,10 @@ def test_a_threshold_per_token_is_yaad():
     assert_published(case, expected, case.without_momentum, rule=find_rule("yaad_gated", delta=3.0))
 
 
-@pytest.mark.parametrize("chunk_size", [1, B])
-def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(chunk_size):
+@pytest.mark.parametrize("lag", [False, True], ids=["", "lag"])
+@pytest.mark.parametrize("chunk_size", [1, 2, B])
+def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(chunk_size, lag):
+    """With a lag token, at the weights after the chunk's first token."""
     case = Deep(momentum=False)
     case.state = case.state._replace(
         weights=tuple((4 * W.detach()).softmax(-2).requires_grad_() for W in case.state.weights)
@@ -223,11 +227,53 @@ def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(c
             W = [(1 - alpha) * x - theta * d for x, d in zip(W, g, strict=True)]
             if t % chunk_size == chunk_size - 1:
                 W = true
+            if lag and t % chunk_size == 0:
+                start = W = true
             y.append(case.output(h, q, f(W, q)))
             S = [-theta * d for d in g]
         return y, W, S
 
-    assert_published(case, case.by_hand(head), case.without_momentum, rule="memora", chunk_size=chunk_size)
+    options = {"rule": find_rule("memora", lag=lag), "chunk_size": chunk_size}
+    assert_published(case, case.by_hand(head), case.without_momentum, **options)
+
+
+def by_turns(case: Case, borders: list[int], **options) -> list[Tensor]:
+    """`memora` of each document in chunks of one token and of B - 1 tokens, in turns."""
+    apart = []
+    for i, (start, end) in enumerate(pairwise(borders)):
+        state, outputs = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in case.state)), []
+        sizes = [*((end - start) // B * [1, B - 1]), 1, B - 1]
+        parts = [sum(sizes[:n]) + start for n in range(len(sizes) + 1)]
+        for (first, last), size in zip(pairwise(parts), sizes, strict=True):
+            if first < end:
+                tokens = [x[:, first : min(last, end)] for x in case.tokens]
+                y, state = neural_memory(*tokens, *state, rule="memora", chunk_size=size, **options)
+                outputs.append(y)
+        apart.append([torch.cat(outputs, 1), *state.weights, *state.momentum])
+    return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
+
+
+@pytest.mark.parametrize("by_column", [False, True], ids=["", "by_column"])
+def test_a_lag_token_is_a_chunk_of_its_own(by_column):
+    """Also with momentum, packed documents, one alpha per column, and a write budget over a whole chunk."""
+    borders, lag = [0, 8, 15, 16, T], {"rule": find_rule("memora", lag=1), "chunk_size": B}
+    case, packed = Case(T, 2), Case(T, 2, documents=4)
+    for x in (case, packed):
+        x.state = x.state._replace(
+            weights=tuple((4 * W.detach()).softmax(-2).requires_grad_() for W in x.state.weights)
+        )
+        if by_column:
+            x.tokens[3] = (x.tokens[3][..., None] * torch.tensor([0.5])).detach().requires_grad_()
+    for backend in ("reference", "auto"):
+        options = lag | {"backend": backend}
+        assert_same(by_turns(case, [0, T]), case.whole(**options), case.leaves)
+        documents = packed.whole(cu_seqlens=torch.tensor(borders), **options)
+        assert_same(by_turns(packed, borders), documents, packed.leaves)
+    lag["write_budget"] = 0.3
+    expected = case.whole(backend="reference", **lag)
+    assert_same(expected, case.whole(**lag), case.leaves)
+    for sizes in ([1] * T, [2, 3, 9, T - 14]):
+        assert_same(expected, case.pieces(sizes, **lag), case.leaves)
 
 
 def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inputs]

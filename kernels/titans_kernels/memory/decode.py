@@ -20,7 +20,7 @@ from titans_kernels.memory import window
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.budget import effective_steps
 from titans_kernels.memory.forms import native
-from titans_kernels.memory.forms.autograd import continue_chunk
+from titans_kernels.memory.forms.autograd import OpenChunk, continue_chunk
 from titans_kernels.memory.forms.reference import apply_memory, surprise
 from titans_kernels.memory.op import FORMS, neural_memory, with_targets
 from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, whole, without_autocast
@@ -30,6 +30,7 @@ from titans_kernels.memory.rules import PAPER, Rule, find_rule
 from titans_kernels.memory.state import (
     AnyState,
     DecodeState,
+    after_lag_token,
     as_factors,
     as_open_chunk,
     has_factors,
@@ -119,25 +120,39 @@ def decode_step(
     if rule.window:
         return _windowed(tokens, state, options, q.dtype, write_budget)
     tokens, steps = _budgeted(tokens, state, chunk_size, write_budget)
+    outputs, rest = [], tokens
     with without_autocast(q):
-        if has_factors(options.rule, by_column=tokens.forgets_by_column):
-            y, state = by_factors(tokens, as_factors(state), options)
-        else:
-            y, state = continue_chunk(tokens, as_open_chunk(state, options.rule), options)
-        if state.position == chunk_size:
-            ended = (
-                state.ended(options.rule, own, activation)
-                if isinstance(state, DecodeState)
-                else state.memory()
-            )
-            if isinstance(state, DecodeState) and options.rule.ends_chunks and options.rule.reads == "token":
-                f, last = ACTIVATIONS[activation], tokens.q[:, -1:].transpose(1, 2)
-                read = apply_memory(whole(ended.weights, own), last, f, residual).transpose(1, 2)
-                y = torch.cat([y[:, :-1], read], 1)
-            state = DecodeState.of(ended)
-        elif write_budget:
+        first, *others = rule.parts(chunk_size)
+        if others and not state.position:  # the first part is one token
+            one, rest = (Inputs(*(x[:, part] for x in tokens)) for part in (slice(first), slice(first, None)))
+            y, state = _continued(one, state, options._replace(chunk_size=first))
+            state = after_lag_token(state.memory(), one, rule)
+            outputs.append(y)
+        if rest.q.shape[1]:
+            y, state = _continued(rest, state, options)
+            outputs.append(y)
+        if write_budget and state.position:
             state = with_steps(state, tokens.k, steps)
-    return y.to(q.dtype), state
+    return torch.cat(outputs, 1).to(q.dtype), state
+
+
+def _continued(tokens: Inputs, state: AnyState, options: Options) -> tuple[Tensor, DecodeState | OpenChunk]:
+    """y [B, T, H, D_v] of the next tokens of a chunk, and the state after them."""
+    rule, own, activation = options.rule, options.base, options.activation
+    if has_factors(rule, by_column=tokens.forgets_by_column):
+        y, state = by_factors(tokens, as_factors(state), options)
+    else:
+        y, state = continue_chunk(tokens, as_open_chunk(state, rule), options)
+    if state.position < options.chunk_size:
+        return y, state
+    if isinstance(state, OpenChunk):
+        return y, DecodeState.of(state.memory())
+    ended = state.ended(rule, own, activation)
+    if rule.ends_chunks and rule.reads == "token":
+        f, last = ACTIVATIONS[activation], tokens.q[:, -1:].transpose(1, 2)
+        read = apply_memory(whole(ended.weights, own), last, f, options.residual).transpose(1, 2)
+        y = torch.cat([y[:, :-1], read], 1)
+    return y, DecodeState.of(ended)
 
 
 def extend_memory(

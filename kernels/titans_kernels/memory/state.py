@@ -14,7 +14,14 @@ from torch import Tensor
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.autograd import OpenChunk
 from titans_kernels.memory.forms.reference import end_chunk
-from titans_kernels.memory.options import Layers, MemoryState, distances, whole, without_autocast
+from titans_kernels.memory.options import (
+    Inputs,
+    Layers,
+    MemoryState,
+    distances,
+    whole,
+    without_autocast,
+)
 from titans_kernels.memory.rules import Rule
 from titans_kernels.memory.window import WindowState
 
@@ -137,6 +144,20 @@ def state_numel(
 def has_factors(rule: Rule, by_column: bool) -> bool:
     """Whether the state inside a chunk is a `DecodeState`; ``by_column``: alpha is per group of columns."""
     return rule.linear and not by_column
+
+
+def after_lag_token(state: MemoryState, token: Inputs, rule: Rule) -> DecodeState | OpenChunk:
+    """One token into a chunk whose first token is a part of its own (`Rule.parts`): a token without gradient.
+
+    ``state`` is that after the token, and ``token`` [B, 1, H, ...] its inputs.
+    """
+    k, alpha, eta = (x.transpose(1, 2) for x in (token.k, token.alpha, token.eta))
+    etas = eta.clone() if rule.ends_chunks else eta[..., :0]
+    if not has_factors(rule, token.forgets_by_column):
+        return OpenChunk.of(state, rule)._replace(alpha=torch.zeros_like(alpha), etas=etas)
+    opened, none = DecodeState.of(state), torch.zeros_like(eta)
+    X, d = (tuple(x.new_zeros(*x.shape[:2], 1, x.shape[-1]) for x in part) for part in opened[2:4])
+    return opened._replace(inputs=(k.clone(), *X[1:]), errors=d, c=none, n=none, etas=etas)
 
 
 def with_steps(state: AnyState, k: Tensor, steps: Tensor) -> AnyState:

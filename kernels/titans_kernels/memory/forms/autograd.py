@@ -9,7 +9,9 @@ Shapes: B rows or one packed document, H heads, T tokens of a chunk, D/F input/o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -74,11 +76,23 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     state, outputs = MemoryState(distances(weights, options.base), momentum), []
-    for chunk in zip(*(x.split(options.chunk_size, 1) for x in inputs), strict=True):
-        y, opened = continue_chunk(Inputs(*chunk), OpenChunk.of(state, options.rule), options)
+    for chunk, size in parts(inputs, options, 1):
+        y, opened = continue_chunk(
+            chunk, OpenChunk.of(state, options.rule), options._replace(chunk_size=size)
+        )
         state = opened.memory()
         outputs.append(y)
     return torch.cat(outputs, 1), whole(state.weights, options.base), state.momentum
+
+
+def parts(inputs: Inputs, options: Options, dim: int) -> Iterator[tuple[Inputs, int]]:
+    """The tokens of each part of each chunk, along ``dim``, and its length in a full chunk (`Rule.parts`)."""
+    b, T = options.chunk_size, inputs.q.shape[dim]
+    chunks = [*[b] * (T // b), *[T % b] * (T % b > 0)]
+    lengths = [length for chunk in chunks for length in options.rule.parts(chunk)]
+    tokens = zip(*(x.split(lengths, dim) for x in inputs), strict=True)
+    for part, length in zip(tokens, cycle(options.rule.parts(b)), strict=False):
+        yield Inputs._make(part), length
 
 
 def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[Tensor, OpenChunk]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.forms.autograd import parts
 from titans_kernels.memory.forms.reference import (
     apply_memory,
     each_document,
@@ -83,18 +84,30 @@ def write_rows(
         chunk
         for start, end, b in ((0, full, size), (full, T, T - full))
         if b and not options.rule.stepped
-        for chunk in _coefficients(Inputs(*(x[:, :, start:end] for x in now)), b, options)
+        for chunk in _of_parts(Inputs(*(x[:, :, start:end] for x in now)), b, options)
     ]
-    for i, tokens in enumerate(zip(*(x.split(size, 2) for x in now), strict=True)):
-        inputs = Inputs(*tokens)
+    for i, (inputs, length) in enumerate(parts(now, options, 2)):
         if options.rule.stepped:
             y, W, S = _steps(inputs, W, S, options, before)
         else:
-            y, W, S = _chunk(inputs, chunks[i], W, S, options, before)
+            y, W, S = _chunk(inputs, chunks[i], W, S, options._replace(chunk_size=length), before)
         outputs.append(y)
         if options.rule.window:
             before = before.followed(inputs.k, inputs.v).last(options.rule.window)
     return torch.cat(outputs, 2), W, S, before
+
+
+def _of_parts(now: Inputs, b: int, options: Options) -> list[Chunk]:
+    """`_coefficients` of the parts of consecutive chunks of b tokens (`Rule.parts`)."""
+    lengths = options.rule.parts(b)
+    if len(lengths) == 1:
+        return _coefficients(now, b, options)
+    split = zip(*(x.unflatten(2, (-1, b)).split(lengths, 3) for x in now), strict=True)
+    found = [
+        _coefficients(Inputs(*(x.flatten(2, 3) for x in part)), length, options)
+        for part, length in zip(split, lengths, strict=True)
+    ]
+    return [part for chunk in zip(*found, strict=True) for part in chunk]
 
 
 def _coefficients(now: Inputs, b: int, options: Options) -> list[Chunk]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -61,11 +61,14 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
     before, kept, etas = (weights, momentum), (weights, momentum), inputs.eta[:, :0]
     decay, y = torch.ones_like(inputs.alpha[:, 0]), []
     base = options.base  # the rule applies to the offset of the weights from the base
+    parts, last = rule.parts(options.chunk_size), 0
+    lengths = dict(zip(accumulate(parts, initial=0), parts, strict=False))
     for t in range(inputs.q.shape[1]):
-        if t % options.chunk_size == 0:
+        if length := lengths.get(t % options.chunk_size):
             # M_{t'}: gradients of the chunk are taken here (16) unless the rule says otherwise
-            before = kept = weights, momentum
-            decay, etas = torch.ones_like(decay), inputs.eta[:, t : t + options.chunk_size].transpose(1, 2)
+            before, last = (weights, momentum), t + length - 1
+            kept, decay = before, torch.ones_like(decay)
+            etas = inputs.eta[:, t : last + 1].transpose(1, 2)
         chunk_start = before[0]
         now = Inputs(*(x[:, t] for x in inputs))
         alpha, eta, theta = rule.gates(now.alpha, now.eta, now.theta)
@@ -89,7 +92,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         weights, momentum = step(weights, momentum, gradient)  # (13, 14)
         if rule.ends_chunks:
             kept = step(*kept, tuple(map(torch.zeros_like, gradient)))
-            if (t + 1) % options.chunk_size == 0:
+            if t == last:
                 lost = [broadcast_gate(decay, W.shape[-1], by_column) for W in weights]
                 weights, momentum = end_chunk(rule, f, (weights, momentum), before, kept, lost, etas)
         read = weights if rule.reads == "token" else chunk_start

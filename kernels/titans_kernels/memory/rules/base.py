@@ -116,6 +116,13 @@ class Rule:
         loss, pullback = vjp(self.loss, prediction, create_graph=flows(prediction, *fixed), fixed=fixed)
         return pullback(torch.ones_like(loss))[0]
 
+    def parts(self, length: int) -> tuple[int, ...]:
+        """Lengths of the parts of a chunk, each with its gradients at its own start and its own end.
+
+        More than one part needs a `linear` rule without a `window`.
+        """
+        return (length,)
+
     @property
     def window(self) -> int:
         """Number of earlier tokens whose gradients are written with a token's, weighted by ``extra``."""

@@ -82,10 +82,22 @@ class Memora(Rule):
 
     A slice of the softmax is all inputs of one output (the text does not say). Gradients are taken at the
     start of a chunk, so its steps add up before the softmax: the weights at its end are exactly those of (27)
-    with these gradients. Inside a chunk, reads see the steps added to W, as in the published parallel form;
-    its true step on a chunk's first token, where it takes the other gradients (eq. 30), is left out. A memory
-    starts from ``softmax(M_0)``.
+    with these gradients. Inside a chunk, reads see the steps added to W, as in the published parallel form.
+    A memory starts from ``softmax(M_0)``.
+
+    With ``lag`` the first token of a chunk is the lag token of eq. 30: it takes a step of (27) of its own,
+    from W to W_1, and the other tokens take their gradients at W_1 and add their steps to it,
+
+        W_1 = softmax((1 - alpha_1) log W - theta_1 grad(W; k_1, v_1)),    g_t at W_1 for t > 1.
+
+    The text does not say how ``log W`` is defined after linear steps, which may make a weight negative: here
+    a chunk ends with the softmax of its steps added to ``log W_1``, as without ``lag``.
     """
+
+    lag: bool = False
+
+    def parts(self, length: int) -> tuple[int, ...]:
+        return (1, length - 1) if self.lag and length > 1 else (length,)
 
     def start(self, weights: Tensor) -> Tensor:
         return weights.softmax(-2)
