@@ -30,7 +30,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):
-    """Safe YAML in which `4e-4` is a number and a key written twice is an error."""
+    """Safe YAML in which `4e-4` is a number, a number as a key is text, and a key written twice is an error."""
 
 
 _Loader.add_implicit_resolver(
@@ -38,7 +38,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping_of_names(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         if key_node.value in seen:
@@ -46,12 +46,14 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
                 problem=f"key {key_node.value!r} is written twice", problem_mark=key_node.start_mark
             )
         seen.add(key_node.value)
+        if key_node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+            key_node.tag = "tag:yaml.org,2002:str"
     # after the check: what `<<` merges in may be overridden
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_of_names)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:

@@ -9,7 +9,7 @@ from titans_core.presets import preset
 from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.loading import apply_override, load_config, read_yaml
+from titans_platform.loading import apply_override, load_config, parse_yaml, read_yaml
 
 STDLIB = "data: {sources: [{kind: stdlib, weight: 2}]}"
 
@@ -168,3 +168,7 @@ def test_a_file_that_is_not_there_is_guessed_by_its_stem(tmp_path):
     (tmp_path / "run.yaml").write_text("seed: 1")
     with pytest.raises(UsageError, match=r"did you mean .*run\.yaml\?"):
         read_yaml(tmp_path / "runn.yml")
+
+
+def test_a_number_as_a_key_is_text():
+    assert parse_yaml("{8: 1, 6e-3: 2, 0.5: 3}", "here") == {"8": 1, "6e-3": 2, "0.5": 3}

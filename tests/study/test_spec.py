@@ -152,6 +152,9 @@ def test_a_study_like_another_has_only_the_differences(tmp_path):
     axis = {"field": "optim.lr", "values": [0.1, 0.2], "label": "at {}"}
     laid = {"name": "rates", "like": f"{tmp_path}/tiny.yaml", "axes": {"lr": axis}}
     scales = {"small": {"seeds": [9], "rows": {"LMM": {"optim.steps": 6}}}, "large": None}
+    # rows of its own: what the scales of the other study set for rows that are left out goes with them
+    other.write_text(yaml.safe_dump({**laid, "rows": [{"name": "New"}]}))
+    assert {cell.row for cell in expand(load_study(str(other)), "small")} == {"New at 0.1", "New at 0.2"}
     other.write_text(yaml.safe_dump({**laid, "scales": scales}))
     study = load_study(str(other))
     assert (study.name, [*study.scales]) == ("rates", ["small"])

@@ -181,7 +181,12 @@ def _read(path: Path, *readers: Path) -> dict[str, Any]:
         return study
     if not isinstance(other := study.pop("like"), str):
         raise UsageError(f"{path.name}: like: {other!r} should be the name of a study")
-    study = overlay(_read(find_study(other), *readers, path), study)
+    below = _read(find_study(other), *readers, path)
+    if isinstance(rows := study.get("rows"), list):  # the other study's scales may set rows that are not here
+        names = [row.get("name") for row in rows if isinstance(row, dict)]
+        for scale in below.get("scales", {}).values():
+            scale["rows"] = {name: fields for name, fields in scale.get("rows", {}).items() if name in names}
+    study = overlay(below, study)
     scales = study.get("scales")
     if isinstance(scales, dict):  # null removes a scale of the other study
         study["scales"] = {name: scale for name, scale in scales.items() if scale is not None}
