@@ -94,20 +94,7 @@ def test_each_memory_of_the_table_learns(name):
 
 @pytest.mark.slow
 def test_the_command_writes_its_table_and_figure(tmp_path, capsys):
-    sizes = [
-        "--pairs",
-        "8",
-        "--width",
-        "8",
-        "--passes",
-        "1",
-        "--passes",
-        "2",
-        "--problems",
-        "3",
-        "--tuning",
-        "2",
-    ]
+    sizes = ["--pairs", "8", "--width", "8", "--passes", "1", "--passes", "2", "--problems", "3"]
     chosen = ["--memory", "depth 2", "--memory", "huber/2", "--kind", "random", "--kind", "teacher"]
     assert cli.run(["bench", "fit", *sizes, *chosen, "--tuning", "2", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,21 +99,13 @@ def test_help_has_an_example_that_parses(name, capsys):
     assert all(isinstance(p, click.Argument) or p.help or p.name == "port" for p in command.params)
 
 
-def test_help_lists_every_command_without_importing_it():
-    code = "import sys; from titans_platform.cli import run; run(['--help']); print(sorted(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for name in COMMANDS:
-        assert f"  {name} " in out
-    for heavy in ("torch", "ray", "mlflow", "pyarrow", "numpy", "pydantic"):
-        assert f"'{heavy}'" not in out
-
-
 @pytest.mark.parametrize("group", [[], ["bench"], ["cluster"], ["data"], ["sweep"]])
 def test_a_group_alone_is_its_help(group, capsys):
     assert run(group) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"Usage: {' '.join(['titans', *group])} ")
     assert "\nCommands:\n" in out
+    assert group or all(f"  {name} " in out for name in COMMANDS)
     assert err == ""
 
 
@@ -170,10 +159,6 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "none.yaml"], "none.yaml: no such file"),
         (["train", "{yaml}", "--stes", "x"], "--stes"),
-        (
-            ["train", "{yaml}", "--set", "model.memory.dept=2"],
-            "model.memory.dept: unknown key; did you mean depth?",
-        ),
         (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
         (
             ["train", "{yaml}", "--set", "model.variant=mac"],
@@ -182,15 +167,8 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
         (["train", "{yaml}", "--workers", "-1"], "--workers"),
         (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
         (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
-        (
-            ["train", "{yaml}", "--set", "model.variant=true"],
-            "model.variant: should be a valid string, got true",
-        ),
         (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
-        (
-            ["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"],
-            "optim.steps: should be less",
-        ),
+        (["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"], "optim.steps: should be less"),
         (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
         (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
         (["eval", "abc123"], "abc123: no such run under"),
@@ -265,36 +243,6 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
     assert f"resuming from step 4 of run {first}, which trained the same steps" in shown
     _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
     assert len({first, longer, begun}) == 3
-
-
-@pytest.mark.slow
-def test_interrupted_it_exits_130_and_goes_on(tiny_yaml, tmp_path):
-    command = [sys.executable, "-c", "from titans_platform.cli import main; main()", "train", str(tiny_yaml)]
-    command += ["--root", str(tmp_path), "--set", "optim.steps=1000", "--set", "checkpoint.every=5"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob("cells/*/checkpoints/step-*")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    told, error = err.strip().splitlines()
-    assert told == "ending at a checkpoint; once more ends at once"
-    assert re.fullmatch(
-        r"error: interrupted after step \d+, at a checkpoint; run the same command to resume", error
-    )
-
-
-@pytest.mark.slow
-def test_a_diverging_run_says_what_to_try(tiny_yaml, tmp_path, capsys):
-    line = ["train", str(tiny_yaml), "--root", str(tmp_path), "--set", "optim.lr=1e30"]
-    assert run([*line, "--set", "optim.grad_clip=null"]) == 1
-    message = capsys.readouterr().err.strip()
-    assert "surprise_bound" in message
-    assert len(message.splitlines()) == 1
-    assert list(tmp_path.glob("cells/*/failed.json"))
 
 
 TOP = Path(__file__).parents[2]

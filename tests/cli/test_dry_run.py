@@ -94,16 +94,11 @@ def test_timing_a_step_is_bounded(tiny_run, monkeypatch):
 
 def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):
     root = tmp_path / "runs"
-    assert cli.run(["train", str(tiny_yaml), "--root", str(root), "--dry-run", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["tokens"] == 20 * 4 * 32
-    assert plan["parameters"] > 1000
-    assert plan["state_bytes"] > 1000
-    assert not root.exists()
     assert cli.run(["train", str(tiny_yaml), "--root", str(root), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "tokens to train on               2,560" in shown
     assert "_" not in shown
+    assert not root.exists()
 
 
 def test_too_many_seeds_are_not_counted(capsys):

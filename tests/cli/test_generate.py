@@ -106,11 +106,6 @@ def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, capsys)
     assert says in line
 
 
-def test_a_run_that_nobody_has_is_one_line(tmp_path, capsys):
-    assert run(["generate", "abc123", "--root", str(tmp_path)]) == 2
-    assert "abc123: no such run under" in capsys.readouterr().err
-
-
 def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(["export", str(cell), str(out)]) == 0

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import TypeAdapter
 
 from titans_core.config import MemoryConfig
 from titans_platform.cli import run
-from titans_platform.cli.init import _values, fields_of, reference_page, run_file
+from titans_platform.cli.init import fields_of, reference_page, run_file
 from titans_platform.config import EvalConfig, OptimConfig, SourceConfig
 from titans_platform.evals import TASKS
 from titans_platform.loading import load_config
@@ -99,11 +98,3 @@ def test_the_reference_names_every_section_and_task():
     for name, task in TASKS.items():
         assert f"## task: {name}\n" in page
         assert all(f"| `{option}` |" in page for option in task.Options.model_fields)
-
-
-def test_values_are_in_words():
-    values = {field.name: field.values for field in fields_of(OptimConfig)}
-    assert values["steps"] == "integer >= 1, <= 1,000,000,000,000"
-    assert values["grad_clip"] == "number > 0 or null"
-    assert values["precision"] == "`fp32`, `bf16`"
-    assert _values(TypeAdapter(tuple[int, ...]).json_schema()) == "list of integer"

@@ -134,12 +134,6 @@ def test_a_wrong_override_is_one_line(tmp_path, override, line):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named_with_its_neighbour(tmp_path):
-    (tmp_path / "ablation.yaml").write_text("")
-    with pytest.raises(UsageError, match=r"ablatoin\.yaml: no such file; did you mean .*ablation\.yaml\?"):
-        load_config(tmp_path / "ablatoin.yaml")
-
-
 def test_an_empty_file_is_refused(tmp_path):
     """Its defaults are a model of the paper's vocabulary, not what somebody who writes nothing wants."""
     (tmp_path / "x.yaml").write_text("# nothing\n")

@@ -10,7 +10,7 @@ import pytest
 
 from titans_platform.cli import COMMANDS
 
-LARGE = ("torch", "numpy", "pandas", "pyarrow", "datasets", "ray", "mlflow", "scipy", "matplotlib")
+LARGE = ["torch", "numpy", "pandas", "pyarrow", "datasets", "ray", "mlflow", "scipy", "matplotlib"]
 LIGHT = [
     ["--help"],
     ["--version"],
@@ -48,7 +48,7 @@ for command in commands:
 def answers(tmp_path_factory):
     """Of each light command: its exit code, the large libraries that it imported, what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([LARGE, LIGHT])],
+        [sys.executable, "-c", SCRIPT, json.dumps([[*LARGE, "pydantic"], LIGHT])],
         cwd=tmp_path_factory.mktemp("start"),
         capture_output=True,
         text=True,
@@ -61,4 +61,5 @@ def answers(tmp_path_factory):
 def test_a_command_that_trains_nothing_imports_no_large_library(answers, command):
     code, imported, printed = answers[tuple(command)]
     assert code == 0, printed
-    assert not imported
+    # the configs' library is small enough for all but the list of commands, which comes first
+    assert not set(imported) - ({"pydantic"} if command != ["--help"] else set())

@@ -191,11 +191,7 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     [
         ("ray:\n", "pools: []\nray:\n", "pools: unknown key; valid: kind"),
         ("ray:\n", "ray:\n  authOptions: {mode: disabled}\n", "ray.authOptions: is set by titans"),
-        (
-            "storage: /mnt/titans",
-            "storage: /mnt/other",
-            "ray.headGroupSpec: does not mount the storage",
-        ),
+        ("storage: /mnt/titans", "storage: /mnt/other", "ray.headGroupSpec: does not mount the storage"),
         (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
     ],
 )

@@ -217,9 +217,7 @@ def gateway(fake, tmp_path, monkeypatch):
     (port,) = free_ports(1)
     fake("ssh", f'exec {sys.executable} "$FAKE/dashboard.py" {port} {SECRET}')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
-    sys.modules.pop("my_lab", None)
+    return f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
 
 
 def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):

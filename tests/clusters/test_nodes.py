@@ -118,17 +118,8 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
     alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells}
     folders = {row: RunFolder(root, result.cell) for row, result in alone.items()}
 
-    line = [
-        "sweep",
-        "run",
-        "tiny.yaml",
-        "--scale",
-        "small",
-        "--cluster",
-        os.environ["TWO"],
-        "--root",
-        str(root),
-    ]
+    line = ["sweep", "run", "tiny.yaml", "--scale", "small"]
+    line += ["--cluster", os.environ["TWO"], "--root", str(root)]
     first = titans(*line, cwd=elsewhere)
     try:
         at_work = until(lambda: node_at_work(nodes, folders), first)

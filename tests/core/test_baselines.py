@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from tests.core.small import BASELINE_OPTIONS, config, model, tokens
+from tests.core.small import BASELINE_OPTIONS, MEMORY_VARIANTS, config, model, tokens
 from titans_core import Block, LanguageModel, ModelConfig, count_parameters, presets
 from titans_core.attention import AttentionState
 from titans_core.blocks import Positions
@@ -136,7 +136,7 @@ def test_a_hybrid_has_the_depth_of_its_size_in_layers(variant, layers):
     assert {layer.attention.config.window for layer in block.stack if hasattr(layer, "attention")} == {1024}
 
 
-@pytest.mark.parametrize("variant", BASELINE_OPTIONS)
+@pytest.mark.parametrize("variant", [*MEMORY_VARIANTS, *BASELINE_OPTIONS])
 def test_bf16_autocast_keeps_the_state_in_float32(variant):
     torch.manual_seed(0)
     m, x = LanguageModel(config(variant)), tokens(2, 40)

@@ -170,5 +170,5 @@ def test_bad_input_is_one_line():
     m = model("lmm")
     with pytest.raises(ValueError, match="max_new_tokens: 0 is less than 1"):
         m.generate([[1]], 0)
-    with pytest.raises(ValueError, match="prompts: row 1 is empty"):
+    with pytest.raises(ValueError, match="prompts: row 1 is empty; it needs at least one token"):
         m.generate([[1], []], 3)

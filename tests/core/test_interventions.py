@@ -35,23 +35,17 @@ def without_output(net: LanguageModel, kind: type) -> LanguageModel:
     return net
 
 
-@pytest.mark.parametrize("variant", ["lmm", *HYBRIDS])
-def test_memory_off_is_a_zero_output_projection(variant):
+@pytest.mark.parametrize(
+    ("variant", "part", "kind"),
+    [
+        *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
+        *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
+    ],
+)
+def test_a_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
     x = tokens(2, 45)
-    off = logits(model(variant), x, OFF["memory"])
-    torch.testing.assert_close(
-        off, logits(without_output(model(variant), NeuralMemory), x), rtol=1e-9, atol=1e-12
-    )
-    assert not torch.allclose(off, logits(model(variant), x))
-
-
-@pytest.mark.parametrize("variant", [*HYBRIDS, "transformer"])
-def test_attention_off_is_a_zero_output_projection(variant):
-    x = tokens(2, 45)
-    off = logits(model(variant), x, OFF["attention"])
-    torch.testing.assert_close(
-        off, logits(without_output(model(variant), Attention), x), rtol=1e-9, atol=1e-12
-    )
+    off, without = logits(model(variant), x, OFF[part]), without_output(model(variant), kind)
+    torch.testing.assert_close(off, logits(without, x), rtol=1e-9, atol=1e-12)
     assert not torch.allclose(off, logits(model(variant), x))
 
 

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from tests.core.small import MEMORY_VARIANTS, SWITCHES, VARIANTS, config, model, tokens
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
-from titans_kernels import DecodeState
 
 
 # lmm is enough for `make test-fast`
@@ -90,24 +89,6 @@ def test_a_deep_memory_trains_on_long_rows_at_default_settings():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
-
-
-@pytest.mark.parametrize("conv", [True, False])
-@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
-def test_bf16_autocast_keeps_the_memory_in_float32(variant, conv):
-    torch.manual_seed(0)
-    m = LanguageModel(config(variant, conv=conv))
-    exact = m(tokens(2, 40)).logits
-    with torch.autocast("cpu", torch.bfloat16):
-        out = m(tokens(2, 40))
-    assert (out.logits.float() - exact).norm() < 0.04 * exact.norm()
-    out.logits.float().square().sum().backward()
-    leaves = torch.utils._pytree.tree_leaves(out.state, is_leaf=lambda x: isinstance(x, DecodeState))
-    states = [x for x in leaves if isinstance(x, DecodeState)]
-    memories = torch.utils._pytree.tree_leaves([*states, *(x.memory() for x in states)])
-    assert memories
-    assert {s.dtype for s in memories} == {torch.float32}
-    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in m.parameters())
 
 
 def test_weight_decay_leaves_memory_norms_and_embeddings_alone():

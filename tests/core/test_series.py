@@ -73,8 +73,3 @@ def test_decay_pulls_on_linear_layers_only():
     assert {id(m.embedding.weight), id(m.head.weight)} <= {id(p) for p in decayed}
     assert id(m.norm.weight) in {id(p) for p in kept}
     assert sum(p.numel() for p in decayed + kept) == m.num_parameters()
-
-
-def test_an_unknown_variant_is_refused():
-    with pytest.raises(ValueError, match="variant"):
-        SeriesModel(ModelConfig(variant="mlp"), CHANNELS, HORIZON)

@@ -52,21 +52,10 @@ def test_overrides_and_the_environment_s_root(config_file, tmp_path, capsys, mon
     assert list((tmp_path / "elsewhere" / "data").glob("*/manifest.json"))
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("data.sources.0.path=nowhere", "data.sources.0.path: no file, folder or match for nowhere"),
-        ("data.tokenizer=nowhere.model", "data.tokenizer: no file nowhere.model"),
-        ("data.sources.0.weigth=1", "did you mean weight?"),
-    ],
-)
-def test_bad_config_is_one_line_and_exit_2(config_file, tmp_path, capsys, override, says):
-    code, out, err = titans(
-        capsys, "data", "prepare", config_file, "--set", override, "--root", tmp_path / "r"
-    )
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
+def test_bad_config_is_one_line_and_exit_2(config_file, tmp_path, capsys):
+    wrong = "--set", "data.sources.0.path=nowhere", "--root", tmp_path / "r"
+    said = "error: data.sources.0.path: no file, folder or match for nowhere\n"
+    assert titans(capsys, "data", "prepare", config_file, *wrong) == (2, "", said)
 
 
 def test_truncated_shard_is_reported_and_mended(config_file, tmp_path, capsys):

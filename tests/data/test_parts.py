@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from titans_platform.cli import run as titans
 from titans_platform.config import DataConfig
 from titans_platform.data import PreparedData, by_processes, open_prepared, parts, prepare, shards, sources
 from titans_platform.errors import StorageError, UsageError
@@ -173,14 +172,6 @@ def test_a_config_with_the_former_field_still_loads():
     assert DataConfig.model_validate_json(json.dumps(former)).sources[0].kind == "stdlib"
     with pytest.raises(ValueError, match="on_corrupt"):
         DataConfig.model_validate_json(json.dumps(former | {"on_corrupt": "skip"}))
-
-
-def test_the_vocabulary_is_checked_before_anything_is_tokenised(texts, tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({"model": {"vocab_size": 100}, "data": {"sources": [texts]}}))
-    assert titans(["data", "prepare", str(path), "--root", str(tmp_path / "root")]) == 2
-    assert "model.vocab_size: 100 is less than the 260 of tokenizer byte" in capsys.readouterr().err
-    assert not list((tmp_path / "root").rglob("*.arrow"))
 
 
 @pytest.mark.parametrize("error", [UsageError("data.sources.0: bad"), StorageError("no space left")])

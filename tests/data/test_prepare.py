@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -13,16 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titans_platform.config import DataConfig
+from tests.data.small import config
 from titans_platform.data import open_prepared, prepare
 from titans_platform.data.shards import write_table
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.evals import TASKS, GeneratedTask, Item
-
-
-def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
-    value = {"sources": sources, "sequence_length": length} | fields
-    return DataConfig.model_validate_json(json.dumps(value))
 
 
 def folders(root: Path) -> dict[str, int]:

@@ -16,16 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from titans_platform.config import DataConfig, SourceConfig
+from tests.data.small import config
+from titans_platform.config import SourceConfig
 from titans_platform.data import PreparedData, prepare, sources
 from titans_platform.data.encode import _pieces, split_documents
 from titans_platform.data.sources import CORPUS, Document, FilesSource, StdlibSource
 from titans_platform.errors import UsageError
-
-
-def config(*sources: dict, length: int = 4, **fields) -> DataConfig:
-    value = {"sources": sources, "sequence_length": length} | fields
-    return DataConfig.model_validate_json(json.dumps(value))
 
 
 def documents_of(prepared: PreparedData, split: str) -> list[str]:

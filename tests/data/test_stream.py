@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from titans_platform.config import DataConfig
-from titans_platform.data import PreparedData, load_tokenizer, open_prepared, prepare
+from tests.data.small import config
+from titans_platform.data import PreparedData, open_prepared, prepare
 from titans_platform.data.encode import interleave
 from titans_platform.data.shards import Split, SplitWriter
 from titans_platform.data.store import LocalShards
@@ -22,11 +22,6 @@ from titans_platform.errors import UsageError
 def write_jsonl(path: Path, texts: list[str]) -> str:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
-
-
-def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
-    value = {"sources": sources, "sequence_length": length} | fields
-    return DataConfig.model_validate_json(json.dumps(value))
 
 
 def files(path: str, **fields) -> dict:
@@ -91,17 +86,6 @@ def test_workers_share_the_same_global_batch(mixed, world_size):
             mine = mixed.train_stream(8, seed=1, rank=rank, world_size=world_size).batch(step)
             for part, all_rows in zip(mine, whole, strict=True):
                 assert torch.equal(part, all_rows[rank::world_size])
-
-
-def test_resuming_on_other_workers_continues_the_run(mixed):
-    """Ten steps on one worker equal four on two workers and six on four."""
-    straight = [mixed.train_stream(8, seed=9).batch(step).tokens for step in range(10)]
-    resumed = []
-    for step in range(10):
-        workers = 2 if step < 4 else 4
-        parts = [mixed.train_stream(8, 9, rank, workers).batch(step).tokens for rank in range(workers)]
-        resumed.append(torch.stack(parts, dim=1).flatten(0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
 def test_shares_are_exact(mixed):
@@ -211,7 +195,3 @@ def test_large_vocabularies_take_32_bits(tmp_path):
     read = Split(LocalShards(tmp_path), writer.close()).read(0, 3).tokens
     assert read.tolist() == [1, 70_000, 3]
     assert info_small.shard_tokens == 2 * writer.shard_tokens
-
-
-def test_tokenizer_of_prepared_data_is_the_config_s(mixed):
-    assert mixed.tokenizer.fingerprint == load_tokenizer("byte").fingerprint

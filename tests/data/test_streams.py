@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from titans_platform.config import DataConfig
+from tests.data.small import config
 from titans_platform.data import PreparedData, prepare
 from titans_platform.data.stream import RowTable, Streams, document_starts
 from titans_platform.errors import UsageError
@@ -19,8 +19,7 @@ BOS = 256
 
 
 def prepared(folder: Path, *sources: dict, **fields) -> PreparedData:
-    value = {"sources": sources, "sequence_length": 8, "rows": "streams"} | fields
-    return prepare(DataConfig.model_validate_json(json.dumps(value)), folder / "root")
+    return prepare(config(*sources, **{"rows": "streams"} | fields), folder / "root")
 
 
 def text(folder: Path, name: str, *documents: str, **fields) -> dict:

@@ -250,16 +250,8 @@ def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, mo
         out.split()
     )
     rows = [line.split() for line in lines if (line.strip()[:1].isdigit() and "±" in line) or " - " in line]
-    assert [row[0] for row in rows] == [
-        "1-4",
-        "5-8",
-        "9-16",
-        "17-32",
-        "33-64",
-        "65-128",
-        "129-256",
-        "257-512",
-    ]
+    places = ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512"]
+    assert [row[0] for row in rows] == places
     own = tmp_path / "own.txt"
     own.write_text("a text of my own " * 9)
     assert titans([*by_position, "--read", str(own), "--json"]) == 0

@@ -132,7 +132,7 @@ GENERATED = [
         for kind in ("one_fact", "two_facts", "three_facts", "yes_no", "counting")
         for style, base in (("compact", 64), ("prose", 420))
         for more in ({}, {"questions": 3}, {"facts": 7})
-    ),
+    )
 ]
 
 

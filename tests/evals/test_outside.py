@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -46,9 +45,7 @@ def sums(tmp_path, monkeypatch) -> TaskConfig:
     (tmp_path / "my_lab").mkdir()
     (tmp_path / "my_lab" / "tasks.py").write_text(TASKS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield TaskConfig(task="my_lab.tasks:Sums")
-    for name in ("my_lab", "my_lab.tasks"):
-        sys.modules.pop(name, None)
+    return TaskConfig(task="my_lab.tasks:Sums")
 
 
 def test_it_is_trained_on_and_measured_and_its_version_counts(sums, tiny_run, tmp_path, monkeypatch):

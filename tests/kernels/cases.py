@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,6 +47,17 @@ class Call:
             outputs.append(y)
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+    def apart(self, borders: list[int], **options) -> list[Tensor]:
+        """The results of `whole` on packed documents, by a call for each that has tokens."""
+        around, found = {"residual": self.residual, "base": self.base} | options, []
+        for i, (start, end) in enumerate(pairwise(borders)):
+            *tokens, extra = with_extra(x[:, start:end] for x in self.tokens)
+            y, own = tokens[2], MemoryState(*(tuple(x[i : i + 1] for x in part) for part in self.state))
+            if start < end:
+                y, own = neural_memory(*tokens, *own, extra=extra, **around)
+            found.append([y, *own.weights, *own.momentum])
+        return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*found, strict=True))]
 
 
 def with_extra(tokens: Iterable[Tensor]) -> tuple[Tensor | None, ...]:

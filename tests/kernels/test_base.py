@@ -37,15 +37,6 @@ def test_the_online_form_of_a_linear_memory(rule):
     )
 
 
-@pytest.mark.parametrize("backend", FAST)
-def test_with_a_write_budget(backend):
-    for depth in (1, 2):
-        case, options = Case(23, depth), {"chunk_size": 5, "surprise_bound": 0.5, "write_budget": 1.0}
-        expected = case.whole(backend="reference", **options)
-        assert_same(expected, case.whole(backend=backend, **options), case.leaves)
-        assert_same(expected, case.pieces([3, 1, 4, 15], **options), case.leaves)
-
-
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: the kernels run on it")
 @pytest.mark.parametrize("kind", ["none", "input"])
 def test_the_kernels_of_a_linear_memory_in_the_interpreter(kind):
@@ -98,14 +89,6 @@ def test_where_nothing_is_forgotten_the_base_is_one_with_the_weights():
         torch.testing.assert_close(found, W - B, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["none", "norm"])
-def test_a_read_without_a_write(kind):
-    case = Case(5, kind=kind)
-    given = case.tokens[0], tuple(W + B for W, B in zip(case.state.weights, case.base, strict=True))
-    found = read_memory(given[0], case.state.weights, residual=case.residual, base=case.base)
-    torch.testing.assert_close(found, read_memory(*given, residual=case.residual), rtol=0, atol=0)
-
-
 @needs_compiler
 @pytest.mark.parametrize("used", ["base", "tokens"])
 def test_a_gradient_of_some_inputs_alone(used):
@@ -126,15 +109,6 @@ def test_meta_tensors_have_the_shapes():
     meta = lambda xs: tuple(x.to("meta") for x in xs)  # noqa: E731
     y, after = neural_memory(*meta(case.tokens), *map(meta, case.state), base=meta(case.base), chunk_size=4)
     assert [x.shape for x in (y, *after.weights)] == [x.shape for x in (case.tokens[2], *case.state.weights)]
-
-
-@pytest.mark.parametrize(("backend", "reason"), [
-    ("triton", "it supports a base with 1 layer, not 2"),
-    ("online", "it supports 1 layer, not 2"),
-])  # fmt: skip
-def test_a_form_that_does_not_compute_it_says_so(backend, reason):
-    with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):
-        Case(8).whole(backend=backend, chunk_size=1)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import Rule, neural_memory, read_memory
+from tests.kernels.cases import NATIVE
+from titans_kernels import neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms import chunked, reference
+from titans_kernels.memory.forms import chunked
 
 TOKENS = ("q", "k", "v", "alpha", "eta", "theta")
 CHUNKS = (1, 7, 16, 64)
@@ -81,12 +82,12 @@ def assert_close(expected: list[Tensor], found: list[Tensor], relative: float = 
         assert error <= allowed, f"tensor {part} is {error} off, of norm {norm}"
 
 
-def assert_chunked_is_reference(case: Case, relative: float = 1e-9, **options) -> None:
+def assert_is_reference(case: Case, backend: str, **options) -> None:
     expected = case.run(backend="reference", **options)
     outputs = torch.cat([x.detach().flatten() for x in expected[: 1 + 2 * len(case.weights)]])
     assert torch.isfinite(outputs).all()
     assert outputs.abs().max() < 100
-    assert_close(expected, case.run(backend="chunked", **options), relative)
+    assert_close(expected, case.run(backend=backend, **options))
 
 
 def lengths(depth: int, chunk_size: int) -> list[int]:
@@ -99,38 +100,7 @@ def lengths(depth: int, chunk_size: int) -> list[int]:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_chunked_is_the_recurrence(depth, chunk_size):
     for T, bound in product(lengths(depth, chunk_size), (None, 0.5)):
-        assert_chunked_is_reference(Case(T, depth), chunk_size=chunk_size, surprise_bound=bound)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
-def test_gates_at_an_end_everywhere(edge):
-    for depth, (b, theta), chunks in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005)), (1, 2)):
-        case = Case(b * chunks, depth, edge=edge, theta=theta)
-        assert_chunked_is_reference(case, chunk_size=b, surprise_bound=0.5 if chunks == 1 else None)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "identity"])
-def test_other_activations(activation):
-    for bound in (None, 0.5):
-        assert_chunked_is_reference(
-            Case(40, 3, theta=0.03), chunk_size=16, activation=activation, surprise_bound=bound
-        )
-
-
-def test_layers_of_any_width_and_rows_of_a_batch():
-    case = Case(50, widths=[3, 6, 2, 5], batch=3)
-    assert_chunked_is_reference(case, chunk_size=16, surprise_bound=0.5)
-
-
-@pytest.mark.parametrize(("depth", "T", "chunk_size"), list(product((1, 2, 4), (65, 257), (16, 64))))
-def test_float32_is_near_float64(depth, T, chunk_size):
-    single, double = Case(T, depth, dtype=torch.float32), Case(T, depth)
-    for a, b in zip(double.leaves, single.leaves, strict=True):
-        a.data.copy_(b.data)
-    options = {"chunk_size": chunk_size, "surprise_bound": 0.5}
-    expected = double.run(backend="chunked", **options)  # the recurrence to 1e-9: the tests above
-    assert_close(expected, single.run(backend="chunked", **options), 1e-4)
+        assert_is_reference(Case(T, depth), "chunked", chunk_size=chunk_size, surprise_bound=bound)
 
 
 def test_linear_online_memory_is_the_delta_rule():
@@ -146,22 +116,13 @@ def test_linear_online_memory_is_the_delta_rule():
         assert_close([torch.stack(reads, 1), W], [y, state.weights[0]], 1e-12)
 
 
-@pytest.mark.parametrize("activation", sorted(name for name, f in ACTIVATIONS.items() if not f.gated))
-def test_inner_gradient_is_that_of_the_associative_loss(activation):
-    f, case = ACTIVATIONS[activation], Case(1, 4)
-    k, v = (x[0, 0, 0].detach() for x in case.inputs[1:3])
-
-    def loss(weights):
-        x = k
-        for W in weights[:-1]:
-            x = f.value(x @ W)
-        return (x @ weights[-1] - v).square().sum()
-
-    one_head = tuple(W[0].detach() for W in case.weights)
-    expected = torch.func.grad(loss)(one_head)
-    batched = tuple(W[None, None] for W in one_head)
-    found = reference.inner_gradient(batched, k[None, None], v[None, None], f, None, Rule())
-    assert_close(list(expected), [g[0, 0] for g in found], 1e-12)
+@pytest.mark.slow
+@pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
+@pytest.mark.parametrize("backend", ["chunked", NATIVE])
+def test_gates_at_an_end_everywhere(edge, backend):
+    for depth, (b, theta), chunks in product((1, 3), ((1, 0.1), (7, 0.1), (16, 0.01), (64, 0.0005)), (1, 2)):
+        case, bound = Case(b * chunks, depth, edge=edge, theta=theta), 0.5 if chunks == 1 else None
+        assert_is_reference(case, backend, chunk_size=b, surprise_bound=bound)
 
 
 @pytest.mark.parametrize("activation", sorted(name for name, f in ACTIVATIONS.items() if not f.gated))
@@ -176,46 +137,6 @@ def test_slopes_are_those_of_autograd(activation):
     assert_close([g * slopes[0]], [f.through(g, z.detach())], 1e-12)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-@pytest.mark.parametrize("own_state", [False, True])
-def test_packed_documents_are_separate_calls(backend, own_state):
-    borders = [0, 5, 40, 41, 73, 90]
-    case = Case(borders[-1], 2, documents=len(borders) - 1 if own_state else None)
-    momentum = case.momentum if own_state else None
-    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend}
-    leaves = [*case.inputs, *case.weights, *(case.momentum if own_state else ())]
-    packed = flat(
-        neural_memory(*case.inputs, case.weights, momentum, cu_seqlens=torch.tensor(borders), **options)
-    )
-    apart = []
-    for i, (start, end) in enumerate(pairwise(borders)):
-        own = tuple(S[i : i + 1] for S in case.momentum) if own_state else None
-        apart.append(
-            flat(neural_memory(*(x[:, start:end] for x in case.inputs), case.weights, own, **options))
-        )
-    joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
-    expected, found = (torch.autograd.grad(functional(outputs), leaves) for outputs in (joined, packed))
-    assert_close([*joined, *expected], [*packed, *found], 1e-12)
-
-
-@pytest.mark.parametrize("backend", ["reference", "autograd", "chunked", "auto"])
-def test_an_empty_document_keeps_the_state_it_was_given(backend):
-    """As in borders that are padded to a fixed number of documents."""
-    case = Case(20, 2, documents=5)
-    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend}
-    borders, full = torch.tensor([0, 0, 5, 5, 20, 20]), [1, 3]
-    y, *state = flat(neural_memory(*case.inputs, case.weights, case.momentum, cu_seqlens=borders, **options))
-    for S, given in zip(state[2:], case.momentum, strict=True):
-        assert_close([S[[0, 2, 4]]], [given[[0, 2, 4]]], 0)
-    momentum = tuple(S[full] for S in case.momentum)
-    without = flat(
-        neural_memory(*case.inputs, case.weights, momentum, cu_seqlens=torch.tensor([0, 5, 20]), **options)
-    )
-    found = [y, *(x[full] for x in state)]
-    grads = [torch.autograd.grad(functional(outputs), case.leaves) for outputs in (found, without)]
-    assert_close([*found, *grads[0]], [*without, *grads[1]], 1e-12)
-
-
 @pytest.mark.parametrize("backend", ["reference", "autograd", "chunked", "auto"])
 def test_a_final_state_that_is_not_wanted_has_no_layers(backend):
     case = Case(20, 2)
@@ -225,33 +146,6 @@ def test_a_final_state_that_is_not_wanted_has_no_layers(backend):
     expected = call()[0]
     grads = [torch.autograd.grad(x.square().sum(), case.leaves) for x in (y, expected)]
     assert_close([y, *grads[0]], [expected, *grads[1]], 0)
-
-
-# (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES, CACHE_BYTES); a row of the case below has states of 384 bytes
-STORAGE = {
-    "states and work, one block": (2**30, 2**30, 2**30, 2**30),
-    "states, blocks of two": (2**30, 0, 4000, 2**30),
-    "states and work, blocks of one step and head": (2**30, 2**30, 1, 1),
-    "every few states": (3000, 0, 1, 2**30),
-    "every few states, head by head": (3000, 0, 1, 1),
-}
-
-
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, packed):
-    case = Case(90, 2, batch=1 if packed else 2, documents=3 if packed else None)
-    options = {"chunk_size": 7, "surprise_bound": 0.5}
-    if packed:
-        options["cu_seqlens"] = torch.tensor([0, 30, 32, 90])
-    expected = case.run(backend="reference", **options)
-    names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
-    for name, value in zip(names, STORAGE[storage], strict=True):
-        monkeypatch.setattr(chunked, name, value)
-    outputs = flat(neural_memory(*case.inputs, case.weights, case.momentum, backend="chunked", **options))
-    once = torch.autograd.grad(functional(outputs), case.leaves, retain_graph=True)
-    assert_close(expected, [*outputs, *once])
-    assert_close(list(once), list(torch.autograd.grad(functional(outputs), case.leaves)), 0)
 
 
 def kept_bytes(y: Tensor) -> int:
@@ -320,13 +214,6 @@ def test_inference_gives_the_same_and_keeps_nothing():
         found = flat(neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=7))
     assert all(not x.requires_grad for x in found)
     assert_close([x.detach() for x in expected], found, 0)
-
-
-def test_read_memory_is_the_read_of_an_unwritten_memory():
-    case = Case(20, 3, edge=(0.0, 0.0), theta=0.0)
-    y, state = neural_memory(*case.inputs, case.weights, chunk_size=16)
-    assert_close([y], [read_memory(case.inputs[0], case.weights)], 1e-12)
-    assert_close([y], [read_memory(case.inputs[0], state.weights)], 1e-12)
 
 
 def shorter(x: Tensor, dim: int) -> Tensor:

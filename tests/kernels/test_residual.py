@@ -153,8 +153,9 @@ def test_activations_widths_and_rows(kind, groups, base):
 
 
 @pytest.mark.parametrize("bound", [None, 0.3])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, bound):
+@pytest.mark.parametrize("activation", sorted(name for name, f in ACTIVATIONS.items() if not f.gated))
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, bound, normed):
     """By automatic differentiation through torch's own LN; the bound holds back what goes below a layer."""
     case = Case(1, 1 if bound else 3)
     f, (weight, bias) = ACTIVATIONS[activation], (x[0].detach() for x in case.residual.norm)
@@ -164,13 +165,14 @@ def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, 
         x = k
         for W in weights[:-1]:
             x = f.value(x @ W)
-        return (k + F.layer_norm(x @ weights[-1], (4,), weight, bias, 1e-6) - v).square().sum()
+        y = x @ weights[-1]
+        return ((k + F.layer_norm(y, (4,), weight, bias, 1e-6) if normed else y) - v).square().sum()
 
     one_head = tuple(W[0, 0].detach() for W in case.state.weights)
     expected = list(torch.func.grad(loss)(one_head))
     if bound:  # one layer: its gradient is k^T d, and |k| = 1
         expected = [g * min(1, bound / g.norm()) for g in expected]
-    residual = Residual(weight[None], bias[None])
+    residual = Residual(weight[None], bias[None]) if normed else None
     batched = tuple(W[None, None] for W in one_head)
     found = reference.inner_gradient(batched, k[None, None], v[None, None], f, bound, Rule(), residual)
     torch.testing.assert_close([g[0, 0] for g in found], expected, rtol=1e-10, atol=1e-12)
@@ -203,29 +205,18 @@ BY_HEAD = [("input", None, False), ("norm", None, False), ("silu", None, False),
     ("kind", "groups", "base", "backend"),
     [
         (*case, form)
-        for case in (*BY_HEAD, ("norm", 2, False))
-        for form in ("reference", "autograd", "chunked")
+        for case in ((*PLAIN, False), *BY_HEAD, ("norm", 2, False))
+        for form in ("reference", "autograd", "chunked", "auto")
     ]
     + [pytest.param(*case, "native", marks=needs_compiler) for case in BY_HEAD],
 )
 @pytest.mark.parametrize("depth", [1, 2])
 def test_packed_documents_are_separate_calls(depth, kind, groups, base, backend):
-    borders = [0, 3, 18, 18, 19, 25]
+    borders = [0, 0, 3, 18, 18, 19, 25, 25]  # padded with empty documents, as for a fixed number of them
     case = Case(borders[-1], depth, kind=kind, groups=groups, documents=len(borders) - 1, base=base)
-    around = {"residual": case.residual, "base": case.base}
-    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, **around}
-    call = lambda tokens, state, **more: neural_memory(*tokens, *state, **options, **more)  # noqa: E731
-    y, after = call(case.tokens, case.state, cu_seqlens=torch.tensor(borders))
-    apart = []
-    for i, (start, end) in enumerate(pairwise(borders)):
-        own = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in case.state))
-        if start < end:
-            y_i, own = call([x[:, start:end] for x in case.tokens], own)
-            apart.append([y_i, *own.weights, *own.momentum])
-        else:
-            apart.append([y[:, :0], *own.weights, *own.momentum])
-    expected = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
-    assert_same(expected, [y, *after.weights, *after.momentum], case.leaves)
+    options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend}
+    packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
+    assert_same(case.apart(borders, **options), packed, case.leaves)
 
 
 @pytest.mark.parametrize("bound", [None, 0.3])
@@ -243,10 +234,14 @@ def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, chunk_
 
 @pytest.mark.parametrize(
     ("kind", "groups", "base"),
-    [("input", None, False), ("norm", None, False), ("norm", 4, False), ("none", None, True)],
+    [
+        *(("none", None, False), ("input", None, False), ("norm", None, False), ("norm", 4, False)),
+        ("none", None, True),
+    ],
 )
-def test_float32_is_near_the_float64_recurrence(kind, groups, base):
-    case, single = (Case(130, kind=kind, groups=groups, base=base) for _ in range(2))
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
+    case, single = (Case(130, depth, kind=kind, groups=groups, base=base) for _ in range(2))
     low = lambda xs: [x.detach().float().requires_grad_() for x in xs]  # noqa: E731
     single.tokens, single.state = low(case.tokens), MemoryState(*(tuple(low(part)) for part in case.state))
     if kind == "norm":
@@ -271,20 +266,31 @@ def test_bfloat16_tokens_leave_the_state_in_float32(groups):
 
 
 # (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES, CACHE_BYTES)
-STORAGE = [(2**30, 0, 4000, 2**30), (2**30, 2**30, 1, 1), (3000, 0, 1, 2**30), (3000, 0, 1, 1)]
+STORAGE = {
+    "states and work, one block": (2**30, 2**30, 2**30, 2**30),
+    "states, blocks of two": (2**30, 0, 4000, 2**30),
+    "states and work, blocks of one step and head": (2**30, 2**30, 1, 1),
+    "every few states": (3000, 0, 1, 2**30),
+    "every few states, head by head": (3000, 0, 1, 1),
+}
 
 
 @pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("borders", [None, [0, 30, 32, 40]])
 @pytest.mark.parametrize(
-    ("bound", "kind", "base"), [(None, "norm", False), (0.5, "norm", False), (0.5, "none", True)]
+    ("bound", "kind", "base"), [(None, "norm", False), (0.5, "none", False), (0.5, "none", True)]
 )
-def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, bound, kind, base):
-    case, options = Case(40, batch=2, kind=kind, base=base), {"chunk_size": 7, "surprise_bound": bound}
+def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, borders, bound, kind, base):
+    rows = {"batch": 1 if borders else 2, "documents": borders and 3}
+    case, options = Case(40, kind=kind, base=base, **rows), {"chunk_size": 7, "surprise_bound": bound}
+    options["cu_seqlens"] = borders and torch.tensor(borders)
     expected = case.whole(backend="reference", **options)
     names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
-    for name, value in zip(names, storage, strict=True):
+    for name, value in zip(names, STORAGE[storage], strict=True):
         monkeypatch.setattr(chunked, name, value)
-    assert_same(expected, case.whole(backend="chunked", **options), case.leaves)
+    found = case.whole(backend="chunked", **options)
+    for _ in range(2):  # the backward leaves what was kept as it was
+        assert_same(expected, found, case.leaves)
 
 
 def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch):
@@ -320,13 +326,14 @@ def test_groups_are_neighbouring_columns_of_every_layer():
         torch.testing.assert_close(W[..., half:], given[..., half:].detach(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("base", [False, True])
 @every_kind
-def test_a_read_without_a_write(kind):
-    case = Case(20, kind=kind)
+def test_a_read_without_a_write(kind, base):
+    case = Case(20, kind=kind, base=base)
     tokens = [*case.tokens[:3], *(torch.zeros_like(x) for x in case.tokens[3:])]
-    weights = tuple(W[0] for W in case.state.weights)
-    y, _ = neural_memory(*tokens, weights, residual=case.residual, chunk_size=16)
-    found = read_memory(case.tokens[0], weights, residual=case.residual)
+    weights, around = tuple(W[0] for W in case.state.weights), {"residual": case.residual, "base": case.base}
+    y, _ = neural_memory(*tokens, weights, chunk_size=16, **around)
+    found = read_memory(case.tokens[0], weights, **around)
     torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-12)
 
 
@@ -352,18 +359,19 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
     assert_same(case.whole(**options), compiled(), case.leaves)
 
 
-@pytest.mark.parametrize(("backend", "kind", "groups", "reason"), [
+@pytest.mark.parametrize(("backend", "case", "reason"), [
     *((backend, *row) for backend in ("online", "triton") for row in (
-        ("norm", None, "it does not support LN inside the memory"),
-        ("silu", None, "it does not support an activation of the memory's output"),
+        ({"kind": "norm"}, "it does not support LN inside the memory"),
+        ({"kind": "silu"}, "it does not support an activation of the memory's output"),
     )),
-    *((backend, "none", 4, "it does not support alpha per column")
+    *((backend, {"kind": "none", "groups": 4}, "it does not support alpha per column")
       for backend in ("native", "online", "triton")),
+    ("triton", {"kind": "none", "base": True, "depth": 2}, "it supports a base with 1 layer, not 2"),
+    ("online", {"kind": "none", "base": True, "depth": 2}, "it supports 1 layer, not 2"),
 ])  # fmt: skip
-def test_a_form_that_does_not_compute_it_says_so(backend, kind, groups, reason):
-    case = Case(8, 1, kind=kind, groups=groups)
-    with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}"):
-        case.whole(backend=backend, chunk_size=1)
+def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
+    with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):
+        Case(8, **{"depth": 1} | case).whole(backend=backend, chunk_size=1)
 
 
 @pytest.mark.parametrize("backend", ["native", "online"])

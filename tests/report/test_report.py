@@ -332,12 +332,6 @@ def test_long_fractions_in_configs_are_rounded(tmp_path):
     assert configs["all rows"]["optim.steps"] == str(RunConfig().optim.steps)
 
 
-def test_tables_scroll_with_a_hint_and_a_fixed_first_column(hurt):
-    text = page(hurt)
-    assert "scroll sideways" in text
-    assert re.search(r"\.book \.name \{[^}]*position: sticky; left: 0", text)
-
-
 def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
     found = study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
     table = measured(tmp_path, found)

@@ -32,13 +32,7 @@ def measures(columns) -> Any:
     return SimpleNamespace(eval=SimpleNamespace(columns=columns))
 
 
-def row(
-    name: str,
-    columns: dict[str, list[float]],
-    paper: dict[str, float],
-    reference=False,
-    expected=(),
-):
+def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], reference=False, expected=()):
     seeds = range(len(next(iter(columns.values()))))
     return SimpleNamespace(
         row=Row(name=name, reference=reference, expected=dict(expected)),

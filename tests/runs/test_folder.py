@@ -235,11 +235,6 @@ def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
         pass
 
 
-def test_a_dead_writer_leaves_no_half_file(folder):
-    write_json(folder.path / "progress.json", {"step": 1})
-    assert os.listdir(folder.path) == ["progress.json"]
-
-
 def lock(root: Path) -> None:
     with file_lock(root / "a" / "lock"):
         pass

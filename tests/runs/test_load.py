@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.small import trained
 from titans_platform import load_run
 from titans_platform.cli import run
-from titans_platform.config import RunConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.objectives import build_objective
-from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
 
 SERIES = {
     "model": {
@@ -27,21 +23,13 @@ SERIES = {
     },
     "data": {"sequence_length": 16},
     "optim": {"steps": 2, "global_batch_size": 4},
-    "eval": {"items": 4, "columns": {"mse": ({"task": "mse"},)}},
+    "eval": {"items": 4, "columns": {"mse": [{"task": "mse"}]}},
     "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2}},
 }
 
 
-def trained(cfg: RunConfig, root: Path) -> Path:
-    """The folder of a finished run."""
-    build_objective(cfg).prepare(root)
-    spec = spec_for(cfg, root)
-    execute(spec)
-    return spec.folder.path
-
-
 def test_a_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
-    folder = trained(tiny_run, tmp_path)
+    folder = trained(tmp_path)
     model, tokenizer, config = load_run(folder.name[:6], tmp_path)
     assert config == tiny_run
     assert tokenizer is not None
@@ -57,8 +45,7 @@ def test_a_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_
 
 
 def test_a_series_has_no_tokenizer(tmp_path):
-    cfg = RunConfig.model_validate(SERIES)
-    model, tokenizer, config = load_run(trained(cfg, tmp_path))
+    model, tokenizer, config = load_run(trained(tmp_path, **SERIES))
     assert tokenizer is None
     assert config.objective.kind == "regression"
     assert model(torch.zeros(1, 16, 2)).prediction.shape == (1, 1, 2)
@@ -71,7 +58,7 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def test_the_root_is_that_of_the_command_line_by_default(tiny_run, tmp_path, monkeypatch):
-    folder = trained(tiny_run, tmp_path / "elsewhere")
+    folder = trained(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="no such run under titans-runs/cells"):
         load_run(folder.name)
@@ -79,8 +66,8 @@ def test_the_root_is_that_of_the_command_line_by_default(tiny_run, tmp_path, mon
     assert load_run(folder.name)[2] == tiny_run
 
 
-def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tiny_run, tmp_path, capsys):
-    folder = trained(tiny_run, tmp_path)
+def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys):
+    folder = trained(tmp_path)
     older, newest = sorted((folder / "checkpoints").glob("step-*"))[-2:]
     damaged = next(path for path in sorted(newest.rglob("*.distcp")) if path.stat().st_size > 100)
     content = bytearray(damaged.read_bytes())

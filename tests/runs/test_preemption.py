@@ -77,6 +77,7 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
     (point,) = saved(folder.path / "checkpoints")
     step = int(point.name[-3:])
     assert 2 < step < 70
+    assert out.count("ending at a checkpoint; once more ends at once\n") == 1
     assert f"error: interrupted after step {step}, at a checkpoint; run the same command to resume" in out
     assert folder.state() == "interrupted"
     again = execute(spec_for(cfg, tmp_path))

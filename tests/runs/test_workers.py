@@ -18,7 +18,7 @@ import torch
 from tests.small import RUN
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.errors import ClusterError, UsageError
+from titans_platform.errors import ClusterError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
@@ -48,14 +48,6 @@ def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
     assert wrapped.row == "lmm"
     for key in ("final_train_loss", "columns", "telemetry"):
         assert getattr(wrapped, key) == getattr(direct, key)
-
-
-def test_a_refusal_is_the_same_error_in_this_process(tiny_run, tmp_path):
-    prepare(tiny_run.data, tmp_path)
-    values = tiny_run.model_dump(mode="json")
-    values["model"]["vocab_size"] = 10
-    with pytest.raises(UsageError, match=r"model\.vocab_size"):
-        execute(spec_for(RunConfig.model_validate_json(json.dumps(values)), tmp_path))
 
 
 @pytest.mark.cluster

@@ -24,12 +24,7 @@ def study(tmp_path):
     columns = {"acc": Column(title="Accuracy")}
     file = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=tuple(map(_row, ROWS)))
     cells = tuple(
-        Cell(
-            row,
-            seed,
-            RunConfig.model_validate({"seed": seed, "model": {"d_model": width}}),
-            f"{row}{seed}",
-        )
+        Cell(row, seed, RunConfig.model_validate({"seed": seed, "model": {"d_model": width}}), f"{row}{seed}")
         for seed in (0, 1)
         for row, width in zip(ROWS, (16, 32, 64), strict=True)
     )

@@ -57,12 +57,7 @@ def test_layers_override_each_other(study):
 
 def test_cells_are_ordered_by_seed(study):
     cells = expand(study, "small", rows=["w/o decay", "LMM"], seeds=[4, 2])
-    assert [(c.row, c.seed) for c in cells] == [
-        ("LMM", 4),
-        ("w/o Decay", 4),
-        ("LMM", 2),
-        ("w/o Decay", 2),
-    ]
+    assert [(c.row, c.seed) for c in cells] == [("LMM", 4), ("w/o Decay", 4), ("LMM", 2), ("w/o Decay", 2)]
 
 
 def test_names_depend_only_on_what_changes_the_numbers(tmp_path, study):

@@ -97,10 +97,15 @@ def test_the_batch_at_fault_is_kept_and_named(tmp_path):
         assert torch.equal(kept.get_tensor("tokens"), t.stream.batch(6).tokens)
 
 
-def test_a_batch_is_left_out_and_the_next_takes_its_place(tmp_path):
-    t = train(sick(6, 11, on_divergence="skip"), tmp_path)
-    assert (t.progress.step, t.progress.offset) == (20, 2)
-    healthy = [place for place in range(22) if place not in (6, 11)]
+@pytest.mark.parametrize(
+    ("policy", "poisoned", "left_out", "rewinds"),
+    # a rewind goes back to step 8 and past what had been read
+    [("skip", (6, 11), (6, 11), 0), ("rewind", (10,), (8, 9, 10), 1)],
+)
+def test_batches_are_left_out_and_the_next_take_their_places(tmp_path, policy, poisoned, left_out, rewinds):
+    t = train(sick(*poisoned, on_divergence=policy), tmp_path)
+    assert (t.progress.step, t.progress.offset, t.progress.rewinds) == (20, len(left_out), rewinds)
+    healthy = [place for place in range(23) if place not in left_out]
 
     class Healthy(Rows):
         def batch(self, step: int) -> Batch:
@@ -117,22 +122,6 @@ def test_when_every_batch_is_at_fault_the_run_stops(tmp_path):
     with pytest.raises(Diverged, match=f"{SKIPS} batches in a row were left out; step 6: loss nan"):
         train(t, tmp_path)
     assert t.progress.step == 5
-
-
-def test_it_goes_back_and_past_what_it_had_read(tmp_path):
-    t = train(sick(10, on_divergence="rewind"), tmp_path)
-    # rewinds to step 8; batches 8, 9 and 10 are skipped
-    assert (t.progress.step, t.progress.offset, t.progress.rewinds) == (20, 3, 1)
-    places = [*range(8), *range(11, 23)]
-
-    class Past(Rows):
-        def batch(self, step: int) -> Batch:
-            return super().batch(places[step])
-
-    straight = trainer(3, Sick(), steps=20)
-    straight.stream = Past()
-    straight.run(Hooks())
-    assert same(weights(t), weights(straight))
 
 
 def test_rewinds_are_bounded(tmp_path):

@@ -88,17 +88,9 @@ def test_micro_batches_and_a_restart_change_nothing(variant, tmp_path):
 @pytest.mark.parametrize(
     ("variant", "fields", "why"),
     [
-        (
-            "mag",
-            {"windows": (8, 12)},
-            r"optim\.windows: the longest is 12, but the model is evaluated with",
-        ),
+        ("mag", {"windows": (8, 12)}, r"optim\.windows: the longest is 12, but the model is evaluated with"),
         ("mag", {"windows": (8, 32)}, r"optim\.windows: window: 32 is longer than the model's own, 16"),
-        (
-            "mac",
-            {"windows": (12, 16)},
-            r"optim\.windows: window: 12 is not a multiple of memory",
-        ),
+        ("mac", {"windows": (12, 16)}, r"optim\.windows: window: 12 is not a multiple of memory"),
         ("mac", {"auxiliary_window": 4}, r"optim\.auxiliary_window: window: 4 is not a multiple"),
         ("lmm", {"windows": (8,)}, r"optim\.windows: the model has no attention window"),
     ],
