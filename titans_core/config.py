@@ -81,6 +81,8 @@ class MemoryConfig(Frozen):
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
     qk_norm: bool = True
     """L2-normalise queries and keys."""
+    query_correction: bool = False
+    """Subtract keys from queries before the L2 norm, ``q - d k`` with a trained d per head (MDN, Comba)."""
     value_norm: bool = True
     """L2-normalise values, so that surprise_bound has the same meaning in every layer."""
     output_norm: bool = True
@@ -108,8 +110,8 @@ class MemoryConfig(Frozen):
     """The update rule: a name in `titans_kernels.RULES`, such as gated_delta or e2_ttt, or ``module:Name`` of
     a `titans_kernels.Rule`."""
     rule_options: dict[str, float] = {}
-    """Parameters of the rule by name: ``delta`` of huber and yaad; ``tied`` of mdn, ``post`` of delta_ttt and
-    ``lag`` of memora (1 for true)."""
+    """Parameters of the rule by name: ``delta`` of huber and yaad, ``angle`` of mdn, and (1 for true)
+    ``tied`` of mdn, ``post`` of delta_ttt and ``lag`` of memora."""
 
     @model_validator(mode="after")
     def _outputs_fit(self) -> MemoryConfig:

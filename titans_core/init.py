@@ -10,6 +10,7 @@
 | M_0 | normal, std 1 / sqrt(fan in); its last layer a tenth of that, to predict little; not under LN |
 | M_0, with `MemoryConfig.start_rank` | first layer normal, std 0.02; L, R normal, std 0.5 / sqrt(fan in) |
 | persistent tokens | normal, std 1, as large as the normalised input they stand before |
+| log of the correction of queries | log of a uniform number in [0, 1], as in MDN |
 | polynomial features | the coefficient of degree i 1 / i! |
 | alpha, eta, theta | weight 0.02, bias `MemoryConfig.alpha_bias`, `eta_bias`, `theta_bias` |
 | a rule's own gates | weight 0.02, bias `Rule.extra_bias` |
@@ -61,6 +62,8 @@ def _initialize_by_name(module: Any, n_layers: int) -> None:
         nn.init.normal_(module.persistent_PD)
     if getattr(module, "scale_H", None) is not None:
         nn.init.ones_(module.scale_H)
+    if getattr(module, "log_correction_H", None) is not None:
+        nn.init.uniform_(module.log_correction_H).log_()
     if getattr(module, "coefficients_HI", None) is not None:
         module.coefficients_HI.copy_(torch.tensor([1.0, 1.0, 0.5]))
     for name in RESIDUAL:

@@ -16,7 +16,14 @@ from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm
-from titans_core.projections import ConvState, PolynomialFeatures, Projections, expand_rows, project_gates
+from titans_core.projections import (
+    ConvState,
+    PolynomialFeatures,
+    Projections,
+    expand_rows,
+    layer_features,
+    project_gates,
+)
 from titans_kernels import (
     AnyState,
     DecodeState,
@@ -31,10 +38,9 @@ from titans_kernels import (
     rms_norm,
     state_dtype,
     state_numel,
-    without_autocast,
     write_budget,
 )
-from titans_kernels.memory.activations import ACTIVATIONS, layer_shapes
+from titans_kernels.memory.activations import layer_shapes
 
 
 class Writes(NamedTuple):
@@ -100,7 +106,9 @@ class NeuralMemory(Projections):
         head_dim = config.head_dim or d_model // config.heads
         kernel = config.conv_kernel if config.conv else None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
-        super().__init__(d_model, config.heads, head_dim, kernel, unit)
+        super().__init__(
+            d_model, config.heads, head_dim, kernel, unit, query_correction=config.query_correction
+        )
         self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
         self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
         """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
@@ -179,8 +187,8 @@ class NeuralMemory(Projections):
     def read(
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
     ) -> tuple[Tensor, ConvState]:
-        """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of q only."""
-        (q,), conv_state = self.project(x_BTD, "q", conv_state)
+        """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of `read_names` only."""
+        (q, *_), conv_state = self.project(x_BTD, self.read_names, conv_state)
         q = self._features(q)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
@@ -269,11 +277,11 @@ class NeuralMemory(Projections):
     def read_bytes(self, length: int, segment: int) -> int:
         """Bytes that reading at the weights of each segment's start adds (`MAC`).
 
-        A copy of those weights once the memory has been updated since, and q's convolution state.
+        A copy of those weights once the memory has been updated since, and the convolution state of q.
         """
         moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.start_weights) if moved else 0
-        return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes("q")
+        return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes(self.read_names)
 
     def _project_tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
@@ -306,12 +314,8 @@ class NeuralMemory(Projections):
         x_BTHE = self.polynomial(x_BTHE) if self.polynomial else x_BTHE
         if not self.feature_weights:
             return x_BTHE
-        f, dtype = ACTIVATIONS[self.config.activation], state_dtype(x_BTHE)
-        with without_autocast(x_BTHE):
-            x = x_BTHE.to(dtype)
-            for W in self.feature_weights:
-                x = f.value(torch.einsum("bthd,hde->bthe", x, W.to(dtype)))
-            return F.normalize(x, dim=-1, eps=1e-6) if self.config.qk_norm else x
+        layers = list(self.feature_weights)
+        return layer_features(x_BTHE, layers, self.config.activation, self.config.qk_norm)
 
     @property
     def _forgets_by_channel(self) -> bool:

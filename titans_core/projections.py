@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv, Linear
 from titans_kernels import linear, short_convolution, state_dtype, without_autocast
+from titans_kernels.memory.activations import ACTIVATIONS
 
 ConvState = dict[str, Tensor]
 """For q, k and v the last inputs of the convolution, [B, K - 1, C] each; empty without a convolution."""
@@ -30,6 +31,8 @@ class Projections(nn.Module):
         conv_kernel: K; None for no convolution.
         normalized: names of those that are L2-normalised, such as ``"qk"``.
         silu: whether SiLU follows the projections.
+        query_correction: whether keys are subtracted from queries, before both are normalised
+            (`MemoryConfig.query_correction`).
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Projections(nn.Module):
         conv_kernel: int | None,
         normalized: str,
         silu: bool = True,
+        query_correction: bool = False,
     ):
         super().__init__()
         self.heads, self.head_dim, self.normalized, self.silu = heads, head_dim, normalized, silu
@@ -47,6 +51,7 @@ class Projections(nn.Module):
         self.w_q = Linear(d_model, channels, bias=False)
         self.w_k = Linear(d_model, channels, bias=False)
         self.w_v = Linear(d_model, channels, bias=False)
+        self.log_correction_H = nn.Parameter(torch.empty(heads)) if query_correction else None
         self.has_conv = conv_kernel is not None
         if conv_kernel is not None:
             self.conv_q = CausalConv(channels, conv_kernel)
@@ -61,9 +66,29 @@ class Projections(nn.Module):
         ``conv_state`` is the state after the previous tokens of every row, or, when packed, a batch of one at
         the start of every document. Returns also the state after the last token, meaningless when packed.
         """
+        if self.log_correction_H is None or "q" not in names:
+            return self._uncorrected(x_BTD, names, self.normalized, conv_state, documents)
+        # both are normalised after the correction
+        normalized = self.normalized.strip("qk")
+        (q, k, *rest), conv_state = self._uncorrected(x_BTD, names, normalized, conv_state, documents)
+        with without_autocast(q):
+            q, k = (x.to(state_dtype(x)) for x in (q, k))
+            found = {"q": q - self.log_correction_H.to(q.dtype).exp()[:, None] * k, "k": k}
+            pair = [_l2_normalized(x) if name in self.normalized else x for name, x in found.items()]
+        return [*pair, *rest], conv_state
+
+    @property
+    def read_names(self) -> str:
+        """The projections that queries depend on."""
+        return "q" if self.log_correction_H is None else "qk"
+
+    def _uncorrected(
+        self, x_BTD: Tensor, names: str, normalized: str, conv_state: ConvState, documents: Documents | None
+    ) -> tuple[list[Tensor], ConvState]:
+        """`project` without a correction of queries."""
         # one product and one convolution for all names, with concatenated weights
         y = linear(x_BTD, self.weights(names))
-        if self.silu and (fused := self._fused(y, names, conv_state, documents)):
+        if self.silu and (fused := self._fused(y, names, normalized, conv_state, documents)):
             return fused
         parts = list((F.silu(y) if self.silu else y).unflatten(-1, (len(names), -1)).unbind(-2))
         for i, name in enumerate(names if self.has_conv else ""):
@@ -71,7 +96,7 @@ class Projections(nn.Module):
             conv_state = {**conv_state, name: after}
         heads = [part.unflatten(-1, (self.heads, self.head_dim)) for part in parts]
         return [
-            _l2_normalized(h) if n in self.normalized else h for n, h in zip(names, heads, strict=True)
+            _l2_normalized(h) if n in normalized else h for n, h in zip(names, heads, strict=True)
         ], conv_state
 
     def unit_bits(self, names: str) -> int:
@@ -107,13 +132,13 @@ class Projections(nn.Module):
         return sum(inputs.nbytes for inputs in self.zero_conv_state(names).values())
 
     def _fused(
-        self, y: Tensor, names: str, conv_state: ConvState, documents: Documents | None
+        self, y: Tensor, names: str, normalized: str, conv_state: ConvState, documents: Documents | None
     ) -> tuple[list[Tensor], ConvState] | None:
         """All that follows the projections y [B, T, names * C] as one fused operator; None if unsupported."""
         weight, state = self.conv_weights(names), self.conv_inputs(names, conv_state)
         borders = documents and documents.cu_seqlens
-        normalized = [name in self.normalized for name in names]
-        heads = short_convolution(y, weight, state, normalized, self.heads, borders)
+        scaled = [name in normalized for name in names]
+        heads = short_convolution(y, weight, state, scaled, self.heads, borders)
         if heads is None:
             return None
         if not self.has_conv or documents is not None:
@@ -148,6 +173,16 @@ def project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
             torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
         )
         return torch.sigmoid(linear(x.to(dtype), weight, bias)).split(sizes, -1)
+
+
+def layer_features(x_BTHE: Tensor, layers: Sequence[Tensor], activation: str, normalized: bool) -> Tensor:
+    """f(x) of each layer [H, E, F] after the other, in the precision of the state, L2-normalised if asked."""
+    f, dtype = ACTIVATIONS[activation], state_dtype(x_BTHE)
+    with without_autocast(x_BTHE):
+        x = x_BTHE.to(dtype)
+        for W in layers:
+            x = f.value(torch.einsum("bthd,hde->bthe", x, W.to(dtype)))
+        return _l2_normalized(x) if normalized else x
 
 
 class PolynomialFeatures(nn.Module):

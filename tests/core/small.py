@@ -39,6 +39,17 @@ SWITCHES: dict[str, dict] = {
     "gated_delta": {"rule": "gated_delta"},
     "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
     "mdn": {"rule": "mdn", "depth": 1, "chunk_size": 1, "surprise_bound": None},
+    "mdn_published": {
+        "rule": "mdn",
+        "rule_options": {"angle": 2.0},
+        "depth": 1,
+        "chunk_size": 1,
+        "surprise_bound": None,
+        "query_correction": True,
+    },
+    "mdn_angle_per_channel": {"rule": "mdn", "rule_options": {"angle": 2.0}, "decay_per": "channel"},
+    "query_correction": {"query_correction": True},
+    "memora_lag": {"rule": "memora", "rule_options": {"lag": 1.0}, "write_budget": 1.0},
     "mdn_per_chunk": {"rule": "mdn", "gates_per": "chunk"},
     "delta_ttt": {"rule": "delta_ttt", "chunk_size": 1, "surprise_bound": None, "start_rank": 3},
     "delta_ttt_published": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.core.small import model
 from titans_core import Documents, MemoryConfig, NeuralMemory, record
@@ -175,6 +176,28 @@ def test_polynomial_features_are_those_of_all_products(depth, chunk_size):
     leaves = [p for name, p in memory.named_parameters() if not name.startswith(("w_o", "output"))]
     grads = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (y, expected)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_keys_are_subtracted_from_queries_before_the_norm(qk_norm):
+    """As in MDN's code, on the layer without its convolution; a read at earlier weights does the same."""
+    memory = NeuralMemory(
+        12, MemoryConfig(heads=3, query_correction=True, conv=False, qk_norm=qk_norm)
+    ).double()
+    assert memory.log_correction_H is not None
+    assert (memory.log_correction_H.exp() < 1).all()
+    x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k = (F.silu(x @ w.weight.T).unflatten(-1, (3, 4)) for w in (memory.w_q, memory.w_k))
+    q = torch.stack([q[:, :, h] - memory.log_correction_H[h].exp() * k[:, :, h] for h in range(3)], 2)
+    if qk_norm:
+        q, k = (y / y.norm(dim=-1, keepdim=True) for y in (q, k))
+    _, found, writes, _ = memory.retrieve(x)
+    torch.testing.assert_close((found, writes.k), (q, k), rtol=1e-12, atol=1e-12)
+    read, _ = memory.read(x, memory.start(2).start.weights, {})
+    expected = memory.output(memory.predict(q, memory.start(2).start.weights), x)
+    torch.testing.assert_close(read, expected, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(read.sum(), memory.log_correction_H)
+    assert (gradient != 0).all()
 
 
 @pytest.mark.parametrize("field", [{"written": "last"}, {"output_activation": "silu"}, {"feature_degree": 2}])

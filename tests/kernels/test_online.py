@@ -43,7 +43,9 @@ def computed(given: list[Tensor], backend: str, **options) -> list[Tensor]:
     return [x.detach() for x in outputs] + list(torch.autograd.grad(loss, given if own else given[:-1]))
 
 
-@pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True)], ids=str)
+@pytest.mark.parametrize(
+    "rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True), MomentumDelta(angle=2.0)], ids=str
+)
 @pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, compiled):
@@ -55,7 +57,9 @@ def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, c
     )
 
 
-@pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True)], ids=str)
+@pytest.mark.parametrize(
+    "rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True), MomentumDelta(angle=2.0)], ids=str
+)
 def test_gates_at_their_ends(rule):
     given = made(40, momentum=False)
     with torch.no_grad():

@@ -68,6 +68,7 @@ EVERY_RULE = {
     "gated_delta": GatedDelta(),
     "mdn": MomentumDelta(),
     "mdn_tied": MomentumDelta(tied=True),
+    "mdn_angle": MomentumDelta(angle=3.0),
     "e2_ttt": E2TTT(clip=0.05),
     "moneta": Moneta(q=2.5),
     "yaad_gated": YaadGated(delta=3.0),
@@ -228,19 +229,23 @@ def test_the_gradient_at_the_decayed_state_is_gated_deltanet():
     assert_head_reads(case, reads, chunk_size=1, rule="gated_delta")
 
 
-def test_momentum_with_a_write_gate_is_momentum_deltanet():
+@pytest.mark.parametrize("angle", [0.0, 3.0])
+def test_momentum_with_a_write_gate_is_momentum_deltanet(angle):
+    """Also with decay and write gate tied by ``w = arctan(step * angle)``, as in the authors' code."""
     case = Case(30, 1, rule=MomentumDelta())
     q, k, v, alpha, mu, theta, beta = (x[0, :, 0].detach() for x in case.tokens)
     W, S, reads = case.state.weights[0][0, 0].detach(), case.state.momentum[0][0, 0].detach(), []
     momentum = -S  # the published one adds gradients of half the squared error, and is subtracted
+    w = torch.arctan(2 * theta * angle)
+    keep, beta = (w.cos() ** 2 * (1 - alpha), w.sin() ** 2 * beta[:, 0]) if angle else (1 - alpha, beta[:, 0])
     for t in range(len(q)):
-        kept = (1 - alpha[t]) * W
+        kept = keep[t] * W
         momentum = mu[t] * momentum + 2 * theta[t] * torch.outer(k[t], k[t] @ kept - v[t])
         W = kept - beta[t] * momentum
         reads.append(q[t] @ W)
     *tokens, extra = case.tokens
     for backend in ("reference", "autograd", "online"):
-        options = {"chunk_size": 1, "rule": "mdn", "backend": backend}
+        options = {"chunk_size": 1, "rule": MomentumDelta(angle=angle), "backend": backend}
         y, _ = neural_memory(*tokens, *case.state, extra=extra, **options)
         torch.testing.assert_close(y[0, :, 0], torch.stack(reads), rtol=1e-12, atol=1e-12)
 
@@ -349,6 +354,12 @@ def test_a_form_that_does_not_take_a_rule_says_so():
         ("xyzzy", {}, f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
         ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
         ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
+        ("mdn", {"angle": -1.0}, "rule_options.angle: -1.0 must be finite, and 0 or more"),
+        (
+            "mdn",
+            {"angle": 1.0, "tied": 1.0},
+            "rule_options.tied: 1.0 and angle 1.0 both limit the write gate",
+        ),
         ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),
         (
             "no_such_module:Rule",

@@ -68,7 +68,7 @@ class LocalMemory(NeuralMemory):
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, options: TNTOptions):
-        bare = {"conv": False, "output_gate": False, "output_norm": False}
+        bare = {"query_correction": False, "conv": False, "output_gate": False, "output_norm": False}
         super().__init__(d_model, config.model_copy(update=bare), initialized=False)
         del self.w_q, self.w_k, self.w_v, self.w_o
         self.shard, self.projection = options.shard, options.projection

@@ -41,7 +41,7 @@ class OpenChunk(NamedTuple):
     weights: Layers  # after the last token [B, H, D, F]; with a base, the offset from it
     momentum: Layers
     start: Layers  # weights at the start of the chunk, also as an offset
-    alpha: Tensor  # of the chunk's tokens so far [B, H, p], or [B, H, p, A] per column
+    alpha: Tensor  # after `Rule.gates`, of the chunk's tokens so far [B, H, p], or [B, H, p, A] per column
     keys: Tensor  # keys of the chunk's tokens with a write budget [B, H, p, D], else [B, H, 0, D]
     steps: Tensor  # their effective steps [B, H, p], or [B, H, 0]
     etas: Tensor  # [B, H, p] for a rule with `end_chunk`, which also needs the three below, else [B, H, 0]
@@ -102,15 +102,15 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
         options.rule, ACTIVATIONS[options.activation], now.forgets_by_column, options.base,
     )  # fmt: skip
     # copies, since a view would keep all tokens of the call alive
-    alpha = torch.cat([chunk.alpha, now.alpha], 2) if chunk.position else now.alpha.clone()
+    forget, *gates = rule.gates(now.alpha, now.eta, now.theta)
+    alpha = torch.cat([chunk.alpha, forget], 2) if chunk.position else forget.clone()
     etas = torch.cat([chunk.etas, now.eta], 2) if rule.ends_chunks else chunk.etas
     p = chunk.position
-    decay = (1 - rule.gates(alpha, now.eta, now.theta)[0]).cumprod(2)[:, :, p:]
+    decay = (1 - alpha).cumprod(2)[:, :, p:]
     decays = [broadcast_gate(decay, W.shape[-1], by_column) for W in chunk.start]
     gradients = token_gradients(
         rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, base, now.extra
     )
-    forget, *gates = rule.gates(now.alpha, now.eta, now.theta)
     gates += now.extra.unbind(-1)
     W, S, kept, y = chunk.weights, chunk.momentum, (chunk.kept, chunk.kept_momentum), []
 

@@ -148,9 +148,10 @@ def _blocks(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b, of [R, T, ...]."""
     q, k, v, alpha, eta, theta, extra = (x.unflatten(1, (-1, b)) for x in inputs)
+    alpha, eta, theta = rule.gates(alpha, eta, theta)
     rows, flat = alpha.shape[:2], [alpha, eta, torch.ones_like(theta)]
     if isinstance(rule, MomentumDelta):
-        flat.append(rule.write_gate(alpha, *extra.unbind(-1)))
+        flat.append(rule.write_gate(alpha, theta, *extra.unbind(-1)))
     gates = coefficients(*(x.flatten(0, 1) for x in flat))
     C, N, m, beta, h = (x.unflatten(0, rows) for x in (gates.C, gates.N, gates.m, gates.beta, gates.h))
     # coefficients of the weights at which each token's gradient is taken

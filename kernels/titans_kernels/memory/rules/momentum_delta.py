@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,19 +22,42 @@ class MomentumDelta(GatedDelta):
     step 2 theta; "online" computes it exactly in parallel with chunks of one token.
 
     Differences: sigmoid gates are the published ones with learned scales of 1, and its step in [0, 2] is
-    max_theta = 1. The published lower bound of mu, the angle that ties a, b and the step, and the correction
-    of queries by keys are left out.
+    max_theta = 1. The published lower bound of mu is left out. Its correction of queries by keys is
+    `query_correction` of titans_core's `MemoryConfig`, for any rule.
 
-    With ``tied`` the factor is ``alpha_t b_t``, at most 1 - a as in the publication, unstable without that.
-    A memory that barely forgets (`MemoryConfig.alpha_bias`) then barely writes.
+    The publication keeps ``b <= 1 - a``, and is unstable without that. ``angle`` ties both to the step as it
+    does, by ``w = arctan(2 theta_t angle)``:
+
+        a = cos^2(w) (1 - alpha_t),    b = sin^2(w) b_t
+
+    where the published e^f in place of ``angle`` is trained, one per head; it starts in [0, 4]. ``tied`` has
+    ``b = alpha_t b_t``: a memory that barely forgets (`MemoryConfig.alpha_bias`) then barely writes.
     """
 
     extra_gates: ClassVar[int] = 1
 
     tied: bool = False
+    angle: float = 0.0
 
-    def write_gate(self, alpha: Tensor, b: Tensor) -> Tensor:
-        """The factor of the momentum in the weights."""
+    def __post_init__(self) -> None:
+        if not 0 <= self.angle < math.inf:
+            raise ValueError(f"angle: {self.angle} must be finite, and 0 or more")
+        if self.tied and self.angle:
+            raise ValueError(
+                f"tied: {self.tied} and angle {self.angle} both limit the write gate; leave out one"
+            )
+
+    def gates(self, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.angle:
+            tangent = (2 * self.angle * theta).square()
+            alpha = 1 - (1 - alpha) / (1 + (tangent[..., None] if alpha.ndim > theta.ndim else tangent))
+        return alpha, eta, theta
+
+    def write_gate(self, alpha: Tensor, theta: Tensor, b: Tensor) -> Tensor:
+        """The factor of the momentum in the weights, from alpha and theta of `gates`."""
+        if self.angle:
+            tangent = (2 * self.angle * theta).square()
+            return b * tangent / (1 + tangent)
         return alpha * b if self.tied else b
 
     def update(
@@ -41,4 +65,4 @@ class MomentumDelta(GatedDelta):
         *extra: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         momentum = eta * momentum - theta * gradient
-        return (1 - alpha) * weights + self.write_gate(alpha, *extra) * momentum, momentum
+        return (1 - alpha) * weights + self.write_gate(alpha, theta, *extra) * momentum, momentum
