@@ -8,8 +8,17 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from titans_kernels import DecodeState, MemoryState, Residual, extend_memory, native, neural_memory
+from titans_kernels import (
+    DecodeState,
+    MemoryState,
+    OutputActivation,
+    Residual,
+    extend_memory,
+    native,
+    neural_memory,
+)
 
 needs_compiler = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
 NATIVE = pytest.param("native", marks=needs_compiler)
@@ -58,6 +67,41 @@ class Call:
                 y, own = neural_memory(*tokens, *own, extra=extra, **around)
             found.append([y, *own.weights, *own.momentum])
         return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*found, strict=True))]
+
+
+class Case(Call):
+    """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
+
+    ``groups`` is the A of an alpha by column, ``kind`` what is around the memory, ``base`` whether it decays
+    towards random weights.
+    """
+
+    def __init__(
+        self, T: int, depth: int = 2, *, kind: str = "none", groups: int | None = None, batch: int = 1,
+        documents: int | None = None, widths: list[int] | None = None, base: bool = False,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(100 * T + depth)
+        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+        widths = widths or [4, *[8] * (depth - 1), 4]
+        tokens = [F.normalize(rand(batch, T, 2, widths[0]) - 0.5, dim=-1) for _ in range(3)]
+        alpha = 0.05 * rand(batch, T, 2, *([groups] if groups else []))
+        eta, theta = 0.9 * rand(batch, T, 2), 0.05 * rand(batch, T, 2)
+        alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
+        alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
+        rows = documents or batch
+        shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
+        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
+        self.state = MemoryState(
+            tuple(((rand(*s) - 0.5) * 4 / s[-2] ** 0.5).requires_grad_() for s in shapes),
+            tuple((0.1 * (rand(*s) - 0.5)).requires_grad_() for s in shapes),
+        )
+        norm = 1 + 0.2 * rand(2, widths[0]), rand(2, widths[0]) - 0.5
+        kinds = {"none": None, "input": Residual(), "norm": Residual(*(x.requires_grad_() for x in norm))}
+        self.residual = kinds[kind] if kind in kinds else OutputActivation(kind)
+        if base:
+            generator.manual_seed(T)
+            randn = (torch.randn(s[1:], generator=generator, dtype=torch.float64) for s in shapes)
+            self.base = tuple((x / x.shape[1] ** 0.5).requires_grad_() for x in randn)
 
 
 def with_extra(tokens: Iterable[Tensor]) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels import test_residual
+from tests.kernels import cases
 from tests.kernels.cases import NATIVE, assert_same, needs_compiler
 from titans_kernels import (
     DecodeState,
@@ -22,11 +22,11 @@ from titans_kernels.memory.forms.triton import pieces
 FAST = ["chunked", NATIVE, "auto"]
 
 
-class Case(test_residual.Case):
-    """The calls of `test_residual` with a random base of each layer, plain where nothing else is said."""
+class Case(cases.Case):
+    """A call with a random base of each layer."""
 
-    def __init__(self, T: int, depth: int = 2, *, kind: str = "none", **given):
-        super().__init__(T, depth, kind=kind, base=True, **given)
+    def __init__(self, T: int, depth: int = 2, **given):
+        super().__init__(T, depth, base=True, **given)
 
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta"])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels import cases, test_decode
-from tests.kernels.cases import NATIVE, needs_compiler
+from tests.kernels import cases
+from tests.kernels.cases import NATIVE, assert_same, needs_compiler
 from titans_kernels import (
     DecodeState,
     decode_step,
@@ -123,13 +123,13 @@ def test_one_key_repeated_is_written_one_full_step():
     )
 
 
-class Case(test_decode.Case):
+class Case(cases.Case):
     """Random calls whose tokens are limited, some of them to nothing."""
 
     def __init__(self, T: int, depth: int, *, by_column: bool = False):
-        super().__init__(T, depth)
+        super().__init__(T, depth, batch=2, widths=[3, *[4] * (depth - 1), 3])
         with torch.no_grad():
-            self.tokens[5] *= 4
+            self.tokens[5] *= 8
             # no overlap is near 0, where a rounding may turn its sign
             self.tokens[1] += 0.3
         if by_column:
@@ -144,11 +144,11 @@ RULE = {"chunk_size": 5, "surprise_bound": 0.5, "write_budget": 0.7}
 def test_cuts_at_every_position_are_the_whole(kind):
     case = Case(13, 2, by_column=kind == "by_column")
     rule = RULE | {"rule": find_rule("huber", delta=0.5) if kind == "huber" else "paper"}
-    expected = case.whole(**rule)
+    expected = case.whole(backend="reference", **rule)
     for cut in range(1, 13):
-        cases.assert_same(expected, case.pieces([cut, 13 - cut], **rule), case.leaves)
-    cases.assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
-    cases.assert_same(expected, case.pieces([3, 1, 4, 2, 3], **rule), case.leaves)
+        assert_same(expected, case.pieces([cut, 13 - cut], **rule), case.leaves)
+    assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
+    assert_same(expected, case.pieces([3, 1, 4, 2, 3], **rule), case.leaves)
 
 
 @needs_compiler
@@ -156,7 +156,7 @@ def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
     case, calls, extend = Case(23, 2), [], native.extend
     monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
     with torch.no_grad():
-        expected = case.whole(**RULE)
+        expected = case.whole(backend="reference", **RULE)
         for sizes in ([23], [4, 19], [3, 1, 1, 8, 10], [1] * 23):
             same(case.pieces(sizes, **RULE), expected)
     assert calls
@@ -166,13 +166,14 @@ def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_every_form_is_the_recurrence(depth, backend):
     case = Case(23, depth)
-    whole = lambda form: cases.Call.whole(case, backend=form, **RULE)  # noqa: E731
-    cases.assert_same(whole("reference"), whole(backend), case.leaves)
+    expected, found = (case.whole(backend=form, **RULE) for form in ("reference", backend))
+    assert_same(expected, found, case.leaves)
 
 
 def test_the_online_form_is_the_recurrence():
     case, rule = Case(23, 1), {"chunk_size": 1, "write_budget": 1.0}
-    cases.assert_same(case.whole(**rule), cases.Call.whole(case, backend="online", **rule), case.leaves)
+    expected = case.whole(backend="reference", **rule)
+    assert_same(expected, case.whole(backend="online", **rule), case.leaves)
 
 
 def test_packed_documents_are_each_alone():
@@ -189,9 +190,9 @@ def test_the_operator_receives_the_limited_theta_and_nothing_else():
     case = Case(23, 2)
     gates, limit = (case.tokens[i] for i in (1, 4, 5)), RULE["write_budget"]
     limited = write_budget(*gates, RULE["chunk_size"], budget=limit)
-    found = cases.Call.whole(case, **RULE)
+    found = case.whole(**RULE)
     case.tokens[5] = limited
-    expected = cases.Call.whole(case, **(RULE | {"write_budget": None}))
+    expected = case.whole(**(RULE | {"write_budget": None}))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

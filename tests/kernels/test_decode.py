@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from tests.kernels import cases
+from tests.kernels.cases import Case
 from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory
-
-
-class Case(cases.Call):
-    """Random float64 inputs of two rows and heads; gates 0 and 1 at some tokens."""
-
-    def __init__(self, T: int, depth: int, *, widths: list[int] | None = None):
-        generator = torch.Generator().manual_seed(10 * T + depth)
-        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
-        widths = widths or [3, *[4] * (depth - 1), 3]
-        tokens = [F.normalize(rand(2, T, 2, n) - 0.5, dim=-1) for n in (widths[0], widths[0], widths[-1])]
-        alpha, eta, theta = 0.05 * rand(2, T, 2), 0.9 * rand(2, T, 2), 0.1 * rand(2, T, 2)
-        chance = rand(2, T, 2)
-        alpha[chance < 0.1], eta[chance > 0.9] = 0, 0
-        alpha[0, T // 2], eta[1, T // 3] = 1, 1
-        shapes = [(2, 2, *pair) for pair in pairwise(widths)]
-        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
-        self.state = MemoryState(
-            tuple((rand(*s) - 0.5).requires_grad_() for s in shapes),
-            tuple((0.1 * rand(*s)).requires_grad_() for s in shapes),
-        )
-
-    def whole(self, **rule) -> list[Tensor]:
-        return super().whole(backend="reference", **rule)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_state_can_be_continued_twice(compiled):
-    case = Case(12, 2)
+    case = Case(12, batch=2)
     if compiled:  # without a gradient
         case.tokens = [x.detach() for x in case.tokens]
         case.state = case.state.detach()
@@ -53,7 +26,7 @@ def test_a_state_can_be_continued_twice(compiled):
 
 
 def test_bfloat16_tokens_leave_the_state_in_float32():
-    case = Case(7, 2)
+    case = Case(7, batch=2)
     low = [x.detach().bfloat16() for x in case.tokens]
     state = DecodeState.of(MemoryState(*(tuple(x.detach().float() for x in part) for part in case.state)))
     with torch.autocast("cpu", torch.bfloat16):
@@ -74,7 +47,7 @@ def test_bfloat16_tokens_leave_the_state_in_float32():
     ],
 )
 def test_what_does_not_fit_is_named(tokens, change, message):
-    case = Case(9, 2)
+    case = Case(9, batch=2)
     rule = {"chunk_size": 8, "surprise_bound": 0.3}
     _, state = extend_memory(*(x[:, :5] for x in case.tokens), DecodeState.of(case.state), **rule)
     with pytest.raises(ValueError, match=message):

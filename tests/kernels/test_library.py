@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from titans_kernels import neural_memory
+from tests.kernels.cases import Case
+from titans_kernels import OutputActivation, neural_memory
 from titans_kernels.memory.forms import chunked
 from titans_kernels.memory.op import memory_chunked, memory_chunked_backward
 from titans_kernels.memory.parts import gates, layout
@@ -17,66 +20,47 @@ from titans_kernels.memory.parts import gates, layout
 BORDERS = [0, 5, 6, 20]
 
 
-class Arguments:
-    """Random float64 arguments of a memory of three layers; packed documents have states of their own."""
-
-    def __init__(
-        self, *, batch: int = 1, documents: list[int] | None = None, grad: bool = True, norm: bool = False,
-        base: bool = False, output: str | None = None,
-    ):  # fmt: skip
-        generator = torch.Generator().manual_seed(0)
-        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64).requires_grad_(grad)  # noqa: E731
-        N = batch if documents is None else len(documents) - 1
-        self.tokens = [rand(batch, 20, 2, 3) for _ in range(3)] + [rand(batch, 20, 2) for _ in range(3)]
-        self.norm = [rand(2, 3), rand(2, 3)] if norm else []
-        self.weights = [rand(N, 2, *s) for s in ((3, 4), (4, 4), (4, 3))]
-        self.base = [rand(*W.shape[1:]) for W in self.weights] if base else []
-        self.momentum = [rand(*W.shape) for W in self.weights]
-        self.cu_seqlens, self.output = None if documents is None else torch.tensor(documents), output
-
-    @property
-    def op(self) -> tuple:
-        state = self.weights, self.momentum, self.base, self.norm
-        return *self.tokens, *state, 7, "silu", 0.5, self.cu_seqlens, self.output
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*self.tokens, *self.weights, *self.momentum]
-
-    def run(self, **options) -> list[Tensor]:
-        y, state = neural_memory(
-            *self.tokens, tuple(self.weights), tuple(self.momentum), chunk_size=7, surprise_bound=0.5,
-            cu_seqlens=self.cu_seqlens, **options,
-        )  # fmt: skip
-        return [y, *state.weights, *state.momentum]
+OPTIONS = {"chunk_size": 7, "surprise_bound": 0.5}
 
 
-CASES = [{"batch": 2}, {"documents": BORDERS}]
+def operands(case: Case, borders: list[int] | None) -> tuple:
+    """The arguments of the operator that `OPTIONS` ask for."""
+    output = case.residual.name if isinstance(case.residual, OutputActivation) else None
+    norm = case.residual.norm if case.residual else ()
+    state = map(list, (*case.state, case.base or (), norm))
+    return *case.tokens, *state, 7, "silu", 0.5, borders and torch.tensor(borders), output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*CASES, {"documents": BORDERS, "norm": True, "base": True}, {"batch": 2, "output": "silu"}]
-)
-def test_the_operators_keep_the_rules_of_the_library(case):
-    torch.library.opcheck(memory_chunked, Arguments(**case).op)
-    arguments = Arguments(**case, grad=False)
-    doutputs = [torch.rand_like(x) for x in (arguments.tokens[2], *arguments.weights, *arguments.momentum)]
-    torch.library.opcheck(memory_chunked_backward, (doutputs, *arguments.op))
+    ("given", "borders"),
+    [
+        ({"batch": 2}, None), ({"documents": 3}, BORDERS),
+        ({"documents": 3, "kind": "norm", "base": True}, BORDERS), ({"batch": 2, "kind": "silu"}, None),
+    ],
+)  # fmt: skip
+def test_the_operators_keep_the_rules_of_the_library(given, borders):
+    case = Case(20, 3, **given)
+    torch.library.opcheck(memory_chunked, operands(case, borders))
+    for x in case.leaves:
+        x.requires_grad_(False)
+    doutputs = [torch.rand_like(x) for x in (case.tokens[2], *case.state.weights, *case.state.momentum)]
+    torch.library.opcheck(memory_chunked_backward, (doutputs, *operands(case, borders)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_compiled_is_eager_and_so_is_every_gradient(case):
-    arguments = Arguments(**case)
-    compiled = torch.compile(arguments.run, fullgraph=True, backend="aot_eager")
-    expected, found = arguments.run(), compiled()
+@pytest.mark.parametrize("borders", [None, BORDERS])
+def test_compiled_is_eager_and_so_is_every_gradient(borders):
+    rows = {"batch": 1 if borders else 2, "documents": borders and 3}
+    case, options = Case(20, 3, **rows), OPTIONS | {"cu_seqlens": borders and torch.tensor(borders)}
+    compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
+    expected, found = case.whole(**options), compiled()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     # of some results only: the others' gradients are then undefined
     for part in (slice(0, 1), slice(1, 3), slice(0, 7)):
         grads = [
             torch.autograd.grad(
-                torch.stack([x.square().sum() for x in outputs[part]]).sum(), arguments.leaves,
+                torch.stack([x.square().sum() for x in outputs[part]]).sum(), case.leaves,
                 retain_graph=True, allow_unused=True, materialize_grads=True,
             )
             for outputs in (expected, found)
@@ -106,11 +90,11 @@ def test_without_gradients_nothing_is_kept(monkeypatch, mode):
     saved = []
     inner = chunked.Plan.save
     monkeypatch.setattr(chunked.Plan, "save", lambda *args: saved.append(args) or inner(*args))
-    arguments = Arguments()
+    case = Case(20)
     with mode():
-        arguments.run(backend="chunked")
+        case.whole(backend="chunked")
     assert not saved
-    arguments.run(backend="chunked")
+    case.whole(backend="chunked")
     assert saved
 
 
@@ -124,40 +108,44 @@ def reads(monkeypatch) -> list[str]:
     return seen
 
 
+def packed(*borders: int) -> tuple[Case, dict[str, Any]]:
+    """A call on three packed documents, and its options."""
+    return Case(20, 3, documents=3), OPTIONS | {"cu_seqlens": torch.tensor(borders)}
+
+
 def test_borders_are_read_once_for_each_tensor(reads):
-    arguments = Arguments(documents=BORDERS)
-    expected = arguments.run()
+    case, options = packed(*BORDERS)
+    expected = case.whole(**options)
     del reads[:]
-    torch.testing.assert_close(arguments.run(), expected, rtol=0, atol=0)
-    arguments.run(backend="reference")
+    torch.testing.assert_close(case.whole(**options), expected, rtol=0, atol=0)
+    case.whole(backend="reference", **options)
     assert not reads
-    arguments.cu_seqlens[1] = 4  # one and the same tensor, of other borders
-    other = Arguments(documents=[0, 4, 6, 20])
-    torch.testing.assert_close(arguments.run(), other.run(), rtol=0, atol=0)
-    arguments.cu_seqlens[1] = 7
+    options["cu_seqlens"][1] = 4  # one and the same tensor, of other borders
+    other, changed = packed(0, 4, 6, 20)
+    torch.testing.assert_close(case.whole(**options), other.whole(**changed), rtol=0, atol=0)
+    options["cu_seqlens"][1] = 7
     with pytest.raises(ValueError, match="cu_seqlens: must rise from 0 to T = 20"):
-        arguments.run()
+        case.whole(**options)
 
 
 def test_a_change_of_the_borders_through_numpy_is_seen():
     """It shares the tensor's memory, and torch counts no change of it."""
-    for mode in (torch.enable_grad, torch.inference_mode):
+    for mode, backend in product((torch.enable_grad, torch.inference_mode), ("auto", "reference")):
         with mode():
-            arguments = Arguments(documents=BORDERS)
-            before = arguments.run(), arguments.run(backend="reference")
-            arguments.cu_seqlens.numpy()[1] = 4
-            other = Arguments(documents=[0, 4, 6, 20])
-            for (old, *_), backend in zip(before, ("auto", "reference"), strict=True):
-                found, expected = arguments.run(backend=backend), other.run(backend=backend)
-                torch.testing.assert_close(found, expected, rtol=0, atol=0)
-                assert not torch.equal(found[0], old)
+            case, options = packed(*BORDERS)
+            before, *_ = case.whole(backend=backend, **options)
+            options["cu_seqlens"].numpy()[1] = 4
+            other, changed = packed(0, 4, 6, 20)
+            found, expected = case.whole(backend=backend, **options), other.whole(backend=backend, **changed)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            assert not torch.equal(found[0], before)
 
 
 def test_borders_read_in_inference_serve_a_training_step():
-    arguments = Arguments(documents=BORDERS)
+    case, options = packed(*BORDERS)
     with torch.inference_mode():
-        expected = arguments.run()[0]
-    y = arguments.run()[0]
+        expected, *_ = case.whole(**options)
+    y, *_ = case.whole(**options)
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     y.sum().backward()
 

@@ -9,9 +9,9 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from tests.kernels.cases import needs_compiler
-from tests.kernels.test_neural_memory import CHUNKS, Case, assert_close, assert_is_reference, lengths
-from titans_kernels import OutputActivation, Residual, native, neural_memory, short_convolution
+from tests.kernels.cases import Case, assert_same, needs_compiler
+from tests.kernels.test_neural_memory import CHUNKS, lengths
+from titans_kernels import OutputActivation, Residual, native, short_convolution
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import native as compiled
 
@@ -23,7 +23,8 @@ def test_native_is_the_parallel_form(depth, chunk_size):
     """`test_neural_memory` holds that to the recurrence at the same lengths, in ten times the time."""
     for T, bound in product(lengths(depth, chunk_size), (None, 0.5)):
         case, options = Case(T, depth), {"chunk_size": chunk_size, "surprise_bound": bound}
-        assert_close(case.run(backend="chunked", **options), case.run(backend="native", **options))
+        expected = case.whole(backend="chunked", **options)
+        assert_same(expected, case.whole(backend="native", **options), case.leaves)
 
 
 @needs_compiler
@@ -33,7 +34,9 @@ def test_packed_documents_in_any_number_of_threads(threads):
     torch.set_num_threads(threads)
     try:
         case = Case(90, 2, documents=7)
-        assert_is_reference(case, "native", chunk_size=7, surprise_bound=0.5, cu_seqlens=borders)
+        options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders}
+        expected = case.whole(backend="reference", **options)
+        assert_same(expected, case.whole(backend="native", **options), case.leaves)
     finally:
         torch.set_num_threads(before)
 
@@ -43,18 +46,17 @@ def test_packed_documents_in_any_number_of_threads(threads):
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 40, 41, 73, 90]])
 def test_states_that_are_not_kept_are_computed_again(states, borders, monkeypatch):
     """So many states of 26 or 15 chunks, at least the root; the results are the same to the last bit."""
-    case = Case(90, 3, batch=1 if borders else 2, documents=borders and 6)
+    rows = {"batch": 1 if borders else 2, "documents": borders and 6}
+    case, sizes, of = Case(90, 3, kind="norm", base=True, **rows), [], compiled.Call.of
     options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": "native"}
     options["cu_seqlens"] = borders and torch.tensor(borders)
-    base = tuple(0.1 * W.detach() for W in case.weights)
-    options |= {"base": base, "residual": Residual(*torch.ones(2, 2, 3, dtype=torch.float64))}
-    expected, sizes, of = case.run(**options), [], compiled.Call.of
+    expected = case.whole(**options)
     monkeypatch.setattr(compiled.Call, "of", lambda *args: sizes.append(of(*args)) or sizes[-1])
     monkeypatch.setattr(compiled, "KEEP_BYTES", states * 2 * 3 * 2 * 16 * 16 * 8)
-    found = case.run(**options)
+    found = case.whole(**options)
     every = {(1, False): 6, (9, False): 3, (1, True): 5, (9, True): 2}
     assert sizes[0].spec.every == every[states, borders is not None]
-    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert_same(expected, found, case.leaves, results=(0, 0), gradients=(0, 0))
 
 
 @needs_compiler
@@ -63,10 +65,10 @@ def test_an_unused_state_and_an_unused_read_have_their_gradients():
     for part in (0, 1):
         grads = []
         for backend in ("reference", "native"):
-            result = neural_memory(*case.inputs, case.weights, case.momentum, chunk_size=7, backend=backend)
-            used = result[0] if part == 0 else result[1].momentum[1]
+            y, *_, momentum = case.whole(chunk_size=7, backend=backend)
+            used = momentum if part else y
             grads.append(torch.autograd.grad(used.sin().sum(), case.leaves, materialize_grads=True))
-        assert_close(*map(list, grads))
+        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
 
 
 @needs_compiler
@@ -89,7 +91,7 @@ def test_the_short_convolution_is_what_it_says(borders):
     grads = [
         torch.autograd.grad(sum(part.sin().sum() for part in parts), leaves) for parts in (wanted, found)
     ]
-    assert_close([*wanted, *grads[0]], [*found, *grads[1]])
+    torch.testing.assert_close([*found, *grads[1]], [*wanted, *grads[0]], rtol=1e-9, atol=1e-11)
 
 
 def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
@@ -98,9 +100,9 @@ def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
     native.library.cache_clear()
     try:
         case = Case(5)
-        case.run(chunk_size=4)  # auto
+        case.whole(chunk_size=4)  # auto
         with pytest.raises(ValueError, match=r"native does not support this call: no C\+\+ compiler"):
-            case.run(chunk_size=4, backend="native")
+            case.whole(chunk_size=4, backend="native")
         assert short_convolution(*(torch.ones(1, 1, 2) for _ in range(3)), [False], 1) is None
     finally:
         native.library.cache_clear()
@@ -127,9 +129,9 @@ def test_sources_that_change_after_the_import_are_not_compiled(monkeypatch, tmp_
 @needs_compiler
 def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
     case = Case(5)
-    inputs = op.Inputs.of(*case.inputs)
-    norm = Residual(*torch.ones(2, 2, 3, dtype=torch.float64))
+    inputs = op.Inputs.of(*case.tokens)
+    norm = Residual(*torch.ones(2, 2, 4, dtype=torch.float64))
     for output in (None, Residual(), norm, OutputActivation("silu")):
         options = op.Options(4, "silu", None, None, residual=output)
-        assert op.choose("auto", inputs, case.weights, options).name == "native"
-        assert op.choose("chunked", inputs, case.weights, options).name == "chunked"
+        assert op.choose("auto", inputs, case.state.weights, options).name == "native"
+        assert op.choose("chunked", inputs, case.state.weights, options).name == "chunked"

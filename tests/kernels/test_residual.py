@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels.cases import Call, assert_same, needs_compiler
-from titans_kernels import (
-    MemoryState,
-    OutputActivation,
-    Residual,
-    Rule,
-    decode_step,
-    find_rule,
-    neural_memory,
-    read_memory,
-)
+from tests.kernels.cases import Case, assert_same, needs_compiler
+from titans_kernels import MemoryState, Residual, Rule, decode_step, find_rule, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 
 KINDS = ["none", "input", "norm", "silu"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-class Case(Call):
-    """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
-
-    ``groups`` is the A of an alpha by column, ``kind`` what is around the memory, ``base`` whether it decays
-    towards random weights.
-    """
-
-    def __init__(
-        self, T: int, depth: int = 2, *, kind: str = "norm", groups: int | None = None, batch: int = 1,
-        documents: int | None = None, widths: list[int] | None = None, base: bool = False,
-    ):  # fmt: skip
-        generator = torch.Generator().manual_seed(100 * T + depth)
-        rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
-        widths = widths or [4, *[8] * (depth - 1), 4]
-        tokens = [F.normalize(rand(batch, T, 2, widths[0]) - 0.5, dim=-1) for _ in range(3)]
-        alpha = 0.05 * rand(batch, T, 2, *([groups] if groups else []))
-        eta, theta = 0.9 * rand(batch, T, 2), 0.05 * rand(batch, T, 2)
-        alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
-        alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
-        rows = documents or batch
-        shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
-        self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
-        self.state = MemoryState(
-            tuple(((rand(*s) - 0.5) * 4 / s[-2] ** 0.5).requires_grad_() for s in shapes),
-            tuple((0.1 * (rand(*s) - 0.5)).requires_grad_() for s in shapes),
-        )
-        norm = 1 + 0.2 * rand(2, widths[0]), rand(2, widths[0]) - 0.5
-        kinds = {"none": None, "input": Residual(), "norm": Residual(*(x.requires_grad_() for x in norm))}
-        self.residual = kinds[kind] if kind in kinds else OutputActivation(kind)
-        if base:
-            generator.manual_seed(T)
-            randn = (torch.randn(s[1:], generator=generator, dtype=torch.float64) for s in shapes)
-            self.base = tuple((x / x.shape[1] ** 0.5).requires_grad_() for x in randn)
 
 
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
@@ -157,7 +113,7 @@ def test_activations_widths_and_rows(kind, groups, base):
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, bound, normed):
     """By automatic differentiation through torch's own LN; the bound holds back what goes below a layer."""
-    case = Case(1, 1 if bound else 3)
+    case = Case(1, 1 if bound else 3, kind="norm")
     f, (weight, bias) = ACTIVATIONS[activation], (x[0].detach() for x in case.residual.norm)
     k, v = (x[0, 0, 0].detach() for x in case.tokens[1:3])
 
@@ -256,7 +212,7 @@ def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
 
 @pytest.mark.parametrize("groups", [None, 2])
 def test_bfloat16_tokens_leave_the_state_in_float32(groups):
-    case = Case(20, groups=groups)
+    case = Case(20, kind="norm", groups=groups)
     low = [x.detach().bfloat16() for x in case.tokens]
     with torch.autocast("cpu", torch.bfloat16):
         y, state = neural_memory(*low, *case.state, residual=case.residual, chunk_size=8)
@@ -294,7 +250,7 @@ def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, bor
 
 
 def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch):
-    case, options = Case(40, batch=2, groups=4), {"chunk_size": 7, "surprise_bound": 0.5}
+    case, options = Case(40, batch=2, kind="norm", groups=4), {"chunk_size": 7, "surprise_bound": 0.5}
     expected, calls, step = case.whole(backend="reference", **options), [], channels._step
     monkeypatch.setattr(channels, "KEEP_BYTES", 0)
     monkeypatch.setattr(channels, "_step", lambda *args: calls.append(1) or step(*args))
@@ -305,7 +261,7 @@ def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch)
 
 
 def test_one_group_is_an_alpha_of_the_head():
-    case = Case(30, kind="none")
+    case = Case(30)
     found = case.whole(chunk_size=8)
     case.tokens[3] = case.tokens[3][..., None]
     torch.testing.assert_close(case.whole(chunk_size=8), found, rtol=1e-10, atol=1e-11)
@@ -313,7 +269,7 @@ def test_one_group_is_an_alpha_of_the_head():
 
 def test_groups_are_neighbouring_columns_of_every_layer():
     """What a group forgets is exactly its own columns."""
-    case = Case(1, 2, kind="none", groups=2)
+    case = Case(1, groups=2)
     with torch.no_grad():
         case.tokens[3].copy_(torch.tensor([1.0, 0.0]))
         case.tokens[5].zero_()
@@ -364,10 +320,10 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
         ({"kind": "norm"}, "it does not support LN inside the memory"),
         ({"kind": "silu"}, "it does not support an activation of the memory's output"),
     )),
-    *((backend, {"kind": "none", "groups": 4}, "it does not support alpha per column")
+    *((backend, {"groups": 4}, "it does not support alpha per column")
       for backend in ("native", "online", "triton")),
-    ("triton", {"kind": "none", "base": True, "depth": 2}, "it supports a base with 1 layer, not 2"),
-    ("online", {"kind": "none", "base": True, "depth": 2}, "it supports 1 layer, not 2"),
+    ("triton", {"base": True, "depth": 2}, "it supports a base with 1 layer, not 2"),
+    ("online", {"base": True, "depth": 2}, "it supports 1 layer, not 2"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
     with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):
@@ -403,7 +359,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_named(name):
-    case = Case(8, kind="none")
+    case = Case(8)
     good = dict(zip(("q", "k", "v", "alpha", "eta", "theta"), case.tokens, strict=True))
     change, message = BAD[name]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
