@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titans_platform.data.shards import Manifest, SourceRows, SplitInfo, SplitWriter, write_manifest
+from titans_platform.data.shards import MANIFEST, Manifest, SourceRows, SplitInfo, SplitWriter, signed
 from titans_platform.data.store import LocalShards
 from titans_platform.data.stream import WINDOW, RowStream
 
@@ -37,7 +37,7 @@ def write_source(folder: Path, shards: int, shard_tokens: int) -> tuple[Path, Ma
         schema_version=1, label="bench", content="bench", train=SplitInfo(**split, shards=tuple(infos)),
         validation=SplitInfo(shard_tokens=shard_tokens),
     )  # fmt: skip
-    write_manifest(folder, manifest)
+    (folder / MANIFEST).write_bytes(signed(manifest))
     return folder, manifest
 
 
@@ -47,7 +47,7 @@ def sources(tmp_path_factory) -> list[SourceRows]:
     folder = tmp_path_factory.mktemp("sources")
     written = [write_source(folder / str(shards), shards, 1024) for shards in (20, 3)]
     return [
-        SourceRows(LocalShards(path), manifest, LENGTH, 0, weight)
+        SourceRows(LocalShards(path), manifest, LENGTH, 0, weight, True)
         for (path, manifest), weight in zip(written, (0.6, 0.4), strict=True)
     ]
 

@@ -181,5 +181,5 @@ def test_an_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
 
     monkeypatch.setattr(parts, "make_part", fails)
     row = parts._ray_task({"job": pickle.dumps(SimpleNamespace(number=3))})
-    back = pickle.loads(row["error"])
+    back = pickle.loads(row["result"])
     assert (type(back), str(back)) == (type(error), str(error))

@@ -61,15 +61,19 @@ class Cluster(Frozen, ABC):
     @model_validator(mode="after")
     def _reachable(self) -> Self:
         if self.storage and "://" in self.storage:
-            raise ValueError(
-                "storage: cells are files in a folder; mount the bucket on every node, give its path"
-            )
+            raise ValueError("storage: cells are files; mount the bucket on every node and give its path")
         if self.storage and not os.path.isabs(self.storage):
             raise ValueError("storage: should be an absolute path: nodes have no common working directory")
-        if self.mlflow:
-            _check_mlflow(self.mlflow)
         if "RAY_AUTH_TOKEN" in self.env:
             raise ValueError("env: the token does not belong in a file that is shared; see `token`")
+        if self.mlflow:
+            parts = urlsplit(self.mlflow)
+            if parts.scheme == "sqlite":
+                raise ValueError("mlflow: SQLite serves one machine; give the address of an `mlflow server`")
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
+            if parts.password:
+                raise ValueError("mlflow: holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes")
         return self
 
     @property
@@ -136,9 +140,8 @@ class Cluster(Frozen, ABC):
     def up(self) -> str:
         """Bring it up; where it is."""
         if self.recorded() is not None:
-            raise ClusterError(
-                f"cluster {self.name}: is up already; titans cluster down {self.name} stops it"
-            )
+            stop = f"titans cluster down {self.name} stops it"
+            raise ClusterError(f"cluster {self.name}: is up already; {stop}")
         perform(self.up_steps())
         return self.where()
 
@@ -150,11 +153,9 @@ class Cluster(Frozen, ABC):
 
     def require_up(self) -> dict[str, Any]:
         """What `up` recorded. Raises ClusterError if it was not called on this machine by this user."""
-        found = self.recorded()
-        if found is None:
-            raise ClusterError(
-                f"cluster {self.name}: not up; run `titans cluster up {self.name}` on this machine first"
-            )
+        if (found := self.recorded()) is None:
+            start = f"run `titans cluster up {self.name}` on this machine first"
+            raise ClusterError(f"cluster {self.name}: not up; {start}")
         return found
 
     @contextmanager
@@ -169,18 +170,6 @@ class Cluster(Frozen, ABC):
         """Its `state`, and what is known of its `nodes` and `jobs`."""
         with self.connected() as jobs:
             return {"state": "up", "where": self.where(), **jobs.about()}
-
-
-def _check_mlflow(uri: str) -> None:
-    parts = urlsplit(uri)
-    if parts.scheme == "sqlite":
-        raise ValueError(
-            "mlflow: an SQLite file serves only one machine; give the address of an `mlflow server`"
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("mlflow: should be the http:// or https:// address of an MLflow server")
-    if parts.password:
-        raise ValueError("mlflow: holds a password; set MLFLOW_TRACKING_PASSWORD on the nodes instead")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class KubeRay(Cluster):
             raise ValueError("pip: a RayJob runs what the image contains; build it with clusters/Dockerfile")
         if "authOptions" in self.ray:
             raise ValueError("ray.authOptions: is set by titans; leave it out, and give `secret`")
-        for where, group in _groups(self.ray):
+        workers: Any = self.ray.get("workerGroupSpecs") or []
+        groups = {f"workerGroupSpecs.{i}": group for i, group in enumerate(workers)}
+        for where, group in {"headGroupSpec": self.ray.get("headGroupSpec"), **groups}.items():
             try:
                 mounts = [m["mountPath"] for m in _container(group)["volumeMounts"]]
             except (KeyError, IndexError, TypeError) as error:
@@ -81,7 +83,7 @@ class KubeRay(Cluster):
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every group at its largest; a job's own cluster does not exist yet when the job is planned."""
-        groups = [group for where, group in _groups(self.ray) if where != "headGroupSpec"]
+        groups: Any = self.ray.get("workerGroupSpecs") or []
         sizes = [(int(g.get("replicas", 0)), int(g.get("maxReplicas", g.get("replicas", 0)))) for g in groups]
         if all(replicas == most for replicas, most in sizes):
             return None
@@ -139,11 +141,8 @@ class KubeRay(Cluster):
         get = Run(self.kubectl("get", "secret", secret, "-o", "jsonpath={.data.auth_token}"))
 
         def fetch() -> None:
-            try:
-                value = base64.b64decode(get.output()).decode().strip()
-            except ValueError:
-                value = ""
-            if not value:
+            # Kubernetes checks that the data of a Secret are base64
+            if not (value := base64.b64decode(get.output()).decode().strip()):
                 raise ClusterError(f"cluster {self.name}: its Secret has no key auth_token")
             steps.write_token(path, value)
 
@@ -238,13 +237,6 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
         "rayClusterSpec": ray,
     }
     return [*objects, spec.object("ray.io/v1", "RayJob", job_id, spec=body)]
-
-
-def _groups(ray: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The head's group and those of the workers, each with its place under `ray:`."""
-    workers: Any = ray.get("workerGroupSpecs") or []
-    named = [(f"workerGroupSpecs.{i}", group) for i, group in enumerate(workers)]
-    return [("headGroupSpec", ray.get("headGroupSpec") or {}), *named]
 
 
 def _container(group: dict[str, Any]) -> dict[str, Any]:

@@ -172,10 +172,9 @@ class Nodes(Cluster):
         ports = {"port": head, "dashboard-port": dashboard, "ray-client-server-port": client}
         begin = ["--head", "--dashboard-host", LOOPBACK, *_options(ports)]
         join = ["--address", f"{LOOPBACK}:{head}"]
+        agent = "--dashboard-agent-listen-port"
         first, *others = (
-            self._start(
-                facts, number, [*(join if number else begin), "--dashboard-agent-listen-port", str(port)]
-            )
+            self._start(facts, number, [*(join if number else begin), agent, str(port)])
             for number, port in enumerate(agents)
         )
         return [
@@ -219,27 +218,23 @@ class Nodes(Cluster):
     def _wait(self, what: str, count: int) -> Step:
         """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
+        def alive() -> int:
+            # the dashboard serves some endpoints before this one
+            with suppress(ClusterError):
+                return sum(node["alive"] for node in self.jobs().about()["nodes"])
+            return 0
+
         def wait() -> None:
             deadline = time.monotonic() + _START_SECONDS
-            while self._alive() < count:
+            while alive() < count:
                 for number, process in enumerate(self.require_up()["processes"]):
                     if find(process) is None:
-                        raise ClusterError(
-                            f"{process['role']} exited during startup; see {self._log(number)}"
-                        )
+                        raise ClusterError(f"{process['role']} exited early; see {self._log(number)}")
                 if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"{what}: timed out after {_START_SECONDS} s; see {self._log(count - 1)}"
-                    )
+                    raise ClusterError(f"{what}: {_START_SECONDS} s are over; see {self._log(count - 1)}")
                 time.sleep(0.3)
 
         return Step(f"# wait until {what}", wait)
-
-    def _alive(self) -> int:
-        # the dashboard serves some endpoints before this one
-        with suppress(ClusterError):
-            return sum(node["alive"] for node in self.jobs().about()["nodes"])
-        return 0
 
     def up(self) -> str:
         """Start the nodes; if one fails to start, stop the others."""
@@ -259,8 +254,7 @@ class Nodes(Cluster):
             raise
 
     def down_steps(self) -> list[Step]:
-        found = self.recorded()
-        if found is None:
+        if (found := self.recorded()) is None:
             return [Note("nothing to stop: it is not up")]
         return _end_steps(found, str(self.state_folder))
 

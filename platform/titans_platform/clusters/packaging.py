@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -121,9 +120,7 @@ def _parents_of(study: Path) -> dict[str, bytes]:
         if given is None:
             files[f"sweeps/{study.stem}.yaml"] = study.read_bytes()
         elif ".." in given.parts:
-            raise UsageError(
-                f"like: {other}: a path with .. cannot be shipped with a job; give the study's name"
-            )
+            raise UsageError(f"like: {other}: a path with .. cannot be shipped with a job; give a name")
         elif not given.is_absolute():
             files[given.as_posix()] = given.read_bytes()
     return files
@@ -138,19 +135,16 @@ def data_job(cluster: Cluster, config: Path, root: Path, options: Iterable[str],
 
 def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
     """The files to ship with a job on these data. Raises UsageError for paths that the job would not find."""
+    from titans_platform.data.tokenizer import BUILT_IN, names_hub
+
     for source in sorted({source.path for one in data for source in one.sources if source.path}):
         if not Path(source).is_absolute() and "://" not in source:
             raise UsageError(
                 f"data.sources: {source} is relative to this folder, which a job does not see; give its "
                 "absolute path on the nodes"
             )
-    return _tokenizers({one.tokenizer for one in data})
-
-
-def _tokenizers(names: set[str]) -> dict[str, bytes]:
-    """The tokenizer files by relative path; absolute paths and Hub names are left to the cluster."""
-    from titans_platform.data.tokenizer import BUILT_IN, names_hub
-
+    # absolute paths and Hub names of tokenizers are left to the cluster
+    names = {one.tokenizer for one in data}
     files = map(Path, sorted(name for name in names - set(BUILT_IN) if not names_hub(name)))
     here = [path for path in files if not path.is_absolute()]
     for path in here:
@@ -180,7 +174,15 @@ def requirements() -> list[str]:
 def put_code(folder: Path) -> None:
     """Write the project's packages into ``folder``, as in its wheel. Raises UsageError."""
     if (tree := checkout()) is not None:
-        _build(tree, folder)
+        with tempfile.TemporaryDirectory() as built:
+            command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built]
+            done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+            if done.returncode:
+                why = (done.stderr.strip() or "hatchling failed").splitlines()[-1]
+                fix = "pip install -e '.[dev]' brings hatchling"
+                raise UsageError(f"the project's wheel cannot be built: {why}; {fix}")
+            for wheel in Path(built).glob("*.whl"):
+                shutil.unpack_archive(wheel, folder, "zip")
         return
     try:
         found = importlib.metadata.distribution(DISTRIBUTION).files or []
@@ -189,18 +191,3 @@ def put_code(folder: Path) -> None:
     for path in found:
         if path.parts[0] != ".." and path.suffix != ".pyc":
             Write(folder / path, path.read_binary()).do()
-
-
-def _build(tree: Path, folder: Path) -> None:
-    """Unpack the wheel that hatchling builds of ``tree``."""
-    with tempfile.TemporaryDirectory() as built:
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built]
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-        if done.returncode:
-            why = (done.stderr.strip() or "hatchling failed").splitlines()[-1]
-            raise UsageError(
-                f"the project's wheel cannot be built: {why}; pip install -e '.[dev]' brings hatchling"
-            )
-        (wheel,) = Path(built).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder)

@@ -143,25 +143,24 @@ class RayJobs(Jobs):
                     metadata={"name": job.name},
                 )
             except Exception as error:
-                raise ClusterError(
-                    f"cluster {self.cluster}: the job was not accepted: {one_line(error)}"
-                ) from None
+                why = one_line(error)
+                raise ClusterError(f"cluster {self.cluster}: the job was not accepted: {why}") from None
 
     def list(self) -> list[JobInfo]:
         found = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
         return sorted(found, key=lambda job: job.started or 0)
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
+        async def tail() -> None:
+            stream: Any = self.client.tail_job_logs(job_id)
+            async with contextlib.aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    log.add(chunk)
+
         if follow:
-            asyncio.run(self._tail(job_id, log))
+            asyncio.run(tail())
         else:
             log.add(self.client.get_job_logs(job_id))
-
-    async def _tail(self, job_id: str, log: Log) -> None:
-        stream: Any = self.client.tail_job_logs(job_id)
-        async with contextlib.aclosing(stream) as chunks:
-            async for chunk in chunks:
-                log.add(chunk)
 
     def follow(self, job_id: str, log: Log) -> int:
         """As for every kind, with reconnects when the connection breaks."""
@@ -282,9 +281,7 @@ def _tunnel(argv: Sequence[str], port: int) -> Iterator[None]:
         try:
             process = detached(argv, stdout=output, stderr=output)
         except FileNotFoundError:
-            raise ClusterError(
-                f"{argv[0]}: not installed here; the dashboard is reached through it"
-            ) from None
+            raise ClusterError(f"{argv[0]}: not installed here; the dashboard needs it") from None
         try:
             if not wait_for_port(process, LOOPBACK, port):
                 output.seek(0)
@@ -340,13 +337,10 @@ class RayUp(Cluster):
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every worker type at max_workers; Ray adds machines while cells are queued."""
         ray: Any = self.ray
-        workers = dict(ray.get("available_node_types") or {})
-        workers.pop(ray.get("head_node_type"), None)
-        return [
-            dict(kind["resources"])
-            for kind in workers.values()
-            for _ in range(kind.get("max_workers", ray.get("max_workers", 0)))
-        ] or None
+        types = dict(ray.get("available_node_types") or {})
+        types.pop(ray.get("head_node_type"), None)
+        counts = ((kind, kind.get("max_workers", ray.get("max_workers", 0))) for kind in types.values())
+        return [dict(kind["resources"]) for kind, most in counts for _ in range(most)] or None
 
     def up_steps(self) -> list[Step]:
         text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)

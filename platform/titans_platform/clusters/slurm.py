@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from jinja2 import Environment, StrictUndefined
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
@@ -20,6 +21,7 @@ from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Lo
 from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
 from titans_platform.errors import UsageError
 
+TEMPLATE = Path(__file__).parent / "templates" / "job.sbatch"
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
@@ -120,11 +122,10 @@ class SlurmJobs(Jobs):
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
 
     def list(self) -> list[JobInfo]:
-        folders = [path.parent for path in self.folder.glob("*/slurm_id")]
+        folders = sorted((path.parent for path in self.folder.glob("*/slurm_id")), key=_submitted)
         lines = _QUEUE.output().splitlines() if folders else []
         queue = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
-        jobs = [_job_info(path, queue.get(_number(path))) for path in folders]
-        return sorted(jobs, key=lambda job: job.started or 0)
+        return [_job_info(path, queue.get(_number(path))) for path in folders]
 
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
@@ -138,8 +139,11 @@ def _job_info(folder: Path, queued: str | None) -> JobInfo:
     else:
         # cancelled, out of time, or a node that died
         state = "stopped" if (folder / "log.txt").exists() else "failed"
-    started = (folder / "slurm_id").stat().st_mtime
-    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, started, code)
+    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, _submitted(folder), code)
+
+
+def _submitted(folder: Path) -> float:
+    return (folder / "slurm_id").stat().st_mtime
 
 
 def _read(path: Path) -> str:
@@ -153,41 +157,12 @@ def _number(folder: Path) -> str:
 
 def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
     """The script for sbatch. It names the token's file, on the shared storage, not the token."""
-    wanted = {
-        "job-name": at.name,
-        "nodes": spec.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": spec.cpus_per_node,
-        "gpus-per-node": spec.gpus_per_node or None,
-        "time": spec.time,
-        "partition": spec.partition,
-        "account": spec.account,
-        "output": at / "log.txt",
-    }
-    options = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
-    # a requeued study would resume, but whether it should is the user's decision
-    options += ["--no-requeue", *["--exclusive"] * spec.exclusive, *spec.options]
     exports = {
         **job.env,
         **token_variables(token),
         "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
         "PYTHONPATH": str(at / "code"),
     }
-    lines = [f"#SBATCH {option}" for option in options]
-    lines += ["set -e", "unset RAY_ADDRESS RAY_AUTH_TOKEN", *spec.setup]
-    lines += [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
-    before = "\n".join(lines)
-    files, run = shlex.quote(str(at / "files")), shlex.quote(str(at / "run.sh"))
-    gpus = f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
-    return f"""#!/bin/bash
-{before}
-mkdir -p {files} && cd {files}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# a port of this job's own, should two share a node
-port=$((20000 + SLURM_JOB_ID % 20000))
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
-  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-  ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" \\
-  --num-cpus={spec.cpus_per_node}{gpus} --disable-usage-stats \\
-  -- bash {run}
-"""
+    templates = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    templates.filters["quote"] = shlex.quote
+    return templates.from_string(TEMPLATE.read_text("utf-8")).render(spec=spec, at=at, exports=exports)

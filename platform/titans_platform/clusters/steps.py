@@ -198,10 +198,8 @@ def new_token(path: Path) -> Step:
 
 def command_text(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """A command with its environment variables as a line of shell."""
-    given = [
-        f'{key}="{value}"' if "$" in value else f"{key}={shlex.quote(value)}" for key, value in env.items()
-    ]
-    return " ".join([*given, shlex.join(argv)])
+    quoted = {key: f'"{value}"' if "$" in value else shlex.quote(value) for key, value in env.items()}
+    return " ".join([*(f"{key}={value}" for key, value in quoted.items()), shlex.join(argv)])
 
 
 def _here_document(text: str) -> str:

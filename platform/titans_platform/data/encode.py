@@ -84,11 +84,11 @@ def split_documents(
     """
     window: list[Document] = []
     characters = 0
-    while len(window) < WINDOW_DOCUMENTS and characters < WINDOW_CHARACTERS:
-        if (document := next(documents, None)) is None:
-            break
+    for document in islice(documents, WINDOW_DOCUMENTS):
         window.append(document)
         characters += len(document.text)
+        if characters >= WINDOW_CHARACTERS:
+            break
     following = list(islice(documents, 1))
     threshold = fraction
     if len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:

@@ -35,7 +35,6 @@ from titans_platform.data.shards import (
     SplitWriter,
     parse_manifest,
     signed,
-    write_manifest,
     write_table,
 )
 from titans_platform.data.sources import SOURCES, WHOLE, Plan
@@ -96,10 +95,10 @@ def make_part(job: Job, progress: Progress | None = None) -> Manifest:
     folder = job.store.staging / job.folder
     with _replacing(folder) as partial:
         manifest = _write(partial, encoded, tokenizer.vocab_size, label, progress)
-        if job.number is None and not manifest.train.documents + manifest.validation.documents:
-            raise UsageError(f"{field}: {label} is empty; give a source that holds text")
+        if job.number is None:
+            _check_not_empty(job, manifest)
         manifest = manifest.model_copy(update=origin)
-        write_manifest(partial, manifest)
+        write_bytes(partial / MANIFEST, signed(manifest))
     job.store.publish(folder)
     return manifest
 
@@ -115,13 +114,18 @@ def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
     for number, manifest in run(jobs):
         made[number] = manifest
         if progress:
-            progress(manifest.label, *_counts(made), len(made) / len(job.plan.parts))
+            documents = sum(manifest.documents for manifest in made.values())
+            tokens = sum(manifest.tokens for manifest in made.values())
+            progress(manifest.label, documents, tokens, len(made) / len(job.plan.parts))
     manifest = _joined(_up_to_limit(job, made))
-    if not manifest.train.documents + manifest.validation.documents:
-        raise UsageError(
-            f"data.sources.{job.source}: {manifest.label} is empty; give a source that holds text"
-        )
+    _check_not_empty(job, manifest)
     job.store.write(f"{job.name}/{MANIFEST}", signed(manifest))
+
+
+def _check_not_empty(job: Job, manifest: Manifest) -> None:
+    if not manifest.documents:
+        field = f"data.sources.{job.source}"
+        raise UsageError(f"{field}: {manifest.label} is empty; give a source that holds text")
 
 
 def _plan(job: Job) -> Plan:
@@ -153,7 +157,7 @@ def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterat
     """Parts to tokenise, in order, until the first parts hold ``limit`` tokens."""
     for number in range(parts):
         beginning = takewhile(lambda manifest: manifest is not None, map(made.get, range(parts)))
-        if limit is not None and sum(_tokens(manifest) for manifest in beginning if manifest) >= limit:
+        if limit is not None and sum(manifest.tokens for manifest in beginning if manifest) >= limit:
             return
         if number not in made:
             yield number
@@ -167,10 +171,10 @@ def _up_to_limit(job: Job, made: dict[int, Manifest]) -> dict[str, Manifest]:
         if left == 0 or manifest is None:
             job.store.remove(part.folder)
             continue
-        if left is not None and _tokens(manifest) > left:
+        if left is not None and manifest.tokens > left:
             manifest = make_part(replace(part, limit=left))
         chosen[f"{number:05d}"] = manifest
-        left = None if left is None else left - _tokens(manifest)
+        left = None if left is None else left - manifest.tokens
     return chosen
 
 
@@ -179,30 +183,20 @@ def _joined(parts: dict[str, Manifest]) -> Manifest:
 
     def split(which: str) -> SplitInfo:
         infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
-        shards = [
-            shard.model_copy(update={"file": f"{name}/{shard.file}"})
-            for name, info in infos.items()
-            for shard in info.shards
-        ]
-        documents, tokens = (
-            sum(getattr(info, key) for info in infos.values()) for key in ("documents", "tokens")
+        return SplitInfo(
+            documents=sum(info.documents for info in infos.values()),
+            tokens=sum(info.tokens for info in infos.values()),
+            shard_tokens=max(info.shard_tokens for info in infos.values()),
+            shards=tuple(
+                shard.model_copy(update={"file": f"{name}/{shard.file}"})
+                for name, info in infos.items()
+                for shard in info.shards
+            ),
         )
-        held = max(info.shard_tokens for info in infos.values())
-        return SplitInfo(documents=documents, tokens=tokens, shard_tokens=held, shards=tuple(shards))
 
     content = digest([manifest.content for manifest in parts.values()], 16)
     splits = {"train": split("train"), "validation": split("validation")}
     return next(iter(parts.values())).model_copy(update={"content": content, **splits})
-
-
-def _tokens(manifest: Manifest) -> int:
-    return manifest.train.tokens + manifest.validation.tokens
-
-
-def _counts(made: dict[int, Manifest]) -> tuple[int, int]:
-    """Documents and tokens."""
-    documents = sum(manifest.train.documents + manifest.validation.documents for manifest in made.values())
-    return documents, sum(map(_tokens, made.values()))
 
 
 @contextmanager
@@ -232,8 +226,8 @@ def _write(
         if one.item is not None:
             hashes.append(int(one.item, 16))
         if progress:
-            documents = train.documents + validation.documents
-            progress(label, documents, train.tokens + validation.tokens, one.done)
+            documents, tokens = train.documents + validation.documents, train.tokens + validation.tokens
+            progress(label, documents, tokens, one.done)
     items = {"hash": np.unique(np.array(hashes, np.uint64))}
     return Manifest(
         schema_version=SCHEMA,
@@ -318,15 +312,16 @@ def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
     while wave := [{"job": pickle.dumps(job)} for job in islice(jobs, at_once)]:
         tasks = ray.data.from_items(wave, override_num_blocks=len(wave)).map(_ray_task, num_cpus=1)
         for row in tasks.iter_rows():
-            if row["error"]:
-                raise pickle.loads(row["error"])
-            yield row["number"], Manifest.model_validate_json(row["manifest"])
+            result = pickle.loads(row["result"])
+            if isinstance(result, TitansError):
+                raise result
+            yield result
 
 
 def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
     """One part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
     job: Job = pickle.loads(row["job"])
     try:
-        return {"number": job.number or 0, "manifest": make_part(job).model_dump_json(), "error": b""}
+        return {"result": pickle.dumps((job.number or 0, make_part(job)))}
     except TitansError as error:
-        return {"number": job.number or 0, "manifest": "", "error": pickle.dumps(error)}
+        return {"result": pickle.dumps(error)}

@@ -80,9 +80,7 @@ class PreparedData:
         """
         parts = [[s.manifest.content, s.manifest.python, s.weight] for s in self.sources]
         python = next((s.manifest.python for s in self.sources if s.manifest.python), None)
-        defaults = {"packing": "borders", "rows": "shuffled"}
-        chosen = {key: getattr(self.config, key) for key in defaults}
-        changed = [value for key, value in chosen.items() if value != defaults[key]]
+        changed = [v for v in (self.config.packing, self.config.rows) if v not in ("borders", "shuffled")]
         name = digest([parts, self.tokenizer.fingerprint, self.config.sequence_length, *changed])
         return f"py{python}-{name}" if python else name
 
@@ -175,16 +173,13 @@ def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store
     The row length is no part of it for text, which is cut into rows only when it is read.
     """
     config, cache = data.sources[i], store.staging / "huggingface"
-    text = None if config.kind == "task" else SOURCES[config.kind](config, f"data.sources.{i}", cache)
-    identity = {
-        "schema": SCHEMA,
-        "source": config.identity(),
-        "found": task_identity(config) if text is None else text.identity(),
-        "tokenizer": tokenizer.fingerprint,
-        "length": data.item_tokens(config) if text is None else None,
-        "seed": data.seed,
-    }
-    return digest(identity)
+    identity = {"schema": SCHEMA, "source": config.identity(), "tokenizer": tokenizer.fingerprint}
+    if config.kind == "task":
+        read = {"found": task_identity(config), "length": data.item_tokens(config)}
+    else:
+        text = SOURCES[config.kind](config, f"data.sources.{i}", cache)
+        read = {"found": text.identity(), "length": None}
+    return digest(identity | read | {"seed": data.seed})
 
 
 def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
@@ -194,7 +189,7 @@ def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
     """
     try:
         _manifest(data, store, name, verify=repair and not isinstance(store, Bucket))
-    except Missing:
+    except FileNotFoundError:
         return False
     except UsageError:
         if not repair:
@@ -205,20 +200,15 @@ def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
     return True
 
 
-class Missing(UsageError):
-    """The source has no manifest."""
-
-
 def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -> Manifest:
-    """Read a source's manifest and check its files. Raises UsageError that names the first corrupt one."""
+    """Read a source's manifest and check its files.
+
+    Raises FileNotFoundError; UsageError that names the first corrupt file.
+    """
     where = f"{name}/{MANIFEST}"
-    try:
-        manifest = parse_manifest(store.read(where), store / where)
-    except FileNotFoundError:
-        raise Missing(f"{store / where}: missing; {REPAIR}") from None
-    damage = store.shards(name, data.cache_gb).find_corruption(manifest.files, verify)
-    if damage:
-        raise UsageError(f"{next(iter(damage.values()))}; {REPAIR}")
+    manifest = parse_manifest(store.read(where), store / where)
+    for problem in store.shards(name, data.cache_gb).find_corruption(manifest.files, verify).values():
+        raise UsageError(f"{problem}; {REPAIR}")
     return manifest
 
 
@@ -245,7 +235,10 @@ def _open_folders(
     tokenizer = kept_tokenizer(store, kept)
     sources = []
     for name, source in zip(names, data.sources, strict=True):
-        manifest, files = _manifest(data, store, name, verify), store.shards(name, data.cache_gb)
+        try:
+            manifest, files = _manifest(data, store, name, verify), store.shards(name, data.cache_gb)
+        except FileNotFoundError:
+            raise UsageError(f"{store / name}/{MANIFEST}: missing; {REPAIR}") from None
         length, borders = data.sequence_length, data.packing == "borders"
         sources.append(SourceRows(files, manifest, length, tokenizer.pad, source.weight, borders))
     return PreparedData(data, tokenizer, sources)

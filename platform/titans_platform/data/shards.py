@@ -26,7 +26,7 @@ from pydantic import Field, JsonValue
 from titans_core.config import Frozen
 from titans_platform.config import digest
 from titans_platform.errors import UsageError
-from titans_platform.files import write_bytes, write_error
+from titans_platform.files import write_error
 
 SCHEMA = 1
 SHARD_BYTES = 64 * 2**20
@@ -86,6 +86,16 @@ class Manifest(Frozen):
     """The commit of a Hub dataset."""
     tokenizer: str | None = None
     """The tokenizer's fingerprint."""
+
+    @property
+    def documents(self) -> int:
+        """Documents of both splits."""
+        return self.train.documents + self.validation.documents
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both splits."""
+        return self.train.tokens + self.validation.tokens
 
     @property
     def files(self) -> tuple[ShardInfo, ...]:
@@ -156,11 +166,6 @@ def write_table(path: Path, columns: dict[str, NDArray]) -> ShardInfo:
     size, mtime_ns = path.stat().st_size, path.stat().st_mtime_ns
     rows, sha256 = batch.num_rows, _file_sha256(path)
     return ShardInfo(file=path.name, rows=rows, bytes=size, sha256=sha256, mtime_ns=mtime_ns)
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest together with its digest."""
-    write_bytes(folder / MANIFEST, signed(manifest))
 
 
 def signed(manifest: Manifest) -> bytes:
@@ -360,21 +365,13 @@ class SourceRows:
     """The rows of one prepared source."""
 
     def __init__(
-        self,
-        files: ShardSource,
-        manifest: Manifest,
-        sequence_length: int,
-        pad: int,
-        weight: float,
-        borders: bool = True,
+        self, files: ShardSource, manifest: Manifest, length: int, pad: int, weight: float, borders: bool
     ):
         self.files, self.manifest, self.weight = files, manifest, weight
-        self.length, self.pad, self.borders = sequence_length, pad, borders
+        self.length, self.pad, self.borders = length, pad, borders
         self.items = manifest.item_tokens is not None
-        self.train, self.validation = (
-            SplitRows(files, info, sequence_length, self.items)
-            for info in (manifest.train, manifest.validation)
-        )
+        self.train = SplitRows(files, manifest.train, length, self.items)
+        self.validation = SplitRows(files, manifest.validation, length, self.items)
 
     def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: Span) -> None:
         """Copy rows of a split, by number, into the rows ``into`` of ``out``, [R, T+1] each.
@@ -387,8 +384,6 @@ class SourceRows:
             if not self.borders:
                 out.starts[into] = False
             return
-        tokens, starts, loss = out
-        items = Span(tokens[:, : self.length], starts[:, : self.length], loss[:, : self.length])
-        rows.gather(firsts, into, items)
+        rows.gather(firsts, into, Span._make(values[:, : self.length] for values in out))
         out.tokens[into, self.length] = self.pad
         out.starts[into, self.length] = out.loss[into, self.length] = False

@@ -23,7 +23,7 @@ from titans_platform.errors import UsageError, one_line
 # not on every machine: distributions package these separately or omit them in slim images
 STDLIB_LEFT_OUT = {
     "site-packages", "dist-packages", "__pycache__", "idlelib", "ensurepip", "lib2to3", "distutils",
-    "tkinter", "turtledemo", "venv", "lib-dynload",
+    "tkinter", "turtledemo", "venv", "lib-dynload", "idle_test",
 }  # fmt: skip
 KINDS = (".txt", ".py", ".jsonl", ".parquet", ".arrow")
 BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -136,17 +136,16 @@ class StdlibSource(TextSource):
 
     def files(self) -> list[str]:
         """Paths inside the library, with forward slashes, sorted."""
-        found = (path.relative_to(self.folder) for path in self.folder.rglob("*.py"))
-        return sorted(path.as_posix() for path in found if self._shared_by_all(path))
-
-    @staticmethod
-    def _shared_by_all(path: Path) -> bool:
-        """Whether every full or slim install of this version, on any platform, has the file."""
-        parts = path.parts
-        if any(part in STDLIB_LEFT_OUT or part.startswith(("test", "config-")) for part in parts[:-1]):
-            return False
         tests_or_local = ("test", "_sysconfigdata", "sitecustomize", "usercustomize", "turtle.py")
-        return "idle_test" not in parts and not parts[-1].startswith(tests_or_local)
+
+        def shared_by_all(path: Path) -> bool:
+            """Whether every full or slim install of this version, on any platform, has the file."""
+            *folders, name = path.parts
+            left_out = (part in STDLIB_LEFT_OUT or part.startswith(("test", "config-")) for part in folders)
+            return not any(left_out) and not name.startswith(tests_or_local)
+
+        found = (path.relative_to(self.folder) for path in self.folder.rglob("*.py"))
+        return sorted(path.as_posix() for path in found if shared_by_all(path))
 
     def identity(self) -> Any:
         """Version, and name and size of every file."""
@@ -253,26 +252,21 @@ class FilesSource(RecordSource):
 
         try:
             system, path = fsspec.core.url_to_fs(self.path)
-            one = not glob.has_magic(path) and system.isfile(path)
-            listed = (
-                system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
-            )
+            pattern = glob.has_magic(path)
+            one = not pattern and system.isfile(path)
+            listed = system.glob(path, detail=True) if pattern else system.find(path, detail=True)
         except ImportError as error:
             raise UsageError(f"{self.field}.path: {one_line(error, 160)}; pip install it") from None
         except Exception as error:  # file systems have no common exception
-            raise UsageError(
-                f"{self.field}.path: {self.path} cannot be listed: {one_line(error, 160)}"
-            ) from error
+            why = one_line(error, 160)
+            raise UsageError(f"{self.field}.path: {self.path} cannot be listed: {why}") from error
         keys = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
-        return [
-            File(
-                system.unstrip_protocol(name),
-                info["size"] or 0,
-                str(next((info[k] for k in keys if k in info), "")),
-            )
-            for name, info in listed.items()
-            if info["type"] == "file"
-        ], one
+        files = []
+        for name, info in listed.items():
+            if info["type"] == "file":
+                stamp = str(next((info[key] for key in keys if key in info), ""))
+                files.append(File(system.unstrip_protocol(name), info["size"] or 0, stamp))
+        return files, one
 
     def identity(self) -> Any:
         """Name, size and time of every file: an edited file is read again."""

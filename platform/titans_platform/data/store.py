@@ -56,8 +56,8 @@ class LocalShards:
 
         Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
         """
-        found = ((info.file, find_damage(self.path / info.file, info, verify)) for info in infos)
-        return {name: problem for name, problem in found if problem}
+        found = {info.file: find_damage(self.path / info.file, info, verify) for info in infos}
+        return {name: problem for name, problem in found.items() if problem}
 
     def __str__(self) -> str:
         return str(self.path)
@@ -130,12 +130,18 @@ class Bucket(Store):
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The content of a file, CHUNK bytes per request; failed requests are retried."""
+
+        def complete(content: bytes, wanted: int) -> bytes:
+            if len(content) < wanted:
+                raise OSError(f"{len(content)} of {wanted} bytes received")
+            return content
+
         files, base = self._files
         file = self._retried(name, lambda: files.open_input_file(f"{base}/{name}"))
         size = self._retried(name, file.size)
         for at in range(0, size, CHUNK):
             wanted = min(CHUNK, size - at)
-            yield self._retried(name, lambda at=at, n=wanted: _complete(file.read_at(n, at), n))
+            yield self._retried(name, lambda at=at, n=wanted: complete(file.read_at(n, at), n))
 
     def write(self, name: str, content: bytes) -> None:
         self._upload(lambda: io.BytesIO(content), name)
@@ -255,13 +261,6 @@ def mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _complete(content: bytes, wanted: int) -> bytes:
-    """``content``, if its length is ``wanted``. Raises OSError for a truncated response."""
-    if len(content) < wanted:
-        raise OSError(f"{len(content)} of {wanted} bytes received")
-    return content
-
-
 CACHE = "TITANS_CACHE"
 """Environment variable with the cache's folder; it should be on a disk of the node."""
 
@@ -274,9 +273,8 @@ class ShardCache:
     """
 
     def __init__(self, gigabytes: float, folder: Path | None = None):
-        given = os.environ.get(CACHE)
         default = Path(tempfile.gettempdir()) / f"titans-cache-{getpass.getuser()}"
-        self.folder = folder or (Path(given) if given else default)
+        self.folder = folder or Path(os.environ.get(CACHE) or default)
         self.bytes = int(gigabytes * 1e9)
 
     def fetch(self, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> Path:

@@ -79,13 +79,11 @@ class SourceOrder:
         epoch, position = divmod(drawn, self.rows)
         return epoch, int(self.window_of(epoch, np.array([position]))[0])
 
-    def next_window(self, epoch: int, number: int) -> tuple[int, int]:
-        """The next window."""
-        return (epoch, number + 1) if number + 1 < len(self.windows(epoch)) else (epoch + 1, 0)
-
-    def shards(self, epoch: int, number: int) -> tuple[int, ...]:
-        """The shards of a window."""
-        return self.windows(epoch)[number].shards
+    def shards_from(self, epoch: int, number: int) -> tuple[int, ...]:
+        """The shards of a window and of the next one."""
+        windows = self.windows(epoch)
+        following = windows[number + 1] if number + 1 < len(windows) else self.windows(epoch + 1)[0]
+        return windows[number].shards + following.shards
 
     def _windows(self, epoch: int) -> list[Window]:
         held = np.flatnonzero(self._counts)
@@ -109,11 +107,11 @@ class SourceOrder:
         return np.concatenate(rows)[shuffled(window.rows, f"{self._key}/{epoch}/{number}")]
 
 
-def spread(weights_cycle: Sequence[int], sources: int) -> tuple[Integers, Integers, Integers]:
-    """A cycle of sources as arrays: source and turn at each place, and turns per source in a cycle."""
-    cycle = np.array(weights_cycle)
-    taken = np.cumsum(cycle[:, None] == np.arange(sources), axis=0)
-    return cycle, taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
+def check_shared(batch_size: int, what: str, world_size: int) -> None:
+    """Check that every worker gets a row of a batch. Raises UsageError."""
+    if batch_size < world_size:
+        given = f"{batch_size} {what} cannot be shared by {world_size} workers"
+        raise UsageError(f"optim.global_batch_size: {given}")
 
 
 def shuffled(n: int, key: str) -> Integers:
@@ -170,12 +168,7 @@ class RowStream:
     def __init__(
         self, sources: Sequence[SourceRows], batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ):
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size} workers")
-        if batch_size < world_size:
-            raise UsageError(
-                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
-            )
+        check_shared(batch_size, "rows", world_size)
         self.sources, self.batch_size, self.seed = sources, batch_size, seed
         self.rank, self.world_size = rank, world_size
         if not any(source.weight for source in sources):
@@ -184,9 +177,10 @@ class RowStream:
             SourceOrder(source.train.counts, f"{seed}/{i}", source.train.by_shard)
             for i, source in enumerate(sources)
         ]
-        self._cycle, self._turn, self._per_cycle = spread(
-            interleave([source.weight for source in sources]), len(sources)
-        )
+        # source and turn at each place of a cycle, and turns per source
+        self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
+        taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
+        self._turn, self._per_cycle = taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
         self._prefetched: dict[int, tuple[int, int]] = {}
 
     @property
@@ -227,7 +221,7 @@ class RowStream:
         at = order.window_at(drawn)
         if self._prefetched.get(s) != at:
             self._prefetched[s] = at
-            self.sources[s].train.prefetch([*order.shards(*at), *order.shards(*order.next_window(*at))])
+            self.sources[s].train.prefetch(order.shards_from(*at))
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
@@ -335,10 +329,7 @@ class Streams:
         carry_after: int = 0,
         state_passing: float = 0.0,
     ):
-        if batch_size < world_size:
-            raise UsageError(
-                f"optim.global_batch_size: {batch_size} streams cannot be shared by {world_size} workers"
-            )
+        check_shared(batch_size, "streams", world_size)
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)
         self.reset_probability, self.carry_after = reset_probability, carry_after
@@ -399,14 +390,10 @@ class Streams:
         for b, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
             table, split = self.tables[s], self.sources[s].train
             first, length = int(table.first[row]), int(table.length[row])
-            self._prefetch(b, split, first)
+            shard = int(split.shard_of(np.array([first]))[0])
+            if self._prefetched.get(b) != shard:
+                self._prefetched[b] = shard
+                split.prefetch([shard, (shard + 1) % len(split.held)])
             span = split.read(first, first + length + 1)
             tokens[b, : length + 1], loss[b, :length] = span.tokens, span.loss[1:]
         return StreamBatch(*map(torch.from_numpy, (tokens, loss, resets)))
-
-    def _prefetch(self, b: int, split: Split, first: int) -> None:
-        """Prefetch the shard of a stream and the next one, when it reaches a new one."""
-        shard = int(split.shard_of(np.array([first]))[0])
-        if self._prefetched.get(b) != shard:
-            self._prefetched[b] = shard
-            split.prefetch([shard, (shard + 1) % len(split.held)])

@@ -213,15 +213,15 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec in BUILT_IN:
         return BUILT_IN[spec]()
-    path, kinds = Path(spec).expanduser(), KINDS
+    path = Path(spec).expanduser()
     if not path.is_file():
         if not names_hub(spec):
             raise UsageError(f"data.tokenizer: no file {spec}; give {FORMS}{_HINT}")
         path = _from_hub(spec)
-    if path.suffix not in kinds:
+    if path.suffix not in KINDS:
         raise UsageError(f"data.tokenizer: {spec} is not a tokenizer; give {FORMS}")
     try:
-        return kinds[path.suffix](path)
+        return KINDS[path.suffix](path)
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, TypeError, ValueError
         reason = f"{spec} cannot be read ({one_line(error, 120)})"
         raise UsageError(f"data.tokenizer: {reason}; give {FORMS}") from error
@@ -263,7 +263,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     from tokenizers.processors import TemplateProcessing
 
     model = _byte_model() if isinstance(tokenizer, ByteTokenizer) else Model.from_file(str(tokenizer.path))
-    start, pad = (_special(model, i, name) for i, name in ((tokenizer.bos, "<s>"), (tokenizer.pad, "<pad>")))
+    for token, name in ((tokenizer.bos, "<s>"), (tokenizer.pad, "<pad>")):
+        if model.id_to_token(token) is None:
+            model.add_special_tokens([name])
+            assert model.token_to_id(name) == token, "special tokens stand behind the known ones"
+    start, pad = model.id_to_token(tokenizer.bos), model.id_to_token(tokenizer.pad)
     model.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, tokenizer.bos)])
     path = folder / "tokenizer.json"
     model.save(str(path))
@@ -284,15 +288,6 @@ def _byte_model() -> Any:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     return model
-
-
-def _special(model: Any, token: int, name: str) -> str:
-    """The name of a special token; a default if the model has none."""
-    if (known := model.id_to_token(token)) is not None:
-        return known
-    model.add_special_tokens([name])
-    assert model.token_to_id(name) == token, "special tokens stand behind the known ones"
-    return name
 
 
 def _from_hub(repository: str) -> Path:

@@ -100,8 +100,7 @@ def evaluate(
             values, chances = [], []
             for label, task, asked in labelled:
                 found: list[Measurement] = []
-                for multiple in asked.lengths:
-                    length = row_length(multiple, sequence_length)
+                for length in (row_length(multiple, sequence_length) for multiple in asked.lengths):
                     # columns may share a task, as an average and its parts do
                     same = asked.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
@@ -124,10 +123,9 @@ def evaluate(
     again = {"columns": answers, "items": config.pathway_items or config.items, "pathways": ()}
     for part in config.pathways:
         if has_effect(model, change := PATHWAYS[part]):
+            asked_again = config.model_copy(update=again)
             with intervene(model, change):
-                measured = evaluate(
-                    model, prepared, config.model_copy(update=again), sequence_length, device=device
-                )
+                measured = evaluate(model, prepared, asked_again, sequence_length, device=device)
             result["pathways"][part] = measured["columns"]
     return result
 

@@ -18,8 +18,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from titans_platform.errors import UsageError
 
+WORDS = Path(__file__).parent / "words.yaml"
 LONG = 32_768
 """Rows of at least so many tokens estimate their filler from the tokens per character first."""
 
@@ -73,14 +76,8 @@ def make_item(pieces: Iterable[tuple[str, bool]], buckets: tuple[str, ...] = ())
     Pieces are tokenised one by one, so that an answer's tokens are its own; joining first keeps a
     subword tokenizer from seeing more seams than that needs.
     """
-    kept = [piece for piece in pieces if piece[0]]
-    return Item(
-        tuple(
-            ("".join(text for text, _ in run), is_answer)
-            for is_answer, run in groupby(kept, key=lambda piece: piece[1])
-        ),
-        buckets,
-    )
+    runs = groupby((piece for piece in pieces if piece[0]), key=lambda piece: piece[1])
+    return Item(tuple(("".join(text for text, _ in run), is_answer) for is_answer, run in runs), buckets)
 
 
 def count_tokens(item: Item, tokenizer: Tokenizer) -> int:
@@ -168,9 +165,7 @@ def _narrow(count: Callable[[int], int], low: int, high: int, length: int) -> tu
 
 
 def scatter(
-    filler: str,
-    inserts: Sequence[Sequence[tuple[str, bool]]],
-    offsets: Sequence[int],
+    filler: str, inserts: Sequence[Sequence[tuple[str, bool]]], offsets: Sequence[int]
 ) -> list[tuple[str, bool]]:
     """`filler` with `inserts[i]` put before its character `offsets[i]`; offsets ascend."""
     pieces: list[tuple[str, bool]] = []
@@ -183,58 +178,26 @@ def scatter(
     return pieces
 
 
-_NOUNS = """
-    anchor answer arrow autumn badge bakery barrel basin beacon blanket border branch breeze bridge brush
-    bucket canal candle canyon captain carpet castle cedar chain chapter chimney circle cliff cloud coast
-    column compass copper corner cotton cradle creek crown curtain dancer desert dinner doctor dragon drawer
-    drum eagle echo engine evening fabric farmer feather fence ferry field flame flute forest fountain galaxy
-    garlic glacier grain granite guitar hammer harbor harvest helmet hermit hill horizon horse hunter island
-    ivory jacket jewel journey judge kettle ladder lagoon lantern lawyer leaf lemon letter lizard lumber
-    marble market meadow melody merchant metal mirror monarch morning motor mountain museum needle nephew
-    novel ocean orchard orchid otter paddle painter palace parrot pebble pencil pepper pilot pine planet
-    pocket poem pond porter prairie puzzle quarry quilt rabbit raft railway rain ranger raven reef ribbon
-    river rocket rooster rope saddle sailor salmon sand scholar season shadow shelter shepherd signal silver
-    singer sketch spider spring squirrel stable station stone storm stream student summer sunset tailor tavern
-    temple thread thunder tiger timber tower traveler tunnel valley velvet village violin voyage wagon walnut
-    weaver whistle willow window winter wizard wolf writer
-"""
-_ADJECTIVES = """
-    ancient amber angry bitter blue bold brave brief bright broad broken brown calm careful cheap clean clever
-    cloudy cold common cool crisp curious dark deep distant dull dusty eager early empty faint fair famous
-    fancy fierce fine firm flat foggy fresh friendly frozen gentle giant golden grand gray green happy harsh
-    heavy hidden hollow honest huge humble icy idle jolly keen kind large late lazy lively lonely long loud
-    loyal lucky mellow mild misty modern modest muddy narrow neat noble odd old open pale patient plain polite
-    proud pure quick quiet rapid rare rough round royal rusty sharp shiny shy silent silky simple sleepy
-    slender small smooth soft solid sour spare steady steep stiff strange strong sturdy sunny swift tall tame
-    tender thick thin tidy tiny tough vast vivid warm wary weary wide wild wise wooden young zesty
-"""
-_VERBS = """
-    admired answered avoided blessed borrowed brushed carried chased circled cleaned climbed copied counted
-    covered crossed described drew ended enjoyed entered examined faced feared fetched filled finished
-    followed forgot found framed greeted guarded guided heard helped ignored imagined joined judged kept knew
-    learned left lifted liked loved measured mended met missed moved named noticed opened painted passed
-    planned praised pulled pushed raised reached recalled repaired rescued saved sketched sold sought studied
-    tasted thanked touched traded trusted visited wanted warned washed watched wrapped
-"""
-NOUNS, ADJECTIVES, VERBS = (tuple(words.split()) for words in (_NOUNS, _ADJECTIVES, _VERBS))
-LINKS = ("before", "after", "beyond", "beside", "near", "behind", "under", "above", "around", "without")
+NOUNS, ADJECTIVES, VERBS, LINKS = (
+    tuple(words.split()) for words in yaml.safe_load(WORDS.read_text("utf-8")).values()
+)
 
 
 def prose(rng: random.Random, characters: int) -> str:
     """Sentences, exactly `characters` characters; the first may be truncated."""
-    return _joined(lambda: _sentence(rng), characters)
+
+    def sentence() -> str:
+        """Eight to ten words without digits or names, with a full stop."""
+        subject, verb = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", rng.choice(VERBS)
+        place = f"{rng.choice(NOUNS)} {rng.choice(LINKS)} the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+        return f"The {subject} {verb} the {place}."
+
+    return _joined(sentence, characters)
 
 
 def lowercase_words(rng: random.Random, characters: int) -> str:
     """Lower-case words and spaces, exactly `characters` characters: no capital, digit or punctuation."""
     return _joined(lambda: rng.choice(NOUNS if rng.random() < 0.5 else VERBS), characters)
-
-
-def _sentence(rng: random.Random) -> str:
-    """A sentence of eight to ten words without digits or names, with its full stop."""
-    subject, verb = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", rng.choice(VERBS)
-    place = f"{rng.choice(NOUNS)} {rng.choice(LINKS)} the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-    return f"The {subject} {verb} the {place}."
 
 
 def _joined(make: Callable[[], str], characters: int) -> str:

@@ -110,10 +110,8 @@ class HarnessModel:
         )
         for row, token in writing:
             made[row].append(token)
-            if (
-                len(made[row]) == batch[row].max_new_tokens
-                or batch[row].end(tokenizer.decode(made[row])) is not None
-            ):
+            full = len(made[row]) == batch[row].max_new_tokens
+            if full or batch[row].end(tokenizer.decode(made[row])) is not None:
                 writing.end(row)
         texts = map(tokenizer.decode, made)
         return [text[: prompt.end(text)] for prompt, text in zip(batch, texts, strict=True)]

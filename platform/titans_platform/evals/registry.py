@@ -30,8 +30,9 @@ FLOOR_ITEMS, MIN_FLOOR_ITEMS = 1000, 50
 FLOOR_TOKENS, FLOOR_ANSWERS = 2**19, 3000
 """Tokens and answers after which sampling stops, once it has the fewest items."""
 
-KEPT_TOKENS = 2**18
-"""Most tokens of a task's items that are kept for the next run."""
+KEPT_TOKENS, KEPT_DRAWS = 2**18, 64
+"""Most tokens of a task's items that are kept for the next run, and most draws of items."""
+_DRAWN: dict[Any, tuple[Item, ...]] = {}
 
 Heuristic = Callable[[str], Sequence[str]]
 """Maps the text before an answer to the answers that it guesses among with equal probability."""
@@ -164,17 +165,12 @@ class GeneratedTask(Task):
             for bucket, one in zip(names, right, strict=False):
                 buckets.setdefault(bucket, []).append(one)
         stderr = (pvariance(shares) / len(shares)) ** 0.5
-        means = {bucket: fmean(buckets[bucket]) for bucket in sorted(buckets, key=_natural)}
+        # by the number at the start of their names
+        order = sorted(buckets, key=lambda name: (int((re.match(r"\d+", name) or [0])[0]), name))
+        means = {bucket: fmean(buckets[bucket]) for bucket in order}
         floor = self.floor(context.length, context.scorer.tokenizer)
-        return Measurement(
-            fmean(shares),
-            stderr,
-            self.chance,
-            len(shares),
-            means,
-            floor and floor.value,
-            floor and floor.heuristic,
-        )
+        value, heuristic = (floor.value, floor.heuristic) if floor else (None, None)
+        return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
     def _fresh_items(self, context: Context) -> Iterable[Item]:
         """Up to `config.items` distinct items that do not occur in the training rows.
@@ -185,55 +181,31 @@ class GeneratedTask(Task):
             UsageError: not one unseen item was found.
         """
         config, length, data = context.config, context.length, context.prepared
-        draw = _Draw(
-            self, type(self), self.options, length, context.scorer.tokenizer, config.seed, config.items,
-            getattr(data, "fingerprint", None), data.item_hashes,
-        )  # fmt: skip
-        known = draw.data is not None and length * config.items <= KEPT_TOKENS
-        return _drawn(draw) if known else _draw(draw)
+        fingerprint, tokenizer = getattr(data, "fingerprint", None), context.scorer.tokenizer
+        if fingerprint is None or length * config.items > KEPT_TOKENS:
+            return self._draw(context)
+        key = type(self), self.options, length, tokenizer, config.seed, config.items, fingerprint
+        if key not in _DRAWN:
+            if len(_DRAWN) == KEPT_DRAWS:
+                _DRAWN.pop(next(iter(_DRAWN)))
+            _DRAWN[key] = tuple(self._draw(context))
+        return _DRAWN[key]
 
-
-@dataclass(frozen=True)
-class _Draw:
-    """What a draw of items depends on; ``data`` is the fingerprint of the data with these hashes."""
-
-    task: GeneratedTask = field(compare=False)
-    kind: type[GeneratedTask]
-    options: Any
-    length: int
-    tokenizer: Tokenizer
-    seed: int
-    items: int
-    data: str | None
-    item_hashes: Any = field(compare=False)
-
-
-def _draw(draw: _Draw) -> Iterator[Item]:
-    """The items of `GeneratedTask._fresh_items`."""
-    task, length, options = draw.task, draw.length, draw.options.model_dump(mode="json")
-    rng = random.Random(digest({"seed": draw.seed, "task": task.name, "options": options, "length": length}))
-    given: set[str] = set()
-    misses = 0
-    while len(given) < draw.items and misses < PATIENCE:
-        item = task.item(rng, length, draw.tokenizer)
-        known = item.hash in given or item.hash in draw.item_hashes
-        misses = misses + 1 if known else 0
-        if not known:
-            given.add(item.hash)
-            yield item
-    if not given:
-        raise UsageError(f"task: every item of {task.label} at {length} tokens occurs in training")
-
-
-@lru_cache(maxsize=64)
-def _drawn(draw: _Draw) -> tuple[Item, ...]:
-    return tuple(_draw(draw))
-
-
-def _natural(name: str) -> tuple[int, str]:
-    """Sort key of buckets: the number at the start of the name."""
-    digits = re.match(r"\d+", name)
-    return int(digits[0]) if digits else 0, name
+    def _draw(self, context: Context) -> Iterator[Item]:
+        config, length, options = context.config, context.length, self.options.model_dump(mode="json")
+        about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
+        rng = random.Random(digest(about))
+        given: set[str] = set()
+        misses = 0
+        while len(given) < config.items and misses < PATIENCE:
+            item = self.item(rng, length, context.scorer.tokenizer)
+            known = item.hash in given or item.hash in context.prepared.item_hashes
+            misses = misses + 1 if known else 0
+            if not known:
+                given.add(item.hash)
+                yield item
+        if not given:
+            raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
 
 
 def _graded(context: Context, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -198,7 +199,11 @@ class Scorer:
         tokens that are scored. Rows of similar length share a pass, padded on the right, which a causal model
         does not see. Every rank of a process group calls this with the same requests.
         """
-        rows = [self._row(request, max_length) for request in requests]
+        rows = []
+        for context, continuation in requests:
+            tokens = context + continuation
+            kept = [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
+            rows.append(_Row(kept, max(0, len(kept) - 1 - len(continuation))))
         lengths = [len(row.tokens) for row in rows]
         if self._can_fork:
             groups = group_by_prefix([row.tokens for row in rows], [row.first for row in rows])
@@ -206,10 +211,9 @@ class Scorer:
         else:
             batches = [[Group(0, (i,)) for i in batch] for batch in self.batches(lengths)]
 
-        def measure(batch: list[Group]) -> dict[int, Score]:
-            return self._measure(batch, rows)
-
-        scores = {i: score for found in measure_distributed(batches, measure) for i, score in found.items()}
+        scores: dict[int, Score] = {}
+        for found in measure_distributed(batches, partial(self._measure, rows)):
+            scores |= found
         return [scores[i] for i in range(len(requests))]
 
     @property
@@ -217,12 +221,7 @@ class Scorer:
         """Whether a batch may take several forward passes, each from the state of the last one."""
         return isinstance(self.model, LanguageModel) and not sharded_modules(self.model)
 
-    def _row(self, request: Request, max_length: int) -> _Row:
-        tokens = request.context + request.continuation
-        row = [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
-        return _Row(row, max(0, len(row) - 1 - len(request.continuation)))
-
-    def _measure(self, batch: list[Group], rows: Sequence[_Row]) -> dict[int, Score]:
+    def _measure(self, rows: Sequence[_Row], batch: list[Group]) -> dict[int, Score]:
         """Score of every row of a batch, by row."""
         found: dict[int, Score] = {}
         state: ModelState | None = None
@@ -230,9 +229,11 @@ class Scorer:
         left = sorted(batch, key=lambda group: group.shared)
         for fork in forks(batch):
             if fork.position > read:
-                state = self._read(
-                    [rows[group.rows[0]].tokens[read : fork.position] for group in left], state
-                )
+                prefixes = [rows[group.rows[0]].tokens[read : fork.position] for group in left]
+                piece = max(1, PREFILL_TOKENS // len(prefixes))
+                # no logits are computed
+                for piece_BT in torch.tensor(prefixes, device=self.device).split(piece, 1):
+                    _, state = cast(LanguageModel, self.model).features(piece_BT, state)
             read = fork.position
             found |= self._score_fork(fork, state, rows)
             left = left[len(fork.groups) :]
@@ -240,22 +241,13 @@ class Scorer:
                 state = state.take(range(len(fork.groups), len(fork.groups) + len(left)))
         return found
 
-    def _read(self, rows: list[list[int]], state: ModelState | None) -> ModelState | None:
-        """The state after rows of equal length; no logits are computed."""
-        model: Any = self.model
-        for piece_BT in torch.tensor(rows, device=self.device).split(max(1, PREFILL_TOKENS // len(rows)), 1):
-            _, state = model.features(piece_BT, state)
-        return state
-
     def _score_fork(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
         """Scores of the rows of a fork; the first rows of `state` are those of its groups."""
         of = [(row, place) for place, group in enumerate(fork.groups) for row in group.rows]
         ends = [rows[row].after(fork.position) for row, _ in of]
-        parts = (
-            similar_lengths([len(end.tokens) for end in ends]) if self._can_fork else [list(range(len(of)))]
-        )
+        lengths = [len(end.tokens) for end in ends]
         found = {}
-        for part in parts:
+        for part in similar_lengths(lengths) if self._can_fork else [list(range(len(of)))]:
             copies = state and state.take([of[i][1] for i in part])
             scores = self._forward([ends[i] for i in part], copies)
             found |= {of[i][0]: score for i, score in zip(part, scores, strict=True)}

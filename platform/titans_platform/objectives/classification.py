@@ -87,9 +87,7 @@ class ClassificationOptions(Frozen):
         if self.network == "cnn" and self.pretrain_steps:
             raise ValueError("pretrain_steps: network cnn predicts no next tokens; set it to 0")
         if self.validation_fraction + self.test_fraction >= 1:
-            raise ValueError(
-                "validation_fraction: with test_fraction all of the sequences; leave some to train on"
-            )
+            raise ValueError("validation_fraction: with test_fraction all of the sequences; lower one")
         return self
 
     @property

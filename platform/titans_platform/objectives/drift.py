@@ -198,9 +198,7 @@ class DriftModel(Model):
         self.memory, self.width, self.outputs = memory, width, outputs
         self.rule: Rule = find_rule(memory.rule, **memory.rule_options)
         if self.rule.extra_gates:
-            raise ValueError(
-                f"rule: {memory.rule} has gates of its own, which objective drift does not learn"
-            )
+            raise ValueError(f"rule: {memory.rule} has gates of its own; objective drift learns none")
         gate = lambda bias, learned: nn.Parameter(torch.tensor(bias)) if learned else None  # noqa: E731
         self.alpha_logit, self.eta_logit = (
             gate(memory.alpha_bias, memory.decay),
@@ -314,9 +312,7 @@ class Drift(Objective[DriftData]):
         """Also check that rows are longer than the burn-in."""
         super().check_task(task, lengths, data)
         if min(lengths) * self.cfg.data.sequence_length <= self.options.burn_in:
-            raise UsageError(
-                f"lengths: {min(lengths):g} rows end within burn_in {self.options.burn_in} steps"
-            )
+            raise UsageError(f"lengths: {min(lengths):g} rows end within burn_in {self.options.burn_in}")
 
 
 class DriftTaskOptions(Frozen):

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import yaml
 from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
 from titans_platform.data import NotPrepared
-from titans_platform.data.stream import shuffled
+from titans_platform.data.stream import check_shared, shuffled
 from titans_platform.errors import UsageError, one_line
 from titans_platform.files import read_json, write_json
 
@@ -65,10 +66,7 @@ class ItemStream:
         world_size: int,
         make: Callable[[int, NDArray[np.int64]], Any],
     ):
-        if batch_size < world_size:
-            raise UsageError(
-                f"optim.global_batch_size: {batch_size} rows cannot be shared by {world_size} workers"
-            )
+        check_shared(batch_size, "rows", world_size)
         self.items, self.batch_size, self.make = items, batch_size, make
         self.share = slice(rank, None, world_size)
         # a batch may span two epochs
@@ -183,8 +181,6 @@ def sines(steps: int, channels: int, seed: int) -> Table:
 
 
 FOLDER = "objective.options.folder"
-ETT = "https://github.com/zhouhaoyi/ETDataset, folder ETT-small"
-OTHERS = "the datasets that the README of https://github.com/thuml/Time-Series-Library links to"
 
 
 class Dataset(NamedTuple):
@@ -201,34 +197,9 @@ class Dataset(NamedTuple):
     """Hash of the uncompressed file; None: unknown, only the shape is checked."""
 
 
-# 12, 4 and 4 months of 30 days; by convention the rest is unused
-HOURS = (12 * 30 * 24, 4 * 30 * 24, 4 * 30 * 24)
-QUARTERS = (4 * HOURS[0], 4 * HOURS[1], 4 * HOURS[2])
-SHARES = (0.7, 0.1, 0.2)
 DATASETS = {
-    "ETTh1": Dataset(
-        "ETTh1.csv", 17_420, 7, HOURS, ETT, "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"
-    ),
-    "ETTh2": Dataset("ETTh2.csv", 17_420, 7, HOURS, ETT),
-    "ETTm1": Dataset(
-        "ETTm1.csv",
-        69_680,
-        7,
-        QUARTERS,
-        ETT,
-        "6ce1759b1a18e3328421d5d75fadcb316c449fcd7cec32820c8dafda71986c9e",
-    ),
-    "ETTm2": Dataset("ETTm2.csv", 69_680, 7, QUARTERS, ETT),
-    "Weather": Dataset(
-        "weather.csv",
-        52_696,
-        21,
-        SHARES,
-        OTHERS,
-        "34ee981d07313e51da2a50bb600072c8ae4a69cb4b0651f4cb93a069d7a2ba63",
-    ),
-    "ECL": Dataset("electricity.csv", 26_304, 321, SHARES, OTHERS),
-    "Traffic": Dataset("traffic.csv", 17_544, 862, SHARES, OTHERS),
+    name: Dataset(**fields | {"split": tuple(fields["split"])})
+    for name, fields in yaml.safe_load((Path(__file__).parent / "series.yaml").read_text("utf-8")).items()
 }
 """Keyed by the names in the paper's Table 3."""
 
@@ -245,11 +216,14 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise UsageError(f"{FOLDER}: no {known.file} (or .gz, .xz) in {folder}; it is from {known.source}")
-    if known.sha256 and (found := _sha256(path)) != known.sha256:
-        raise UsageError(
-            f"{FOLDER}: {path} is not the standard file: its sha256 is {found}, not {known.sha256}; get it "
-            f"from {known.source}, or name it as objective.options.path"
-        )
+    if known.sha256:
+        with opened(str(path), READERS, FOLDER) as (_, file):
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != known.sha256:
+            raise UsageError(
+                f"{FOLDER}: {path} is not the standard file: its sha256 is {found}, not {known.sha256}; get "
+                f"it from {known.source}, or name it as objective.options.path"
+            )
     table = read_series(str(path), columns, FOLDER)
     steps, channels = table.values_NC.shape
     if (steps, channels) != (known.steps, len(columns) or known.channels):
@@ -258,11 +232,3 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
             f"{known.channels}; get it from {known.source}"
         )
     return table
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, EOFError, ValueError) as error:
-        raise UsageError(f"{FOLDER}: {path} cannot be read: {one_line(error)}") from None

@@ -80,9 +80,7 @@ class LabelledData:
         self.tokens, self.labels = {}, {}
         for part in PARTS:
             if not split[part].sequences:
-                raise UsageError(
-                    f"objective.options.{part}_fraction: the {part} part has no sequence; raise it"
-                )
+                raise UsageError(f"objective.options.{part}_fraction: leaves {part} no sequence; raise it")
             self.tokens[part] = tokenizer.encode_batch(split[part].sequences)
             self.labels[part] = np.array([number[label] for label in split[part].labels])
         longest = 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])

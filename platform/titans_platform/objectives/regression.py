@@ -312,10 +312,8 @@ class Regression(Objective[SeriesData]):
         super().check_task(task, lengths, data)
         for multiple in lengths:
             length = row_length(multiple, self.cfg.data.sequence_length)
-            if self.options.forecaster and length != self.cfg.data.sequence_length:
-                raise UsageError(
-                    f"lengths: a forecaster reads {self.cfg.data.sequence_length} steps, not {length}"
-                )
+            if self.options.forecaster and length != (reads := self.cfg.data.sequence_length):
+                raise UsageError(f"lengths: a forecaster reads {reads} steps, not {length}")
             if length % self.options.patch:
                 raise UsageError(f"lengths: {length} steps are no multiple of patch {self.options.patch}")
             if data is not None:

@@ -75,7 +75,8 @@ class Saver:
         self.phases = phases or Phases()
         # the write runs in a thread during training: its collectives must not mix with those of the steps,
         # nor with those of the main threads here
-        self._group, self._writers = self._new_group(), self._new_group()
+        groups: Any = [dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)]
+        self._group, self._writers = groups
         self._writing: tuple[Path, Future[Any]] | None = None
         self._before_commit: Callable[[], object] | None = None
         self._failures, self._failing_since = 0, 0.0
@@ -115,10 +116,6 @@ class Saver:
         dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
         return int(said)
 
-    @staticmethod
-    def _new_group() -> Any:
-        return dist.new_group(backend="gloo") if dist.is_initialized() else None
-
     def _wait(self) -> TitansError | None:
         """Wait for the pending write. Returns why it failed, the same on all ranks, or None."""
         if self._writing is None:
@@ -156,20 +153,15 @@ class Saver:
                     shutil.rmtree(cut_short, ignore_errors=True)
             if self._group:
                 dist.barrier(self._group)
-            self._writing = final, self._start(final)
+            # warned from the writing thread, where a filter of this block has no effect
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            with _quiet():
+                writer = _Writer(final, deepcopy(self.trainer.progress), self)
+                to: dict[str, Any] = {"process_group": self._writers, "no_dist": self._writers is None}
+                future = async_save(_state(self.trainer), storage_writer=writer, **to)
+            assert isinstance(future, Future)
+            self._writing = final, future
         return final
-
-    def _start(self, final: Path) -> Future[Any]:
-        # warned from the writing thread, where a filter of this block has no effect
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        with _quiet():
-            writer = _Writer(final, deepcopy(self.trainer.progress), self)
-            group = self._writers
-            future = async_save(
-                _state(self.trainer), storage_writer=writer, process_group=group, no_dist=group is None
-            )
-        assert isinstance(future, Future)
-        return future
 
     def __enter__(self) -> Saver:
         return self

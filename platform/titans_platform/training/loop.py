@@ -242,10 +242,8 @@ class Trainer:
 
     def _patience_exhausted(self, hooks: Hooks) -> bool:
         """Whether the last ``patience`` validations brought no improvement."""
-        best = self.progress.best_step
-        return bool(
-            hooks.patience and best and self.progress.step - best >= hooks.patience * hooks.validate_every
-        )
+        best, allowed = self.progress.best_step, hooks.patience * hooks.validate_every
+        return bool(hooks.patience and best and self.progress.step - best >= allowed)
 
     def _validated(self, hooks: Hooks) -> float:
         """The validation loss, averaged over ranks so that all of them agree on the best checkpoint."""
@@ -322,11 +320,13 @@ class Trainer:
 
         Returns the loss, the state of this rank's streams after the batch, and telemetry if asked for.
         """
-        batch = _to(batch, self.device)
+        # non_blocking has no effect for memory that is not pinned
+        batch = type(batch)(*(part.to(self.device, non_blocking=part.is_pinned()) for part in batch))
         # under `parallel: sequence` every worker has, and counts, all rows
         rows = self._over_workers(self.objective.counts(batch).sum()) * self.shard[1] / self.world_size
         rows = rows.clamp(min=1)
-        parts = list(_split(batch, self.cfg.micro_batch_size or len(batch[0])))
+        size = self.cfg.micro_batch_size or len(batch[0])
+        parts = [type(batch)(*part) for part in zip(*(x.split(size) for x in batch), strict=True)]
         states = [None] * len(parts) if self.state is None else self.state.split([len(p[0]) for p in parts])
         after: list[ModelState] = []
         seen: dict[str, float] = {}
@@ -403,16 +403,6 @@ def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generat
             yield batch
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    # non_blocking has no effect for memory that is not pinned
-    return type(batch)(*(part.to(device, non_blocking=part.is_pinned()) for part in batch))
-
-
-def _split(batch: Any, rows: int) -> Iterator[Any]:
-    """Split the batch into micro-batches of ``rows`` rows; the last may be smaller."""
-    return (type(batch)(*parts) for parts in zip(*(part.split(rows) for part in batch), strict=True))
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -41,12 +41,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{MANIFEST} is not valid JSON") from None
     if not isinstance(content, dict):
         raise ValueError(f"{MANIFEST} does not hold a JSON object")
-    if content.get("schema") == 1:
-        raise ValueError(f"written in format 1, without hashes; this version reads format {SCHEMA}")
+    if (schema := content.get("schema")) != SCHEMA:
+        raise ValueError(f"written in format {schema!r}; this version reads format {SCHEMA}")
     if content.pop("hash", None) != _hash_of(content):
         raise ValueError(f"{MANIFEST} does not have the hash it was written with")
-    if content.get("schema") != SCHEMA:
-        raise ValueError(f"written in format {content.get('schema')!r}; this version reads format {SCHEMA}")
     try:
         return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -63,40 +63,34 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
         return DistributedDataParallel(model)
     if cfg.parallel == "sequence":
         # only the first worker starts from M_0
-        return DistributedDataParallel(
-            SequenceParallel(cast(LanguageModel, model)), find_unused_parameters=True
-        )
+        divided = SequenceParallel(cast(LanguageModel, model))
+        return DistributedDataParallel(divided, find_unused_parameters=True)
     if cfg.global_batch_size % world_size():
         # each forward pass gathers parameters from all workers, so all must run the same number of them
         raise UsageError(
             f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among {world_size()} "
             f"workers, which optim.parallel {cfg.parallel} needs; give a multiple"
         )
-    # this import takes seconds, and neither a single worker nor DDP needs it
+    # these imports take seconds, and neither a single worker nor DDP needs them
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     for tensor in [*model.parameters(), *model.buffers()]:
         # fully_shard keeps each rank's own values, whereas DDP broadcasts those of rank 0
         dist.broadcast(tensor.detach(), 0)
-    mesh = _mesh(cfg, device)
+    if cfg.parallel == "fsdp":
+        mesh = init_device_mesh(device.type, (world_size(),))
+    else:
+        # groups that each hold one sharded replica
+        shared = cfg.shard_workers or int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        if world_size() % shared:
+            raise UsageError(f"optim.shard_workers: {world_size()} workers make no groups of {shared}")
+        sizes = world_size() // shared, shared
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards"))
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
-
-
-def _mesh(cfg: OptimConfig, device: torch.device) -> Any:
-    """The device mesh: one group of all workers or, for hsdp, groups that each hold one sharded replica."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if cfg.parallel == "fsdp":
-        return init_device_mesh(device.type, (world_size(),))
-    shared = cfg.shard_workers or int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    if world_size() % shared:
-        raise UsageError(f"optim.shard_workers: {world_size()} workers make no groups of {shared}")
-    return init_device_mesh(
-        device.type, (world_size() // shared, shared), mesh_dim_names=("copies", "shards")
-    )
 
 
 @contextmanager
@@ -123,15 +117,9 @@ def clip_gradients(model: nn.Module, limit: float | None) -> float:
 
 
 PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "V100": 125e12,
-}
+    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12, "V100": 125e12,
+}  # fmt: skip
 """Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the vendor's data sheet, by a substring of
 the device's name."""
 UNTIMED, WARMUP, TRACED = 2, 1, 3
@@ -147,14 +135,10 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
     found = {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
     if flops_per_second is not None:
         found["tflops"] = flops_per_second / 1e12
-        if peak := peak_flops(torch.cuda.get_device_name(device)):
+        name = torch.cuda.get_device_name(device)
+        if peak := next((peak for part, peak in PEAK_FLOPS.items() if part in name), None):
             found["mfu"] = flops_per_second / peak
     return found
-
-
-def peak_flops(name: str) -> float | None:
-    """Peak FLOP/s of a device by its name; None if unknown."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 @contextmanager

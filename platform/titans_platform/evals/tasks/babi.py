@@ -65,7 +65,7 @@ class Babi(GeneratedTask):
     @property
     def chance(self) -> float:
         """One over the number of distinct answers."""
-        return 1 / len({item.pieces[-1][0] for item in self._questions()})
+        return 1 / len(distinct_answers(self._questions()))
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
@@ -104,9 +104,8 @@ class Babi(GeneratedTask):
                 return questions[index]
         fitting = [index for index in order if fits(index)]
         if not fitting:
-            raise UsageError(
-                f"lengths: no story of {self.options.kind} in {self.options.path} fits in {length} tokens"
-            )
+            where = f"{self.options.kind} in {self.options.path}"
+            raise UsageError(f"lengths: no story of {where} fits in {length} tokens")
         return questions[rng.choice(fitting)]
 
     def _questions(self) -> tuple[Item, ...]:
@@ -194,7 +193,10 @@ class Babilong(Babi):
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """A random question among those that fit; the book takes the rest of the row."""
-        shown = "".join(_shot(rng.choice(self._questions())) for _ in range(self.options.shots))
+        shown = ""
+        for _ in range(self.options.shots):
+            facts, question, answer = split_question(rng.choice(self._questions()))
+            shown += f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
         apart = count_tokens(make_item([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
         drawn = super().item(rng, length - apart, tokenizer)
         earlier = previous_questions(self._questions())[drawn] if self.options.asked == "all" else ()
@@ -202,10 +204,13 @@ class Babilong(Babi):
             earlier = earlier[1:]
         *hidden, last = _told(drawn, earlier)
         depths, start = sorted(rng.random() for _ in hidden), rng.random()
-        text = self._book()
+        text, first = self._book(), 0
+        # the book starts with the first sentence that begins after the share ``start`` of it
+        if text and (begins := ENDS.search(text, int(start * len(text)))):
+            first = begins.end() % len(text)
 
         def build(characters: int) -> Item:
-            book = _from_a_sentence(text, start, characters) if text else ""
+            book = cycle(text, first, characters) if text else ""
             borders = [0, *(match.end() for match in ENDS.finditer(book))]
             spots = [borders[int(depth * len(borders))] for depth in depths]
             return make_item([(shown, False), *scatter(book, hidden, spots), *last])
@@ -217,9 +222,7 @@ class Babilong(Babi):
         border = len(found) - len(found) // HELD_OUT
         parts = {"all": found, "first": found[:border], "last": found[border:]}
         if not parts[self.options.part]:
-            raise UsageError(
-                f"options.part: {len(found)} questions are too few for a held-out part; use part: all"
-            )
+            raise UsageError(f"options.part: {len(found)} questions make no held-out part; use part: all")
         return parts[self.options.part]
 
     def _book(self) -> str | None:
@@ -272,9 +275,8 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
     except Exception as error:  # errors of HTTP, Arrow, JSON and datasets have no common base class
         reason = f"{type(error).__name__} {one_line(error, 160)}"
         raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
-    return tuple(
-        make_item([(f"{text}{_asked(asked)}", False), (f" {said}", True)]) for text, asked, said in found
-    )
+    rows = ([(f"{text}{_asked(asked)}", False), (f" {said}", True)] for text, asked, said in found)
+    return tuple(map(make_item, rows))
 
 
 def split_question(item: Item) -> tuple[list[str], str, str]:
@@ -316,14 +318,3 @@ def _tokens(told: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> int:
 
 def _asked(question: str) -> str:
     return f"\nQuestion: {question}\nAnswer:"
-
-
-def _shot(item: Item) -> str:
-    facts, question, answer = split_question(item)
-    return f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
-
-
-def _from_a_sentence(text: str, start: float, characters: int) -> str:
-    """`characters` characters, from the first sentence that begins after the share ``start`` of the text."""
-    begins = ENDS.search(text, int(start * len(text)))
-    return cycle(text, begins.end() % len(text) if begins else 0, characters)

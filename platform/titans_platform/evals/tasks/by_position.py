@@ -127,12 +127,11 @@ class ByPosition:
         places = self._places(first, last)
         counts_NL = self.counts_NL[:, places]
         values_NL = np.where(counts_NL, values_NL[:, places], 0.0).astype(np.float64)
+        split = [values_NL, counts_NL]
         if self.texts == 1:
             # a single text is split into blocks, which are less independent than texts
             parts = min(BLOCKS, counts_NL.shape[1])
-            split = [np.array_split(array[0], parts) for array in (values_NL, counts_NL)]
-        else:
-            split = [list(values_NL), list(counts_NL)]
+            split = [np.array_split(array[0], parts) for array in split]
         return ratio(*(np.array([part.sum() for part in parts], np.float64) for parts in split))
 
 
@@ -186,7 +185,11 @@ class ByPositionTask(Task):
         found = read_by_position(context.scorer, texts, row, ways, windows)
         first = row * (self.options.from_row - 1) + 1
         last = self.options.to_row and row * self.options.to_row
-        items, buckets = found.tokens(first, last), _perplexities(found)
+        items = found.tokens(first, last)
+        buckets: dict[str, float] = {}
+        for name in found.shown:
+            for begin, end in found.buckets():
+                buckets[f"{name} {begin}-{end}"] = math.exp(found.loss(name, begin, end)[0])
         if wanted == "gain":
             return Measurement(*found.gain(first, last), 0.0, items, buckets)
         way = found.best_window if wanted == WINDOW else wanted
@@ -201,29 +204,17 @@ class ByPositionTask(Task):
         Raises:
             UsageError: as `measure`.
         """
-        row = prepared.config.sequence_length
+        row, options = prepared.config.sequence_length, self.options
         rows = length // row
         if rows < 2:
             raise UsageError(f"lengths: {length} tokens are less than two training rows of {row}; raise it")
-        for field in ("from_row", "to_row"):
-            if (getattr(self.options, field) or 0) > rows:
-                given = getattr(self.options, field)
+        for field, given in (("from_row", options.from_row), ("to_row", options.to_row)):
+            if given and given > rows:
                 raise UsageError(f"{field}: {given} is beyond the {rows} rows of a text; raise lengths")
-        if self.options.measure == WINDOW and min(self.options.windows) > rows - 2:
-            raise UsageError(
-                f"windows: {min(self.options.windows)} rows before another are all that {rows} rows have; "
-                "raise lengths"
-            )
+        if options.measure == WINDOW and (least := min(options.windows)) > rows - 2:
+            here = f"{least} rows before another are all that {rows} rows have"
+            raise UsageError(f"windows: {here}; raise lengths")
         return long_texts(prepared, rows, budget)
-
-
-def _perplexities(found: ByPosition) -> dict[str, float]:
-    """Perplexity by way and position: `carried 65-128`."""
-    return {
-        f"{way} {first}-{last}": math.exp(found.loss(way, first, last)[0])
-        for way in found.shown
-        for first, last in found.buckets()
-    }
 
 
 def read_by_position(

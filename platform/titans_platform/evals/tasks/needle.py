@@ -107,7 +107,8 @@ class Needle(GeneratedTask):
         queried = rng.sample(list(values), self.options.queries)
         depths = sorted(rng.random() for _ in values)
         depth_of = dict(zip(values, depths, strict=True))
-        buckets = tuple(depth_bucket(depth_of[key]) for key in queried)
+        tenths = (10 * int(10 * depth_of[key]) for key in queried)
+        buckets = tuple(f"{tenth}-{tenth + 10}%" for tenth in tenths)
         seed = rng.getrandbits(64)
         opening, needle, question, answer = self._templates()
         needles = [[(needle.format(key=key, value=value), False)] for key, value in values.items()]
@@ -131,10 +132,8 @@ class Needle(GeneratedTask):
             return {key: "".join(rng.choices(alphabet, k=self.options.digits)) for key in keys}
         values: dict[str, str] = {}
         while len(values) < needles:
-            if kind == "uuid":
-                value = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-            else:
-                value = str(rng.randint(1_000_000, 9_999_999))
+            number = rng.getrandbits(128) if kind == "uuid" else rng.randint(1_000_000, 9_999_999)
+            value = str(uuid.UUID(int=number, version=4) if kind == "uuid" else number)
             # an adjective and a noun, as RULER's keys are
             values.setdefault(f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}", value)
         return values
@@ -144,10 +143,9 @@ class Needle(GeneratedTask):
         if self.options.style == "compact":
             return "", "{key}:{value};", "?{key}:", "{value}"
         noun = "uuid" if self.options.kind == "uuid" else "number"
-        if self.options.needles == 1:
-            opening = INTRODUCTION.format(some="A", thing=f"{noun} is", noun=noun)
-        else:
-            opening = INTRODUCTION.format(some="Some", thing=f"{noun}s are", noun=f"{noun}s")
+        one = {"some": "A", "thing": f"{noun} is", "noun": noun}
+        several = {"some": "Some", "thing": f"{noun}s are", "noun": f"{noun}s"}
+        opening = INTRODUCTION.format(**one if self.options.needles == 1 else several)
         end = "\n" if self.options.kind == "passkey" else " "
         return opening, NEEDLE.replace("NOUN", noun) + end, QUESTION.replace("NOUN", noun), " {value}"
 
@@ -155,11 +153,10 @@ class Needle(GeneratedTask):
         """Exactly `characters` characters, and the offsets at which a needle may be inserted."""
         passkey = self.options.kind == "passkey"
         if self.options.style == "compact":
-            if passkey:
-                haystack = cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters)
-            else:
-                haystack = lowercase_words(rng, characters)
-            return haystack, range(characters + 1)
+            if not passkey:
+                return lowercase_words(rng, characters), range(characters + 1)
+            start = rng.randrange(len(COMPACT_NOISE))
+            return cycle(COMPACT_NOISE, start, characters), range(characters + 1)
         if passkey:
             # ends with a whole line, so it is truncated at the beginning
             haystack = cycle(NOISE, -characters % len(NOISE), characters)
@@ -171,9 +168,3 @@ class Needle(GeneratedTask):
             haystack = cycle(text, rng.randrange(len(text)), characters)
         ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
         return haystack, [0, *(match.end() for match in ends)]
-
-
-def depth_bucket(depth: float) -> str:
-    """Bucket of a depth, a tenth of the haystack: `30-40%`."""
-    tenth = int(10 * depth)
-    return f"{10 * tenth}-{10 * tenth + 10}%"

@@ -76,9 +76,7 @@ class Perplexity(Task):
             here = f"no prediction in rows of {context.length} tokens sees {wanted}"
             raise UsageError(f"seen_from: {here}; ask for longer rows")
         if not tokens:
-            raise UsageError(
-                "perplexity: no validation rows; give a text source a validation_fraction above 0"
-            )
+            raise UsageError("perplexity: no validation rows; raise a text source's validation_fraction")
         mean = sum(row.nll for row in rows) / tokens
         # rows are the independent samples (ratio estimator)
         stderr = math.sqrt(sum((row.nll - mean * row.tokens) ** 2 for row in rows)) / tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
@@ -31,8 +31,8 @@ from titans_platform.evals.tasks.story import (
     THINGS,
     VERBS,
     Fact,
+    Guess,
     Kind,
-    Told,
     World,
     read_story,
 )
@@ -93,10 +93,9 @@ class Reasoning(GeneratedTask):
         names = letters if self._compact else (PEOPLE, PLACES, THINGS)
         sizes = self.options.people, self.options.places, self.options.things
         self._names = [tuple(known[:size]) for known, size in zip(names, sizes, strict=True)]
-        if self.options.kind == "counting" and self.options.max_count > self.options.things:
-            raise UsageError(
-                f"options.max_count: {self.options.max_count} exceeds things: {self.options.things}"
-            )
+        most, things = self.options.max_count, self.options.things
+        if self.options.kind == "counting" and most > things:
+            raise UsageError(f"options.max_count: {most} exceeds things: {things}")
 
     @property
     def chance(self) -> float:
@@ -113,10 +112,11 @@ class Reasoning(GeneratedTask):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Guesses that ignore the question, or use one name in it."""
-        return {name: partial(self._guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
-    def _guess(self, guess: Callable[[Told], Sequence[str]], before: str) -> Sequence[str]:
-        return guess(read_story(before, World(*self._names), compact=self._compact))
+        def read_and_guess(guess: Guess, before: str) -> Sequence[str]:
+            return guess(read_story(before, World(*self._names), compact=self._compact))
+
+        return {name: partial(read_and_guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
         """A story with its questions; filler (compact: lower-case words) takes the rest of the row."""
@@ -162,10 +162,7 @@ class Reasoning(GeneratedTask):
         """
         most, best = 0, None
         for _ in range(ATTEMPTS):
-            story = self._story(rng, length, tokenizer)
-            world = World(*self._names)
-            for fact, _ in story:
-                world.apply(fact)
+            story, world = self._story(rng, length, tokenizer)
             answers = len({question.answer for question in self._candidates(world)})
             if answers > most:
                 most, best = answers, story
@@ -173,8 +170,13 @@ class Reasoning(GeneratedTask):
                 break
         return best
 
-    def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> list[tuple[Fact, str]]:
-        """Facts and their sentences: `options.facts` of them, or as many as leave space for questions."""
+    def _story(
+        self, rng: random.Random, length: int, tokenizer: Tokenizer
+    ) -> tuple[list[tuple[Fact, str]], World]:
+        """Facts and their sentences: `options.facts` of them, or as many as leave space for questions.
+
+        Also the world after them.
+        """
         things = self.options.kind in ("two_facts", "three_facts", "counting")
         # often enough that counting only what was picked up fails
         drops = 0.5 if self.options.kind == "counting" else 0.15
@@ -189,7 +191,7 @@ class Reasoning(GeneratedTask):
                 break
             world.apply(fact)
             story.append((fact, sentence))
-        return story
+        return story, world
 
     def _question_cost(self, tokenizer: Tokenizer) -> int:
         """Most tokens a question and its answer take."""
@@ -229,26 +231,18 @@ class Reasoning(GeneratedTask):
             case "yes_no":
                 return self._yes_no(world)
             case _:
-                counts = {person: len(world.carried(person)) for person in world.place_of}
-                return [
-                    Question(person, "", str(count))
-                    for person, count in counts.items()
-                    if count <= self.options.max_count
-                ]
+                counts = ((person, len(world.carried(person))) for person in world.place_of)
+                most = self.options.max_count
+                return [Question(person, "", str(count)) for person, count in counts if count <= most]
 
     def _yes_no(self, world: World) -> list[Question]:
         """Places where a person is (yes), or was before while somebody else is there now (no).
 
         Each place comes with both answers, so the place alone says nothing about the answer.
         """
-        found = []
-        for person, here in world.place_of.items():
-            left = [
-                other
-                for other, there in world.place_of.items()
-                if there != here and here in world.been[other]
-            ]
-            for other in left:
+        found, places = [], world.place_of.items()
+        for person, here in places:
+            for other in (who for who, there in places if there != here and here in world.been[who]):
                 found += [Question(person, here, "Y"), Question(other, here, "N")]
         return found
 

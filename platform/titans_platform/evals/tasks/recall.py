@@ -170,9 +170,8 @@ class Associative(GeneratedTask):
         return fill(build, length, tokenizer)
 
     def _filler(self, characters: int, rng: random.Random) -> str:
-        if self.options.filler == "blank":
-            return BLANK * characters
-        return "".join(rng.choices(NOISE, k=characters))
+        blank = self.options.filler == "blank"
+        return BLANK * characters if blank else "".join(rng.choices(NOISE, k=characters))
 
 
 class KeyValue(Associative):
@@ -237,8 +236,9 @@ class Composition(Associative):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Also guesses from one letter of the key."""
-        letters = {"any value of the same first letter": 0, "any value of the same second letter": 1}
-        return {**super().heuristics, **{name: partial(sharing, place) for name, place in letters.items()}}
+        first, second = partial(sharing, 0), partial(sharing, 1)
+        letters = {"any value of the same first letter": first, "any value of the same second letter": second}
+        return {**super().heuristics, **letters}
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """All keys of a grid, in random order."""
@@ -268,9 +268,7 @@ class EpisodeOptions(PairOptions):
     def _long_enough(self) -> EpisodeOptions:
         if self.tokens < self.characters:
             needed = self.characters
-            raise ValueError(
-                f"tokens: {self.tokens} are fewer than the {needed} of an episode and its queries"
-            )
+            raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of an episode")
         if self.pairs + round(self.renewed * self.pairs) > self.keys:
             raise ValueError(f"renewed: an episode of {self.pairs} pairs needs more than {self.keys} keys")
         return self
@@ -337,19 +335,20 @@ class Resets(KeyValue):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Guesses that bind no value to a key, and one that never forgets."""
+
+        def by_membership(before: str) -> list[str]:
+            key, bound = key_and_pairs(before.rpartition(MARK)[2])
+            return list(bound.values()) if key in bound else [NO_VALUE]
+
+        def newest_of_key(before: str) -> list[str]:
+            key, bound = key_and_pairs(before)
+            return [bound.get(key, NO_VALUE)]
+
         return {
             "always -": lambda before: [NO_VALUE],
-            "any value of this block if it has the key, else -": self._by_membership,
-            "the newest value of the key, in any block": self._newest_of_key,
+            "any value of this block if it has the key, else -": by_membership,
+            "the newest value of the key, in any block": newest_of_key,
         }
-
-    def _by_membership(self, before: str) -> list[str]:
-        key, bound = key_and_pairs(before.rpartition(MARK)[2])
-        return list(bound.values()) if key in bound else [NO_VALUE]
-
-    def _newest_of_key(self, before: str) -> list[str]:
-        key, bound = key_and_pairs(before)
-        return [bound[key]] if key in bound else [NO_VALUE]
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """As many blocks as fit; consecutive blocks share no key."""

@@ -138,12 +138,12 @@ def commonest(names: Iterable[str]) -> list[str]:
     return [name for name, count in counts.items() if count == max(counts.values())]
 
 
-def _place_before(told: Told, is_it: Callable[[Fact], bool]) -> list[str]:
-    """The place named last before the last fact of which ``is_it`` is true."""
+def _place_before(told: Told, target: str) -> list[str]:
+    """The place named last before the last fact about ``target``."""
     places: list[str] = []
     found: list[str] = []
     for fact in told.facts:
-        if is_it(fact):
+        if fact.target == target:
             found = places[-1:]
         if fact.action == "move":
             places.append(fact.target)
@@ -179,9 +179,13 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     return Told(facts, history, world, names, words)
 
 
+def _carried(told: Told) -> list[int]:
+    """How many things each person carries."""
+    return [len(told.world.carried(person)) for person in told.world.place_of]
+
+
 def _counts(told: Told) -> list[str]:
-    """What each person carries, as numbers in words."""
-    return [told.words[str(len(told.world.carried(person)))] for person in told.world.place_of]
+    return [told.words[str(count)] for count in _carried(told)]
 
 
 def _place_guesses(one: str, all_of: str, places: Callable[[Told], list[str]]) -> dict[str, Guess]:
@@ -196,15 +200,19 @@ def _place_guesses(one: str, all_of: str, places: Callable[[Told], list[str]]) -
     }
 
 
+def _of_people(told: Told) -> list[str]:
+    return list(told.world.place_of.values())
+
+
+def _of_things(told: Told) -> list[str]:
+    return [visits[-1] for visits in told.world.visits.values()]
+
+
 HEURISTICS: dict[Kind, dict[str, Guess]] = {
-    "one_fact": _place_guesses("a person's", "the people's", lambda told: list(told.world.place_of.values())),
+    "one_fact": _place_guesses("a person's", "the people's", _of_people),
     "two_facts": {
-        **_place_guesses(
-            "a thing's", "the things'", lambda told: [visits[-1] for visits in told.world.visits.values()]
-        ),
-        "the place named before the thing": lambda told: _place_before(
-            told, lambda fact: fact.target == told.subject
-        ),
+        **_place_guesses("a thing's", "the things'", _of_things),
+        "the place named before the thing": lambda told: _place_before(told, told.subject),
     },
     "three_facts": {
         "the place named last": lambda told: told.history[-1:],
@@ -212,9 +220,7 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
             place for visits in told.world.visits.values() for place in visits if place != told.place
         ],
         "the commonest place named": lambda told: commonest(p for p in told.history if p != told.place),
-        "the place named before the place asked about": lambda told: _place_before(
-            told, lambda fact: fact.target == told.place
-        ),
+        "the place named before the place asked about": lambda told: _place_before(told, told.place),
     },
     "yes_no": {
         "yes if the person was ever there": lambda told: _yes(
@@ -228,9 +234,7 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
     "counting": {
         "a person's count": _counts,
         "the commonest count": lambda told: commonest(_counts(told)),
-        "the largest count": lambda told: [
-            told.words[str(max(len(told.world.carried(person)) for person in told.world.place_of))]
-        ],
+        "the largest count": lambda told: [told.words[str(max(_carried(told)))]],
         "things picked up by the person": lambda told: _picked_up(told, 0),
         "things picked up by the person, less one": lambda told: _picked_up(told, 1),
     },

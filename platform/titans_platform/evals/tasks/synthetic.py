@@ -74,6 +74,11 @@ class FuzzyOptions(QueryOptions):
         return self
 
 
+def newest_sharing(place: int, before: str) -> list[str]:
+    """The value of the newest key with the same letter at ``place`` as the key asked about."""
+    return sharing(place, before)[-1:]
+
+
 class FuzzyRecall(Associative):
     """The value of each key; keys and values have one or several symbols, without separators."""
 
@@ -83,11 +88,8 @@ class FuzzyRecall(Associative):
 
     def __init__(self, options: FuzzyOptions | None = None) -> None:
         super().__init__(options)
-        letters, lengths = (
-            string.ascii_uppercase[: self.options.symbols],
-            range(1, self.options.key_length + 1),
-        )
-        self._keys = ["".join(key) for length in lengths for key in product(letters, repeat=length)]
+        letters, lengths = string.ascii_uppercase[: self.options.symbols], range(self.options.key_length)
+        self._keys = ["".join(key) for length in lengths for key in product(letters, repeat=length + 1)]
 
     @property
     def chance(self) -> float:
@@ -98,13 +100,10 @@ class FuzzyRecall(Associative):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Also the value of a key with the same first or last letter."""
-        ends = {
-            "the newest key with the same first letter": 0,
-            "the newest key with the same last letter": -1,
-        }
         return {
             **super().heuristics,
-            **{name: lambda before, end=end: sharing(end, before)[-1:] for name, end in ends.items()},
+            "the newest key with the same first letter": partial(newest_sharing, 0),
+            "the newest key with the same last letter": partial(newest_sharing, -1),
         }
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
@@ -224,11 +223,10 @@ class Functions(Associative):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Guesses from the outputs alone or from one letter of the input."""
-        first, last = partial(_sharing_letter, 0), partial(_sharing_letter, -1)
         return {
             "the output seen least": self._seen_least,
-            "the newest example with the same first letter": first,
-            "the newest example with the same last letter": last,
+            "the newest example with the same first letter": partial(newest_sharing, 0),
+            "the newest example with the same last letter": partial(newest_sharing, -1),
         }
 
     def _seen_least(self, before: str) -> list[str]:
@@ -242,32 +240,24 @@ class Functions(Associative):
         return keys
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """Examples of a new map."""
-        # the class of each input, by the rank of its value
-        ranks = self._map(rng).argsort(kind="stable").argsort()
+        """Examples of a new map; an input's output is the class of the rank of its value."""
+        inputs, hidden = self.options.inputs, self.options.hidden
+        if hidden:
+            bent = np.tanh(BEND * (self._points @ _gauss(rng, inputs, hidden) + _gauss(rng, hidden)))
+            values = bent @ _gauss(rng, hidden)
+        else:
+            values = self._points @ _gauss(rng, inputs)
+        ranks = values.argsort(kind="stable").argsort()
         outputs = ranks * self.options.classes // len(ranks)
         shown, queries = self.options.examples, self.options.queries or self.options.examples
         drawn = rng.sample(range(len(outputs)), shown + queries)
         pairs = [(self._names[i], str(outputs[i])) for i in drawn]
         return [("".join(name + output for name, output in pairs[:shown]), dict(pairs[shown:]))]
 
-    def _map(self, rng: random.Random) -> NDArray[np.float64]:
-        """Value of a random map at each input."""
-        inputs, hidden = self.options.inputs, self.options.hidden
-        if not hidden:
-            return self._points @ _gauss(rng, inputs)
-        bent = np.tanh(BEND * (self._points @ _gauss(rng, inputs, hidden) + _gauss(rng, hidden)))
-        return bent @ _gauss(rng, hidden)
-
 
 def _gauss(rng: random.Random, *shape: int) -> NDArray[np.float64]:
     """Standard normal numbers from Python's generator, whose stream is the same in every version."""
     return np.array([rng.gauss(0, 1) for _ in range(math.prod(shape))]).reshape(shape)
-
-
-def _sharing_letter(place: int, before: str) -> list[str]:
-    key, bound = key_and_pairs(before)
-    return [output for name, output in bound.items() if name[place] == key[place]][-1:]
 
 
 LAST_LETTERS = (1, 2, 4, 6)
@@ -287,9 +277,7 @@ class WordOptions(Frozen):
     @model_validator(mode="after")
     def _few_letters(self) -> WordOptions:
         if self.group == "symmetric" and self.degree > 5:
-            raise ValueError(
-                f"degree: the symmetric group of {self.degree} has too many elements; 5 is the most"
-            )
+            raise ValueError(f"degree: the symmetric group of {self.degree} is too large; 5 is the most")
         return self
 
 
