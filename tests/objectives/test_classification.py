@@ -245,7 +245,7 @@ def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
             "pretrain_steps: network cnn predicts no next tokens",
         ),
         ({"objective.options.network": "cnn"}, "data.sequence_length: 25 tokens are too few for three"),
-        ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of the tokenizer"),
+        ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
         ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
         ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
         ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from titans_core import Model
 from titans_core.config import Frozen
 from titans_kernels import Registry
-from titans_platform.config import ObjectiveConfig, RunConfig, TaskConfig
+from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig, TaskConfig
 from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import Task, build_task, eval_version, evaluate
@@ -133,24 +133,35 @@ class Objective(ABC, Generic[D]):
         Raises UsageError that names the field.
         """
         check_windows(self.build_small(), self.cfg.optim)
+        kind = self.cfg.objective.kind
         if self.cfg.data.rows == "streams" and not self.carries:
-            kind = self.cfg.objective.kind
             raise UsageError(f"data.rows: objective {kind} reads no streams; set it to shuffled")
         if self.cfg.eval.every and self.validation_task is None:
-            kind = self.cfg.objective.kind
             raise UsageError(f"eval.every: objective {kind} has no validation_task; leave it out")
         for column, tasks in self.cfg.eval.columns.items():
             for i, config in enumerate(tasks):
                 with within(f"eval.columns.{column}.{i}"):
                     self.check_task(build_task(config), config.lengths, data)
 
+    def check_vocabulary(self, tokenizer: Tokenizer) -> None:
+        """Reject a tokenizer with more ids than the model's vocabulary. Raises UsageError."""
+        size, needed, name = self.cfg.model.vocab_size, tokenizer.vocab_size, self.cfg.data.tokenizer
+        if size < needed:
+            given = f"{size} is less than the {needed} of tokenizer {name}"
+            raise UsageError(f"model.vocab_size: {given}; set it to {needed}")
+
+    def reject_data(self, fields: Sequence[str], reason: str) -> None:
+        """Reject fields of ``data`` that would be ignored. Raises UsageError."""
+        for field in fields:
+            if getattr(self.cfg.data, field) != getattr(DataConfig(), field):
+                kind = self.cfg.objective.kind
+                raise UsageError(f"data.{field}: objective {kind} {reason}; leave it out")
+
     def check_task(self, task: Task, lengths: Sequence[float], data: D | None) -> None:
         """Reject a task that cannot run at ``lengths`` (in training lengths). Raises UsageError."""
         if task.data_kind != self.data_kind:
-            raise UsageError(
-                f"task: {task.name} is measured on {task.data_kind}; objective {self.cfg.objective.kind} "
-                f"has {self.data_kind}"
-            )
+            has = f"objective {self.cfg.objective.kind} has {self.data_kind}"
+            raise UsageError(f"task: {task.name} is measured on {task.data_kind}; {has}")
 
     def evaluate(
         self, model: Model, data: D, columns: Sequence[str] = (), device: torch.device | str = "cpu"
@@ -159,18 +170,18 @@ class Objective(ABC, Generic[D]):
 
         Collective: every worker of a process group calls this and gets the same result.
         """
-        config = self.cfg.eval
-        if columns:
-            config = config.model_copy(update={"columns": {name: config.columns[name] for name in columns}})
-        return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
+        known = self.cfg.eval.columns
+        return self._evaluate(model, data, {name: known[name] for name in columns or known}, device)
 
     def validation_loss(self, model: Model, data: D, device: torch.device | str = "cpu") -> float:
         """The loss on held-out rows. Collective: every worker calls this and gets the same value."""
         assert self.validation_task
         columns = {"validation": (TaskConfig(task=self.validation_task),)}
+        return self._evaluate(model, data, columns, device)["columns"]["validation"]
+
+    def _evaluate(self, model: Model, data: D, columns: Mapping[str, Any], device: Any) -> dict[str, Any]:
         config = self.cfg.eval.model_copy(update={"columns": columns})
-        found = evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
-        return found["columns"]["validation"]
+        return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
 
     def run_name(self, data_fingerprint: str, workers: int | str = 1) -> str:
         """The run's name: a hash of everything that determines its numbers.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from titans_core import ConvClassifier, Model, Pooling, SequenceClassifier
 from titans_core.config import Frozen
-from titans_platform.config import DataConfig, Fraction, digest
+from titans_platform.config import Fraction, digest
 from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
@@ -140,9 +140,8 @@ class Classification(Objective[LabelledData]):
             losses_BT = model(batch.tokens[:, :-1], targets_BT=batch.tokens[:, 1:]).losses
             own_BT = torch.arange(losses_BT.shape[1], device=losses_BT.device) < batch.lengths[:, None] - 1
             return (losses_BT * own_BT).sum(1) / (batch.lengths - 1)
-        return F.cross_entropy(
-            model(batch.tokens, lengths_B=batch.lengths).logits.float(), batch.labels, reduction="none"
-        )
+        logits_BK = model(batch.tokens, lengths_B=batch.lengths).logits.float()
+        return F.cross_entropy(logits_BK, batch.labels, reduction="none")
 
     def inputs(self, data: LabelledData) -> list[Input]:
         """The sequences, with the hash of their content."""
@@ -164,16 +163,11 @@ class Classification(Objective[LabelledData]):
     def check(self, data: LabelledData | None = None) -> None:
         """Also check vocabulary size, number of classes, and that some steps train on labels."""
         options, cfg = self.options, self.cfg
-        if cfg.data.sources != DataConfig().sources:
-            raise UsageError(f"data.sources: objective classification reads {OPTIONS}.path; leave it out")
-        if options.pretrain_steps >= cfg.optim.steps:
-            raise UsageError(
-                f"{OPTIONS}.pretrain_steps: all {cfg.optim.steps} of optim.steps; leave some for the classes"
-            )
-        if cfg.model.vocab_size < (needed := self.tokenizer().vocab_size):
-            raise UsageError(
-                f"model.vocab_size: {cfg.model.vocab_size} is less than the {needed} of the tokenizer"
-            )
+        self.reject_data(("sources",), f"reads {OPTIONS}.path")
+        if options.pretrain_steps >= (steps := cfg.optim.steps):
+            left = f"all {steps} of optim.steps; leave some for the classes"
+            raise UsageError(f"{OPTIONS}.pretrain_steps: {left}")
+        self.check_vocabulary(self.tokenizer())
         if data is not None and len(data.classes) != options.classes:
             raise UsageError(
                 f"{OPTIONS}.classes: {options.classes} are not the {len(data.classes)} of the sequences "
@@ -218,9 +212,8 @@ class Classification(Objective[LabelledData]):
         return root / "data" / "labelled" / f"{digest(identity)}.json"
 
     def _data(self, split: Split) -> LabelledData:
-        return LabelledData(
-            split, self.tokenizer(), self.cfg.data.sequence_length, self.options.pretrain_steps
-        )
+        length, steps = self.cfg.data.sequence_length, self.options.pretrain_steps
+        return LabelledData(split, self.tokenizer(), length, steps)
 
 
 class PartOptions(Frozen):

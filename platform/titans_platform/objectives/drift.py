@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from titans_core import Model
 from titans_core.config import Frozen, MemoryConfig, PositiveInt
 from titans_kernels import Rule, find_rule, neural_memory
-from titans_platform.config import DataConfig, digest
+from titans_platform.config import digest
 from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
 from titans_platform.evals.registry import Context
@@ -145,7 +145,7 @@ class DriftData:
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
         return ItemStream(
-            ROWS, batch_size, seed, rank, world_size, lambda step, which: self.rows(which, "train")
+            ROWS, batch_size, seed, rank, world_size, lambda _, which: self.rows(which, "train")
         )
 
     def held_out(self, length: int, items: int, rows: int, seed: int) -> Iterator[Steps]:
@@ -174,12 +174,8 @@ class DriftData:
         for t in range(T):
             if t:
                 if angle:
-                    even, odd = w[..., ::2], w[..., 1::2]
-                    turned = (
-                        even * math.cos(angle) - odd * math.sin(angle),
-                        even * math.sin(angle) + odd * math.cos(angle),
-                    )
-                    w = torch.stack(turned, -1).flatten(-2)
+                    even, odd, cos, sin = w[..., ::2], w[..., 1::2], math.cos(angle), math.sin(angle)
+                    w = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
                 w = a * w + math.sqrt(q) * moves[:, t]
             clean[:, t] = (w @ x[:, t, :, None])[..., 0]
         sigma = torch.where(outlier, math.sqrt(self.options.outlier_noise), math.sqrt(self.options.noise))
@@ -200,10 +196,8 @@ class DriftModel(Model):
         if self.rule.extra_gates:
             raise ValueError(f"rule: {memory.rule} has gates of its own; objective drift learns none")
         gate = lambda bias, learned: nn.Parameter(torch.tensor(bias)) if learned else None  # noqa: E731
-        self.alpha_logit, self.eta_logit = (
-            gate(memory.alpha_bias, memory.decay),
-            gate(memory.eta_bias, memory.momentum),
-        )
+        self.alpha_logit = gate(memory.alpha_bias, memory.decay)
+        self.eta_logit = gate(memory.eta_bias, memory.momentum)
         self.theta_logit = nn.Parameter(torch.tensor(memory.theta_bias))
 
     @property
@@ -281,31 +275,22 @@ class Drift(Objective[DriftData]):
 
     def check(self, data: DriftData | None = None) -> None:
         """Also reject what `best_gates` does not cover."""
-        given, memory, options = self.cfg.data, self.cfg.model.memory, self.options
-        for name in ("sources", "tokenizer"):
-            if getattr(given, name) != getattr(DataConfig(), name):
-                raise UsageError(f"data.{name}: objective drift generates its rows; leave it out")
-        if given.sequence_length <= options.burn_in:
-            raise UsageError(
-                f"data.sequence_length: {given.sequence_length} steps end within burn_in {options.burn_in}; "
-                "raise it"
-            )
+        memory, options = self.cfg.model.memory, self.options
+        self.reject_data(("sources", "tokenizer"), "generates its rows")
+        if (length := self.cfg.data.sequence_length) <= options.burn_in:
+            short = f"{length} steps end within burn_in {options.burn_in}"
+            raise UsageError(f"data.sequence_length: {short}; raise it")
         if options.drift >= options.width:
-            raise UsageError(
-                f"objective.options.drift: {options.drift:g} must be below width {options.width}, since q < 1"
-            )
+            high = f"{options.drift:g} must be below width {options.width}, since q < 1"
+            raise UsageError(f"objective.options.drift: {high}")
         if options.turn and options.width % 2:
-            raise UsageError(
-                f"objective.options.width: {options.width} is odd, and a turn is of two coordinates; "
-                "make it even"
-            )
+            odd = f"{options.width} is odd, and a turn is of two coordinates"
+            raise UsageError(f"objective.options.width: {odd}; make it even")
         needed = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
         for name, value in needed.items():
             if (given := getattr(memory, name)) != value:
-                fix = f"set it to {json.dumps(value)}"
-                raise UsageError(
-                    f"model.memory.{name}: the best risk of objective drift is not known for {given}; {fix}"
-                )
+                why = f"the best risk of objective drift is not known for {given}"
+                raise UsageError(f"model.memory.{name}: {why}; set it to {json.dumps(value)}")
         super().check(data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: DriftData | None) -> None:

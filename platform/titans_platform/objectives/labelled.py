@@ -85,10 +85,8 @@ class LabelledData:
             self.labels[part] = np.array([number[label] for label in split[part].labels])
         longest = 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])
         if longest > length:
-            raise UsageError(
-                f"data.sequence_length: a row of {length} tokens does not hold the longest sequence with its "
-                f"start; set it to {longest}"
-            )
+            short = f"a row of {length} tokens does not hold the longest sequence with its start"
+            raise UsageError(f"data.sequence_length: {short}; set it to {longest}")
         self.fingerprint = digest([_content(split), tokenizer.fingerprint, length], 16)
 
     @property
@@ -146,10 +144,8 @@ def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
     with opened(name, READERS, option) as (read, file):
         table = read(file)
     for field in fields:
-        if field not in table.column_names:
-            raise UsageError(
-                f"{option}: {name} has no column {field}; it has {', '.join(table.column_names)}"
-            )
+        if field not in (known := table.column_names):
+            raise UsageError(f"{option}: {name} has no column {field}; it has {', '.join(known)}")
     return _checked(*(table.column(field).to_pylist() for field in fields), where=f"{option}: {name}")
 
 
@@ -248,21 +244,21 @@ def fit(x_NF: Tensor, labels_N: Tensor, classes: int, penalty: float) -> Tensor:
 
 def _features(data: LabelledData, k: int) -> dict[str, Tensor]:
     """[N, F] features of each split: scaled counts of the training split's k-mers, and a constant 1."""
-    codes = {part: [_codes(ids, k, data.tokenizer.vocab_size) for ids in data.tokens[part]] for part in PARTS}
+
+    def codes_of(ids: NDArray[np.uint32]) -> NDArray[np.int64]:
+        """The k-mers of a sequence, encoded as integers."""
+        if len(ids) < k:
+            return np.empty(0, np.int64)
+        windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.int64), k)
+        return windows @ data.tokenizer.vocab_size ** np.arange(k)
+
+    codes = {part: [codes_of(ids) for ids in data.tokens[part]] for part in PARTS}
     known = np.unique(np.concatenate(codes["train"]))
     if (size := len(known) * sum(map(len, codes.values()))) > LARGEST:
         raise UsageError(f"kmer: {size:,} counts of {k}-mers are too many; give fewer than {k}")
     counts = {part: torch.from_numpy(_counts(codes[part], known)) for part in PARTS}
     scale = counts["train"].square().mean(0).sqrt()
     return {part: F.pad(x / scale, (0, 1), value=1.0) for part, x in counts.items()}
-
-
-def _codes(ids: NDArray[np.uint32], k: int, base: int) -> NDArray[np.int64]:
-    """The k-mers of a sequence, encoded as integers."""
-    if len(ids) < k:
-        return np.empty(0, np.int64)
-    windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.int64), k)
-    return windows @ base ** np.arange(k)
 
 
 def _counts(codes: Sequence[NDArray[np.int64]], known: NDArray[np.int64]) -> NDArray[np.float32]:

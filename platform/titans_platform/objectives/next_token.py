@@ -68,16 +68,12 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     def inputs(self, data: PreparedData) -> list[Input]:
         """The sources, each with the hash of its tokens."""
         listed = zip(data.labels, data.sources, self.cfg.data.sources, strict=True)
-        return [
-            Input(
-                label,
-                rows.manifest.content,
-                source.path or source.dataset or label,
-                {"train tokens": rows.train.info.tokens, "validation tokens": rows.validation.info.tokens},
-                rows.weight > 0,
-            )
-            for label, rows, source in listed
-        ]
+        found = []
+        for label, rows, source in listed:
+            where, manifest = source.path or source.dataset or label, rows.manifest
+            tokens = {"train tokens": manifest.train.tokens, "validation tokens": manifest.validation.tokens}
+            found.append(Input(label, manifest.content, where, tokens, rows.weight > 0))
+        return found
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens; each row is one document."""
@@ -132,22 +128,12 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                     state = model(tokens).state
                     model(tokens, state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
             except ValueError as error:
-                raise UsageError(
-                    f"data.sequence_length: streams are reset between rows of {length} tokens, and {error}"
-                ) from None
+                here = f"streams are reset between rows of {length} tokens"
+                raise UsageError(f"data.sequence_length: {here}, and {error}") from None
         if model.state_bytes(length << 20) != model.state_bytes(length << 21):
             raise UsageError(
                 f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "
                 "stream, since its attention keeps all keys; set model.attention.window"
-            )
-
-    def check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        """Reject a tokenizer with more ids than the model's vocabulary. Raises UsageError."""
-        size, needed = self.cfg.model.vocab_size, tokenizer.vocab_size
-        if size < needed:
-            raise UsageError(
-                f"model.vocab_size: {size} is less than the {needed} of tokenizer "
-                f"{self.cfg.data.tokenizer}; set it to {needed}"
             )
 
     def check_task(self, task: Task, lengths: Sequence[float], data: PreparedData | None) -> None:

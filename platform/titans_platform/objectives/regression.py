@@ -22,7 +22,7 @@ from torch import Tensor
 from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
-from titans_platform.config import DataConfig, Fraction, digest
+from titans_platform.config import Fraction, digest
 from titans_platform.errors import UsageError, nearest
 from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals.registry import Context
@@ -79,15 +79,11 @@ class SeriesOptions(Frozen):
     """What the forecaster takes beyond `model`."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> SeriesOptions:
+    def _consistent(self) -> SeriesOptions:
         if [bool(self.path), bool(self.sines), bool(self.dataset)].count(True) != 1:
             raise ValueError("path: give the file of a series, or sines in its place, or dataset")
         if self.dataset and self.dataset not in DATASETS:
             raise ValueError(f"dataset: {self.dataset!r} is unknown; {nearest(self.dataset, DATASETS)}")
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> SeriesOptions:
         if self.forecaster and self.patch > 1:
             raise ValueError("patch: forecasters cut windows by themselves; leave it out")
         if self.forecaster_options and not self.forecaster:
@@ -135,10 +131,9 @@ class Parts(NamedTuple):
         else:
             training, test = int(steps * split[0]), int(steps * split[2])
             parts = Parts(training, steps - training - test, test)
-        if sum(parts) > steps:
-            raise UsageError(
-                f"objective.options.split: {sum(parts)} steps are more than the {steps} of the series"
-            )
+        if (total := sum(parts)) > steps:
+            more = f"{total} steps are more than the {steps} of the series"
+            raise UsageError(f"objective.options.split: {more}")
         return parts
 
 
@@ -240,24 +235,20 @@ class Regression(Objective[SeriesData]):
 
     def build_model(self) -> SeriesModel | Forecaster:
         """A series model, or the forecaster that the options name."""
-        options, model = self.options, self.cfg.model
-        if options.forecaster:
-            return self._forecaster(options.forecaster)
+        options, model, at = self.options, self.cfg.model, f"{FORECASTER}_options"
+        if not options.forecaster:
+            try:
+                return SeriesModel(model, options.width, options.horizon, options.patch)
+            except ValueError as error:
+                raise UsageError(f"model.{error}") from None
         try:
-            return SeriesModel(model, options.width, options.horizon, options.patch)
-        except ValueError as error:
-            raise UsageError(f"model.{error}") from None
-
-    def _forecaster(self, name: str) -> Forecaster:
-        options, at = self.options, f"{FORECASTER}_options"
-        try:
-            found = FORECASTERS.find(name, FORECASTER)
+            found = FORECASTERS.find(options.forecaster, FORECASTER)
         except ValueError as error:
             raise UsageError(str(error)) from None
         own = validate(found.Options, options.forecaster_options, at)
         try:
             window = Window(self.cfg.data.sequence_length, options.horizon, options.width)
-            return found(self.cfg.model, window, own)
+            return found(model, window, own)
         except ValueError as error:
             # the message starts with the field
             known = str(error).partition(":")[0] in found.Options.model_fields
@@ -291,15 +282,11 @@ class Regression(Objective[SeriesData]):
 
     def check(self, data: SeriesData | None = None) -> None:
         """Also reject text sources, which would be ignored, and check the number of channels."""
-        options, given, default = self.options, self.cfg.data, DataConfig()
-        for name in ("sources", "tokenizer"):
-            if getattr(given, name) != getattr(default, name):
-                raise UsageError(f"data.{name}: objective regression reads {PATH}; leave it out")
-        if given.sequence_length % options.patch:
-            raise UsageError(
-                f"objective.options.patch: {options.patch} does not divide data.sequence_length "
-                f"{given.sequence_length}"
-            )
+        options, length = self.options, self.cfg.data.sequence_length
+        self.reject_data(("sources", "tokenizer"), f"reads {PATH}")
+        if length % options.patch:
+            given = f"{options.patch} does not divide data.sequence_length {length}"
+            raise UsageError(f"objective.options.patch: {given}")
         if data is not None and len(data.channels) != options.width:
             raise UsageError(
                 f"objective.options.channels: {options.width} are not the {len(data.channels)} of the "
