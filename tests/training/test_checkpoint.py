@@ -128,7 +128,7 @@ FIRST_FORMAT = '{"schema": 1, "progress": {"step": 3}, "files": {"__0_0.distcp":
     ("changes", "reason"),
     [
         *((text, r"manifest\.json (is not valid JSON|does not hold)") for text in ("[]", "7", "", "\x00")),
-        (FIRST_FORMAT, "written in format 1, without hashes; this version reads format 2"),
+        (FIRST_FORMAT, "written in format 1; this version reads format 2"),
         ({"schema": "2"}, "written in format '2'; this version reads format 2"),
         ({"schema": 3}, "written in format 3; this version reads format 2"),
         ({"files": ["a"]}, "files: Input should be an object"),
