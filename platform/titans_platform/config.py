@@ -153,6 +153,10 @@ class OptimConfig(Frozen):
     bptt_rows: PositiveInt = 1
     """data.rows: streams. Rows of each stream that one step reads and backpropagates through; the state is
     detached between steps (truncated backpropagation through time)."""
+    stream_groups: PositiveInt = 1
+    """data.rows: streams. Groups of ``global_batch_size`` streams that take turns: step s reads on in group
+    s mod stream_groups, whose state has waited. Successive steps then read different documents, as shuffled
+    rows do, and a stream is ``stream_groups`` times as short."""
     reset_probability: Fraction = 0.0
     """data.rows: streams. Probability per step that a stream is reset to the initial state,
     so that M_0 and short contexts stay trained."""
@@ -279,7 +283,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _streams_are_read(self) -> RunConfig:
-        for key in ("bptt_rows", "reset_probability", "carry_after", "state_passing"):
+        for key in ("bptt_rows", "stream_groups", "reset_probability", "carry_after", "state_passing"):
             default = OptimConfig.model_fields[key].default
             if getattr(self.optim, key) != default and self.data.rows != "streams":
                 raise ValueError(
@@ -318,10 +322,11 @@ class RunConfig(Frozen):
         longest span without a random reset. Document borders may shorten it."""
         if self.data.rows == "shuffled":
             return self.row_tokens
-        steps, p = max(1, self.optim.steps - self.optim.carry_after), self.optim.reset_probability
+        optim, p = self.optim, self.optim.reset_probability
+        steps = max(1, optim.steps - optim.carry_after)
         # the longest of n geometric spans has a mean of about ln(n) / p
-        longest = math.log(max(math.e, steps * self.optim.global_batch_size * p)) / p if p else steps
-        return round(min(steps, longest)) * self.row_tokens
+        longest = math.log(max(math.e, steps * optim.global_batch_size * p)) / p if p else steps
+        return round(min(max(1, steps // optim.stream_groups), longest)) * self.row_tokens
 
     @property
     def tokens(self) -> int:

@@ -30,7 +30,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):
-    """Safe YAML in which `4e-4` is a number, a number as a key is text, and a key written twice is an error."""
+    """Safe YAML in which `4e-4` is a number, a number as a key is text, a key written twice an error."""
 
 
 _Loader.add_implicit_resolver(

@@ -36,15 +36,17 @@ def needles(**fields) -> dict:
 DOCUMENTS = [chr(97 + i) * n for i, n in enumerate((30, 7, 8, 41, 1, 90, 16, 23))]
 
 
-@pytest.mark.parametrize("packing", ["borders", "plain"])
-def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing):
+@pytest.mark.parametrize(("packing", "groups"), [("borders", 1), ("plain", 1), ("borders", 3), ("plain", 2)])
+def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing=packing)
-    streams = Streams(data.sources, 3, 8, seed=1)
-    table, steps = streams.tables[0], len(streams.tables[0]) // 3
+    streams = Streams(data.sources, 3, 8, seed=1, groups=groups)
+    table, count = streams.tables[0], 3 * groups
+    steps = len(table) // count * groups
     predicted: Counter[int] = Counter()
-    before = last = None
+    previous: dict[int, tuple] = {}
     for step in range(steps):
         batch, rows = streams.batch(step), streams.rows(step)
+        before, last = previous.get(step % groups, (None, None))
         for b, row in enumerate(rows.tolist()):
             first, length = int(table.first[row]), int(table.length[row])
             span = data.sources[0].train.read(first, first + length + 1)
@@ -55,12 +57,12 @@ def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing):
             if before is not None and last is not None and not batch.reset[b]:
                 assert row == before[b] + 1
                 assert batch.tokens[b, 0] == last[b, 8], "a row begins with the token the last one ended on"
-        before, last = rows, batch.tokens
+        previous[step % groups] = rows, batch.tokens
     assert max(predicted.values()) == 1
     # what is left out is less than a row for each stream
     held = data.sources[0].train.info.tokens
-    assert len(table) - 3 * steps < 3
-    assert sum(predicted.values()) > held - len(DOCUMENTS) - 3 * 8
+    assert len(table) - 3 * steps < count
+    assert sum(predicted.values()) > held - len(DOCUMENTS) - count * 8
 
 
 def test_documents_begin_on_rows_of_their_own_and_reset_the_stream(tmp_path):
@@ -97,7 +99,7 @@ def test_items_longer_than_a_row_are_documents(tmp_path):
 def test_workers_share_the_streams(tmp_path, world_size):
     sources = text(tmp_path, "t", *DOCUMENTS, weight=0.6), needles(weight=0.4)
     data = prepared(tmp_path, *sources)
-    options = {"reset_probability": 0.3}
+    options = {"reset_probability": 0.3, "groups": 2}
     whole = Streams(data.sources, 5, 8, 7, **options)
     assert Counter(whole.source.tolist()) == {0: 3, 1: 2}
     for step in (0, 1, 9, 100):

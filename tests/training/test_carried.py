@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -54,6 +55,21 @@ def test_streams_are_read_as_one_sequence_each(variant):
 
         rows = [losses(0, 0, 6), torch.cat([losses(1, 0, 4), losses(1, 4, 6)]), losses(2, 0, 6)]
     assert found == pytest.approx(torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9)
+
+
+def test_groups_of_streams_take_turns():
+    """Each group's loss is that of its own streams, whose state waits while other groups have their turn."""
+
+    class Turns(Streams):
+        def batch(self, step: int) -> StreamBatch:
+            return super().batch(step // 2) if step % 2 == 0 else super().batch(10 + step // 2)
+
+    frozen = {"lr": 1e-30, "weight_decay": 0.0, "warmup_fraction": 0.0}
+    both, alone = trainer(stream_groups=2, **frozen), trainer(**frozen)
+    both.stream = Turns()
+    found = [both.step()["loss"] for _ in range(8)]
+    assert found[::2] == [alone.step()["loss"] for _ in range(4)]
+    assert len(set(found)) == 8
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "mamba2"])
@@ -108,18 +124,19 @@ def test_a_row_that_is_reset_trains_the_initial_memory():
     assert grads[1] > 1e-4
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "samba"])
-def test_a_restart_anywhere_ends_in_the_same_weights(variant, tmp_path):
+@pytest.mark.parametrize(("variant", "groups"), [("lmm", 1), ("mac", 3), ("mag", 1), ("samba", 2)])
+def test_a_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
     """Bitwise equal after restarts at random steps; a lost or swapped state would be detected."""
-    straight, draw = trainer(variant), random.Random(variant)
+    new = partial(trainer, variant, stream_groups=groups)
+    straight, draw = new(), random.Random(variant)
     while straight.progress.step < 12:
         straight.step()
-    first, at = trainer(variant), 1
+    first, at = new(), 1
     first.step()
     with Saver(tmp_path, first) as saver:
         saver.save()
     while at < 12:
-        t = trainer(variant, seed=at + 2)
+        t = new(seed=at + 2)
         checkpoint.restore(tmp_path, t)
         assert t.progress.step == at
         at = min(12, at + draw.randint(1, 4))
@@ -128,21 +145,22 @@ def test_a_restart_anywhere_ends_in_the_same_weights(variant, tmp_path):
         with Saver(tmp_path, t) as saver:
             saver.save()
         t.step()  # steps after the checkpoint are lost
-    restored = trainer(variant, seed=99)
+    restored = new(seed=99)
     checkpoint.restore(tmp_path, restored)
     for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    leaves = [torch.utils._pytree.tree_leaves(of.state) for of in (straight, restored)]
+    leaves = [torch.utils._pytree.tree_leaves(of.states) for of in (straight, restored)]
+    assert len(straight.states) == groups
     assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, Tensor))
 
 
 def test_a_step_that_diverged_leaves_the_state_as_it_was():
     t = trainer(on_divergence="skip")
     t.step()
-    before = t.state
+    before = t.states[0]
     bad = Streams().batch(1)
     with torch.no_grad():
         t.model.embedding.weight[int(bad.tokens[0, 3])] = torch.nan
     with pytest.raises(Exception, match="step 2"):
         t.step(bad)
-    assert t.state is before
+    assert t.states[0] is before

@@ -72,7 +72,8 @@ def trainer(
     parallel: str, rank: int = 0, world_size: int = 1, stream: type[Stream] = Stream, **optim: Any
 ) -> Trainer:
     cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
-    cfg = cfg.model_copy(update={"parallel": parallel} | optim)
+    groups = {"stream_groups": 2} if stream is CarriedStream else {}
+    cfg = cfg.model_copy(update={"parallel": parallel} | groups | optim)
     # replicas with other initial weights must be synchronised to rank 0
     torch.manual_seed(rank)
     return Trainer(LanguageModel(MODEL), cfg, stream(rank, world_size), sequence_length=LENGTH)

@@ -298,9 +298,10 @@ def document_starts(split: Split) -> Integers:
 class Streams:
     """Training batches of continuous streams: `batch(step)` for any number of workers.
 
-    The B streams are assigned to the sources by weight. The n streams of a source start at equal distances,
-    at an offset drawn from the seed, and wrap around at its end: in R // n steps they read every row once,
-    except for a remainder of fewer than n rows (for a task, n items).
+    Of G groups of B streams, step s reads the next row of those of group s mod G. The streams of a group are
+    assigned to the sources by weight. The n streams of a source, over all groups, start at equal distances,
+    at an offset drawn from the seed, and wrap around at its end: in G (R // n) steps they read every row
+    once, except for a remainder of fewer than n rows (for a task, n items).
 
     Args:
         sources: prepared sources.
@@ -311,6 +312,7 @@ class Streams:
         reset_probability: probability of a random reset of a stream at a step.
         carry_after: all streams are reset at every step before this one.
         state_passing: probability that the begin of a document does not reset its stream.
+        groups: G.
 
     Raises:
         UsageError: there are fewer streams than workers or sources, or a source has too few rows.
@@ -328,17 +330,18 @@ class Streams:
         reset_probability: float = 0.0,
         carry_after: int = 0,
         state_passing: float = 0.0,
+        groups: int = 1,
     ):
         check_shared(batch_size, "streams", world_size)
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)
         self.reset_probability, self.carry_after = reset_probability, carry_after
-        self.state_passing = state_passing
+        self.state_passing, self.groups = state_passing, groups
         self.source = np.resize(interleave([source.weight for source in sources]), batch_size)
-        """[B] the source of each stream."""
+        """[B] the source of each stream of a group."""
         self.tables: dict[int, RowTable] = {}
-        self.begin = np.zeros(batch_size, np.int64)
-        """[B] the row of its source at which each stream starts."""
+        self.begin = np.zeros((groups, batch_size), np.int64)
+        """[G, B] the row of its source at which each stream starts."""
         for i, source in enumerate(sources):
             if source.weight:
                 self._place(i, source)
@@ -347,31 +350,32 @@ class Streams:
     def _place(self, i: int, source: SourceRows) -> None:
         """The rows at which the streams of source ``i`` start."""
         streams = np.flatnonzero(self.source == i)
-        if not len(streams):
+        count = self.groups * len(streams)
+        if not count:
             raise UsageError(
                 f"data.sources.{i}.weight: {source.weight:g} gives the source none of the {self.batch_size} "
                 "streams; raise it, or optim.global_batch_size"
             )
         table = self.tables[i] = RowTable.of(source, self.width)
-        each = len(table) // len(streams) // table.unit * table.unit
+        each = len(table) // count // table.unit * table.unit
         if not each:
             raise UsageError(
                 f"data.sources.{i}: {len(table)} rows of {self.width} tokens cannot be divided among "
-                f"{len(streams)} streams; give it more text, or lower optim.global_batch_size"
+                f"{count} streams; give it more text, or lower optim.global_batch_size or optim.stream_groups"
             )
         base = int(uniform(1, f"{self.seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
-        self.begin[streams] = base + each * np.arange(len(streams))
-        # each stream reads a shard of its own
+        self.begin[:, streams] = base + each * np.arange(count).reshape(self.groups, -1)
+        # each stream of a group reads a shard of its own
         source.train.max_open = max(OPEN_SHARDS, 2 * len(streams))
 
     def rows(self, step: int) -> Integers:
-        """[B] the row of its source that each stream is at."""
+        """[B] the row of its source that each stream of the step's group is at."""
         ends = np.array([len(self.tables[s]) if s in self.tables else 1 for s in range(len(self.sources))])
-        return (self.begin + step) % ends[self.source]
+        return (self.begin[step % self.groups] + step // self.groups) % ends[self.source]
 
     def resets(self, step: int) -> NDArray[np.bool_]:
         """[B] which streams are reset at ``step``."""
-        if step == 0 or step < self.carry_after:
+        if step < max(self.groups, self.carry_after):
             return np.ones(self.batch_size, np.bool_)
         found = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
         rows, begins = self.rows(step), np.zeros(self.batch_size, np.bool_)

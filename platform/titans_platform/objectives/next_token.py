@@ -58,7 +58,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         return Streams(
             data.sources, optim.global_batch_size, self.cfg.row_tokens, self.cfg.seed, rank, world_size,
             reset_probability=optim.reset_probability, carry_after=optim.carry_after,
-            state_passing=optim.state_passing,
+            state_passing=optim.state_passing, groups=optim.stream_groups,
         )  # fmt: skip
 
     def tokenizer(self) -> Tokenizer:

@@ -267,7 +267,7 @@ def _restore(path: Path, trainer: Trainer) -> None:
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    trainer.state = _load_streams(path, trainer)
+    trainer.states = _load_streams(path, trainer)
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         set_rng_state(own)
     trainer.progress = retry_transient(lambda: read_manifest(path)).progress
@@ -328,44 +328,51 @@ def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
 def _state(trainer: Trainer) -> dict[str, Any]:
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     state = {"model": model, "optimizer": optimizer, "rng": {f"rank{rank()}": rng_state()}}
-    if trainer.state is None or rank() >= trainer.shard[1]:
+    if rank() >= trainer.shard[1]:
         return state
-    structure, tensors = flatten_state(trainer.state)
-    # each rank writes the state of its own streams
-    return state | {"streams": {f"rank{rank()}": {"structure": json.dumps(structure), "tensors": tensors}}}
+    for group, carried in trainer.states.items():
+        structure, tensors = flatten_state(carried)
+        # each rank writes the state of its own streams
+        own = {"structure": json.dumps(structure), "tensors": tensors}
+        state[f"streams{group or ''}"] = {f"rank{rank()}": own}
+    return state
 
 
-def _load_streams(path: Path, trainer: Trainer) -> ModelState | None:
-    """The state of this rank's streams, resharded if the world size changed; None if rows are shuffled."""
+def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
+    """This rank's states by group of streams, resharded if the world size changed."""
     reader = FileSystemReader(path)
     there = _saved(reader, path)
-    names = {key for key in there if key.startswith("streams.")}
-    if not names:
-        return None
-    writers = len({key.split(".")[1] for key in names})
-    # as many shares as were written: each rank reads its own
-    number, readers = trainer.shard
-    wanted = [number] if writers == readers else range(writers)
-    saved: dict[str, Any] = {}
-    for writer in wanted:
-        prefix = f"streams.rank{writer}.tensors."
-        tensors = {
-            key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in there.items()
-            if key.startswith(prefix)
-        }
-        saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
-    _read({"streams": saved}, path, reader)
-    parts = []
-    for part in saved.values():
-        tensors = {name: x.to(trainer.device) for name, x in part["tensors"].items()}
-        parts.append(restore_state(json.loads(part["structure"]), tensors))
-    if writers == readers:
-        return parts[0]
-    streams = trainer.cfg.global_batch_size
-    order = [stream for writer in wanted for stream in range(writer, streams, writers)]
-    mine = [order.index(stream) for stream in range(number, streams, readers)]
-    return ModelState.cat(parts).take(mine)
+    names = [f"streams{group or ''}" for group in range(trainer.cfg.stream_groups)]
+    states: dict[int, ModelState] = {}
+    for group, name in enumerate(names):
+        writers = len({key.split(".")[1] for key in there if key.startswith(f"{name}.")})
+        if not writers:
+            continue
+        # as many shares as were written: each rank reads its own
+        number, readers = trainer.shard
+        wanted = [number] if writers == readers else range(writers)
+        saved: dict[str, Any] = {}
+        for writer in wanted:
+            prefix = f"{name}.rank{writer}.tensors."
+            tensors = {
+                key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+                for key, entry in there.items()
+                if key.startswith(prefix)
+            }
+            saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
+        _read({name: saved}, path, reader)
+        parts = []
+        for part in saved.values():
+            tensors = {key: x.to(trainer.device) for key, x in part["tensors"].items()}
+            parts.append(restore_state(json.loads(part["structure"]), tensors))
+        if writers == readers:
+            states[group] = parts[0]
+        else:
+            streams = trainer.cfg.global_batch_size
+            order = [stream for writer in wanted for stream in range(writer, streams, writers)]
+            mine = [order.index(stream) for stream in range(number, streams, readers)]
+            states[group] = ModelState.cat(parts).take(mine)
+    return states
 
 
 def _load(path: Path, state: dict[str, Any]) -> None:
@@ -375,7 +382,7 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     # a run that resumes with more workers has ranks without a saved RNG state: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
     # streams are read separately: other ranks may have written them
-    _read({key: value for key, value in state.items() if key != "streams"}, path, reader)
+    _read({key: value for key, value in state.items() if not key.startswith("streams")}, path, reader)
 
 
 def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:

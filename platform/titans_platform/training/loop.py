@@ -204,8 +204,8 @@ class Trainer:
         self.model, self.seed = model, seed
         self.cfg, self.stream, self.objective = cfg, stream, objective or CrossEntropy()
         self.optimizer, self.progress = adamw(model, cfg), Progress()
-        self.state: ModelState | None = None
-        """State of this rank's streams after the last step, detached; None if rows are shuffled."""
+        self.states: dict[int, ModelState] = {}
+        """State of this rank's streams by group, detached; empty if rows are shuffled."""
         self.tokens_per_step = cfg.global_batch_size * sequence_length * cfg.bptt_rows
         self.flops_per_token: float | None = None
         """FLOPs per token of a forward and backward pass; None if not counted."""
@@ -305,7 +305,8 @@ class Trainer:
             log.warning("step %d: %s", progress.step + 1, message)
             self._limits = {}  # warn once
         self.optimizer.step()
-        self.state = state
+        if state is not None:
+            self.states[self._group] = state
         progress.step += 1
         progress.skipped_in_a_row = 0
         if self.cfg.spike:
@@ -314,6 +315,11 @@ class Trainer:
             progress.tail_loss += loss
             progress.tail_steps += 1
         return {"loss": loss, "lr": rate, "grad_norm": norm} | seen
+
+    @property
+    def _group(self) -> int:
+        """The group of streams whose turn it is."""
+        return self.progress.position % self.cfg.stream_groups
 
     def _backward(self, batch: Any, telemetry: bool) -> tuple[float, ModelState | None, dict[str, float]]:
         """Accumulate the gradient of the whole batch in ``.grad``.
@@ -327,7 +333,8 @@ class Trainer:
         rows = rows.clamp(min=1)
         size = self.cfg.micro_batch_size or len(batch[0])
         parts = [type(batch)(*part) for part in zip(*(x.split(size) for x in batch), strict=True)]
-        states = [None] * len(parts) if self.state is None else self.state.split([len(p[0]) for p in parts])
+        carried = self.states.get(self._group)
+        states = [None] * len(parts) if carried is None else carried.split([len(p[0]) for p in parts])
         after: list[ModelState] = []
         seen: dict[str, float] = {}
         total = torch.zeros((), device=self.device, dtype=torch.float64)
