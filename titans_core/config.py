@@ -89,6 +89,9 @@ class MemoryConfig(Frozen):
     output_gate: bool = True
     gates_per: Literal["token", "chunk"] = "token"
     """Gates alpha, eta and theta per token, or one value per chunk (Section 3.2)."""
+    theta_per: Literal["head", "matrix"] = "head"
+    """One theta_t per head, or one for each matrix of the memory (LaCT), which the forms for any rule alone
+    support."""
     max_theta: Annotated[float, Field(gt=0)] = 0.1
     """Maximum of the inner learning rate theta_t. A chunk of b similar tokens takes b full steps from
     the same weights, so larger chunks need a smaller maximum: 0.1 suits a chunk_size of 64, 0.5 one of 16."""
@@ -127,6 +130,20 @@ class MemoryConfig(Frozen):
             raise ValueError(
                 f"start_rank: {self.start_rank} needs expansion 1, written all and depth 2 or more; found "
                 f"{self.expansion}, {self.written} and {self.depth}"
+            )
+        return self
+
+    @property
+    def thetas(self) -> int:
+        """Number of theta_t of a head."""
+        written, gated = self.depth if self.written == "all" else 1, self.activation in ("swiglu", "geglu")
+        return (written - 1) * (1 + gated) + 1 if self.theta_per == "matrix" else 1
+
+    @model_validator(mode="after")
+    def _one_theta_with_a_budget(self) -> MemoryConfig:
+        if self.theta_per == "matrix" and self.write_budget is not None:
+            raise ValueError(
+                f"theta_per: matrix is not supported with write_budget {self.write_budget}; use head"
             )
         return self
 

@@ -157,6 +157,9 @@ class _Watch:
             for part in (self.memory.absolute_weights(after.weights), after.momentum)
         ]
         errors = [_squared_error(y, writes.v)[0] for y in (before, after_each)]
+        if self.memory.config.theta_per == "matrix":
+            step = step.mean(-1)
+            writes = writes._replace(theta=step)
         return _Span(q[0], *(x[0] for x in writes[:5]), *errors, *norms, step=step[0]), state
 
     @torch.no_grad()
@@ -169,7 +172,8 @@ class _Watch:
         alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
         rule, kind = self.memory.rule, type(self.memory.rule)
         papers = kind.update is Rule.update and kind.step is Rule.step
-        known = one_alpha and papers and not (rule.ends_chunks or rule.window)
+        one_theta = self.memory.config.theta_per == "head"
+        known = one_alpha and one_theta and papers and not (rule.ends_chunks or rule.window)
         mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(self.reads)
         found = MemoryTrace(

@@ -106,16 +106,14 @@ class NeuralMemory(Projections):
         head_dim = config.head_dim or d_model // config.heads
         kernel = config.conv_kernel if config.conv else None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
-        super().__init__(
-            d_model, config.heads, head_dim, kernel, unit, query_correction=config.query_correction
-        )
+        super().__init__(d_model, config.heads, head_dim, kernel, unit, True, config.query_correction)
         self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
         self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
         """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
         forgotten = config.heads if config.decay_per == "head" else channels
         self.alpha = Linear(d_model, forgotten) if config.decay else None
         self.eta = Linear(d_model, config.heads) if config.momentum else None
-        self.theta = Linear(d_model, config.heads)
+        self.theta = Linear(d_model, config.heads * config.thetas)
         own = self.rule.extra_gates
         self.extra = Linear(d_model, config.heads * own) if own else None
         hidden = config.expansion * self.head_dim
@@ -270,7 +268,9 @@ class NeuralMemory(Projections):
         per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget, length - opened)
         if not self.carries_momentum:
             per_head -= sum(D * F for D, F in shapes) - len(shapes)
-        per_head += 2 + (groups or 1) + self.rule.extra_gates if c.gates_per == "chunk" and opened else 0
+        per_head += (
+            1 + c.thetas + (groups or 1) + self.rule.extra_gates if c.gates_per == "chunk" and opened else 0
+        )
         state = state_dtype(self.theta.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -293,20 +293,19 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        switched = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        gates = {name: gate for name, gate in switched.items() if gate is not None}
+        names = ("alpha", "eta", "theta", "extra")
+        gates = {name: gate for name in names if (gate := getattr(self, name)) is not None}
         found = dict(zip(gates, project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
-        alpha, eta = (found[n] if n in found else torch.zeros_like(theta) for n in ("alpha", "eta"))
-        if self.config.max_alpha != 1.0:
-            alpha = self.config.max_alpha * alpha
+        none = theta.new_zeros(*theta.shape[:2], self.heads)
+        theta = theta.unflatten(-1, (self.heads, -1)) if self.config.theta_per == "matrix" else theta
+        alpha, eta = (found.get(name, none) for name in ("alpha", "eta"))
+        alpha = alpha if self.config.max_alpha == 1.0 else self.config.max_alpha * alpha
         if self._forgets_by_channel:
             alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         if not self.decays:
             alpha = torch.zeros_like(alpha)
-        extra = theta.new_empty(*theta.shape, 0)
-        if "extra" in found:
-            extra = found["extra"].unflatten(-1, (self.heads, self.rule.extra_gates))
+        extra = found.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
 
     def _features(self, x_BTHE: Tensor) -> Tensor:
@@ -431,9 +430,11 @@ def _rule(config: MemoryConfig) -> Rule:
         rule = find_rule(config.rule, **config.rule_options)
     except ValueError as error:
         raise ValueError(f"memory.{error}") from None
-    needed = {"chunk_size": 1, "depth": 2, "expansion": 1, "written": "all"}
-    needed |= {"residual": "none", "output_activation": "none"}
-    for name, value in needed.items() if rule.layerwise else ():
+    needed: dict[str, str | int] = {"theta_per": "head"} if rule.one_theta else {}
+    if rule.layerwise:
+        needed |= {"chunk_size": 1, "depth": 2, "expansion": 1, "written": "all"}
+        needed |= {"residual": "none", "output_activation": "none"}
+    for name, value in needed.items():
         if (found := getattr(config, name)) != value:
             raise ValueError(
                 f"memory.{name}: {found} is not supported by the rule {config.rule}; use {value}"

@@ -32,7 +32,7 @@ class Telemetry:
             inside = torch.ones(writes.k.shape[1], dtype=torch.bool, device=errors.device)
             inside[cu_seqlens[:-1].long()] = False
             errors = errors[:, inside[1:]]
-        tokens = writes.theta[..., 0].numel()
+        tokens = writes.eta[..., 0].numel()
         means = {f"{gate}_mean": getattr(writes, gate).mean() for gate in ("alpha", "eta", "theta")}
         states = {"weight_norm": memory.absolute_weights(after.weights), "momentum_norm": after.momentum}
         for name, layers in states.items():

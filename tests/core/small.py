@@ -48,6 +48,8 @@ SWITCHES: dict[str, dict] = {
         "query_correction": True,
     },
     "mdn_angle_per_channel": {"rule": "mdn", "rule_options": {"angle": 2.0}, "decay_per": "channel"},
+    "theta_per_matrix": {"theta_per": "matrix", "depth": 3},
+    "theta_per_matrix_gated": {"theta_per": "matrix", "activation": "swiglu", "gates_per": "chunk"},
     "query_correction": {"query_correction": True},
     "memora_lag": {"rule": "memora", "rule_options": {"lag": 1.0}, "write_budget": 1.0},
     "mdn_per_chunk": {"rule": "mdn", "gates_per": "chunk"},

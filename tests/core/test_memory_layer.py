@@ -224,3 +224,16 @@ def test_layers_may_start_at_half_the_identity_plus_a_low_rank():
         MemoryConfig(start_rank=2, depth=1)
     with pytest.raises(ValueError, match="start_rank: 2 is not supported with activation swiglu"):
         MemoryConfig(start_rank=2, activation="swiglu")
+
+
+def test_what_a_theta_for_each_matrix_does_not_go_with_is_named():
+    for rule, options in (("omega", {}), ("delta_ttt", {}), ("mdn", {"angle": 1.0})):
+        config = MemoryConfig(theta_per="matrix", rule=rule, rule_options=options)
+        with pytest.raises(
+            ValueError, match=rf"^memory.theta_per: matrix is not supported by the rule {rule}"
+        ):
+            NeuralMemory(32, config)
+    with pytest.raises(
+        ValueError, match="theta_per: matrix is not supported with write_budget 1.0; use head"
+    ):
+        MemoryConfig(theta_per="matrix", write_budget=1.0)

@@ -34,8 +34,8 @@ class Deep(Case):
     """Two layers of two heads, inside ``x + LN(f(x))`` if asked."""
 
     def __init__(self, norm: bool = True, T: int = T, momentum: bool = True, decay: bool = True,
-                 rule: Rule = PAPER, activation: str = "silu"):  # fmt: skip
-        super().__init__(T, widths=[4, 6, 4], rule=rule, activation=activation)
+                 rule: Rule = PAPER, activation: str = "silu", thetas: int | None = None):  # fmt: skip
+        super().__init__(T, widths=[4, 6, 4], rule=rule, activation=activation, thetas=thetas)
         with torch.no_grad():
             for gate, used in zip(self.tokens[3:5], (decay, momentum), strict=True):
                 gate.mul_(used)
@@ -289,9 +289,12 @@ def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inpu
 @pytest.mark.parametrize("muon", [0.0, 1.0])
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
 def test_lact(muon, activation):
-    """Also of the published SwiGLU memory ``W1 (silu(W0 x) * (W2 x))``, W0 and W2 side by side in a layer."""
-    case = Deep(norm=False, activation=activation)
+    """The published SwiGLU memory ``W1 (silu(W0 x) * (W2 x))``, W0 and W2 side by side in a layer, too.
+
+    That has a rate for each of its matrices, as published.
+    """
     gated = activation == "swiglu"
+    case = Deep(norm=False, activation=activation, thetas=3 if gated else None)
 
     def f(W: list[Tensor], x: Tensor) -> Tensor:
         return (F.silu(x @ W[0]) * (x @ W[1] if gated else 1)) @ W[-1]
@@ -308,8 +311,8 @@ def test_lact(muon, activation):
             for q, k, v, _, _, theta in zip(*part, strict=True):
                 y.append(f(start, q))
                 g = gradient(lambda at, k=k, v=v: -(f(at, k) * v).sum(), start)
-                sums = [x - theta * d for x, d in zip(sums, g, strict=True)]
-                last = [-theta * d for d in g]
+                last = [-rate * d for d, rate in zip(g, theta.expand(len(g)), strict=True)]
+                sums = [x + d for x, d in zip(sums, last, strict=True)]
             if len(part[0]) < B:
                 return y, layers([w + dw for w, dw in zip(W, sums, strict=True)]), layers(last)
             S = [dw + part[4].mean() * s for dw, s in zip(sums, S, strict=True)]

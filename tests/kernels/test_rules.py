@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -87,7 +88,7 @@ class Case(Call):
 
     def __init__(self, T: int, depth: int = 2, *, batch: int = 1, documents: int | None = None,
                  widths: list[int] | None = None, rule: Rule = PAPER,
-                 activation: str = "silu"):  # fmt: skip
+                 activation: str = "silu", thetas: int | None = None):  # fmt: skip
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         widths = widths or [3, *[4] * (depth - 1), 3]
@@ -99,6 +100,8 @@ class Case(Call):
         rows = documents or batch
         shapes = [(rows, 2, *pair) for pair in layer_shapes(widths, activation)]
         extra = [rand(batch, T, 2, rule.extra_gates)] if rule.extra_gates else []
+        if thetas:
+            theta = 0.1 * rand(batch, T, 2, thetas)
         self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta, *extra)]
         self.state = MemoryState(
             tuple(((rand(*s) - 0.5) * 2 / s[-2] ** 0.5).requires_grad_() for s in shapes),
@@ -142,6 +145,24 @@ def test_a_gated_layer_is_two_matrices(rule, activation):
     assert_same(expected, case.pieces([1] * 21, decode_step, **options), case.leaves)
 
 
+def test_what_a_theta_for_each_matrix_does_not_go_with_is_named():
+    case = Case(4, thetas=2)
+    for options, message in (
+        (
+            {"backend": "native"},
+            "backend: native does not support this call: it does not support theta per matrix",
+        ),
+        (
+            {"write_budget": 1.0},
+            "theta: one for each matrix is not supported by a write_budget; use one per head",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            case.whole(**options)
+    with pytest.raises(ValueError, match=r"^theta: 3 per token and head, but the memory has 2 matrices"):
+        Case(4, thetas=3).whole()
+
+
 def test_what_a_gated_memory_does_not_go_with_is_named():
     case = Case(4, activation="swiglu")
     with pytest.raises(ValueError, match=r"^backend: native .* does not support the activation swiglu; use"):
@@ -151,6 +172,32 @@ def test_what_a_gated_memory_does_not_go_with_is_named():
     odd = Case(4, widths=[3, 5, 3])
     with pytest.raises(ValueError, match=r"^weights\[1\]: 5 inputs, not half of the 5 outputs before it"):
         odd.whole(activation="geglu")
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+@each_rule
+def test_a_theta_for_each_matrix(rule, activation):
+    """In every form, cut and decoded, in packed documents, and where all are equal that of the head."""
+    gated = activation == "swiglu"
+    options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
+    refused = pytest.raises(ValueError, match=r"^theta: one for each matrix is not supported by the rule M")
+    with refused if rule.one_theta else nullcontext():
+        case = Case(21, widths=[3, 6, 5, 4], batch=2, rule=rule, activation=activation, thetas=3 + 2 * gated)
+        expected = case.whole(backend="reference", **options)
+        for backend in ("autograd", "auto"):
+            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        assert_same(expected, case.pieces([3, 1, 17], **options), case.leaves)
+        assert_same(expected, case.pieces([1] * 21, decode_step, **options), case.leaves)
+        packed = Case(21, widths=[3, 6, 5, 4], documents=2, rule=rule, activation=activation,
+                      thetas=3 + 2 * gated)  # fmt: skip
+        borders = {"cu_seqlens": torch.tensor([0, 9, 21])}
+        expected = packed.whole(backend="reference", **borders, **options)
+        assert_same(expected, packed.whole(**borders, **options), packed.leaves)
+        one = case.tokens[5].detach()[..., :1]
+        case.tokens[5] = one.expand(-1, -1, -1, 3 + 2 * gated)
+        several = case.whole(**options)
+        case.tokens[5] = one[..., 0]
+        torch.testing.assert_close(several, case.whole(**options), rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", ["reference", "autograd"])

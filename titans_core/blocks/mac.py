@@ -157,7 +157,7 @@ class MAC(Block):
             or memory.residual is not None
             or memory.output_norm is None
             or memory.polynomial or memory.feature_weights or memory.log_correction_H is not None
-            or (c.decay_per, c.gates_per) != ("head", "token")
+            or (c.decay_per, c.theta_per, c.gates_per) != ("head", "head", "token")
             or memory.watcher or memory.recorder or memory.muted or not memory.decays
             or attention.muted or not attention.config.silu
         ):  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from titans_kernels.memory import window
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.budget import effective_steps
-from titans_kernels.memory.forms import native
+from titans_kernels.memory.forms import factored, native
 from titans_kernels.memory.forms.autograd import OpenChunk, continue_chunk
 from titans_kernels.memory.forms.reference import apply_memory, surprise
 from titans_kernels.memory.op import FORMS, neural_memory, with_targets
@@ -79,7 +79,7 @@ def decode_step(
         v: values, [B, T, H, D_v].
         alpha: weight decay in [0, 1], [B, T, H], or per group of columns [B, T, H, A].
         eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H].
+        theta: step size, at least 0, [B, T, H], or per matrix [B, T, H, M].
         state: the state before these tokens; not modified. ``DecodeState.of`` starts a sequence.
         extra: as in `neural_memory`.
         chunk_size: as in `neural_memory`.
@@ -107,7 +107,7 @@ def decode_step(
             f"{chunk_size}; use extend_memory for more tokens"
         )
     rule, own = _rule(rule), check_base(base, state.weights)
-    check_rule(rule, extra, eta, chunk_size, state.weights, residual)
+    check_rule(rule, extra, eta, theta, chunk_size, state.weights, residual, write_budget)
     if rule.layerwise:
         y, ended = neural_memory(
             q, k, v, alpha, eta, theta, state.weights, state.momentum, extra=extra, chunk_size=chunk_size,
@@ -187,7 +187,7 @@ def extend_memory(
         v: values, [B, T, H, D_v].
         alpha: weight decay in [0, 1], [B, T, H], or per group of columns [B, T, H, A].
         eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H].
+        theta: step size, at least 0, [B, T, H], or per matrix [B, T, H, M].
         state: the state before these tokens; not modified.
         extra: as in `neural_memory`.
         chunk_size: as in `neural_memory`.
@@ -210,7 +210,7 @@ def extend_memory(
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule, T = _rule(rule), q.shape[1]
     own = check_base(base, state.weights)
-    check_rule(rule, extra, eta, chunk_size, state.weights, residual)
+    check_rule(rule, extra, eta, theta, chunk_size, state.weights, residual, write_budget)
     fitted = check_residual(residual, q, v)
     options = Options(chunk_size, activation, surprise_bound, None, rule, residual=fitted, base=own)
     tokens = Inputs.of(q, k, v, alpha, eta, theta, extra)
@@ -360,10 +360,12 @@ def by_factors(inputs: Inputs, state: DecodeState, options: Options) -> tuple[Te
     """y [B, T, H, D_v] of the next tokens of the open chunk, and the state after them."""
     now, f = Inputs(*(x.transpose(1, 2) for x in inputs)), ACTIVATIONS[options.activation]
     rule = options.rule
-    rows = Rows.of(*rule.gates(now.alpha, now.eta, now.theta), state)
+    theta = torch.ones_like(now.eta) if now.steps_by_matrix else now.theta
+    rows = Rows.of(*rule.gates(now.alpha, now.eta, theta), state)
     bound, residual, weights = options.surprise_bound, options.residual, whole(state.weights, options.base)
     error = lambda prediction, v: rule.error(prediction, v, *now.extra.unbind(-1))  # noqa: E731
-    new = surprise(weights, now.k, now.v, f, bound, error, residual)
+    X, d = surprise(weights, now.k, now.v, f, bound, error, residual)
+    new = X, factored.with_steps(d, now.theta, options.activation) if now.steps_by_matrix else d
     state = _written(state, rows, new)
     if rule.ends_chunks:
         state = state._replace(etas=torch.cat([state.etas, now.eta], 2))

@@ -108,6 +108,8 @@ class Form(NamedTuple):
     """Whether it supports rules with a loss for each layer."""
     gated: bool = False
     """Whether it supports a gated activation between layers."""
+    steps_by_matrix: bool = False
+    """Whether it supports a theta for each matrix."""
     traced: Callable[[Inputs, Layers, Layers, Options], Result] | None = None
     """Replaces ``compute`` under torch.compile and for meta tensors, where ``compute`` cannot be traced."""
     limits: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
@@ -129,6 +131,8 @@ class Form(NamedTuple):
             return f"it does not support {what}"
         if self.alpha == ("head" if by_column else "column"):
             return f"it does not support alpha per {'column' if by_column else 'head'}"
+        if inputs.steps_by_matrix and not self.steps_by_matrix:
+            return "it does not support theta per matrix"
         if self.depth is not None and layers > self.depth:
             return f"it supports {self.depth} layer, not {layers}"
         if options.base and self.base_depth is not None and layers > self.base_depth:
@@ -154,11 +158,11 @@ FORMS = (
     Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
          traced=_traced),
     Form("factored", "chunked", factored.write_and_read, 1e-9, rules=None, linear=True, norm=True,
-         any_loss=True, windows=True, gated=True, traced=autograd.write_and_read),
+         any_loss=True, windows=True, gated=True, steps_by_matrix=True, traced=autograd.write_and_read),
     Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
-         any_loss=True, gated=True),
+         any_loss=True, gated=True, steps_by_matrix=True),
     Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
-         any_loss=True, layerwise=True, windows=True, gated=True),
+         any_loss=True, layerwise=True, windows=True, gated=True, steps_by_matrix=True),
 )  # fmt: skip
 """Every form, in the order in which "auto" tries them."""
 
@@ -205,7 +209,8 @@ def neural_memory(
         alpha: weight decay (forgetting) in [0, 1], [B, T, H], or [B, T, H, A] with one value for each of A
             groups of adjacent columns of every layer; A must divide the layer's width (see `channels`).
         eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H].
+        theta: step size, at least 0, [B, T, H], or [B, T, H, M] with one for each matrix of the memory, in
+            the order of ``weights``; a hidden layer under a gated activation has two.
         weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
         momentum: tensors of the same shapes, or None for zeros.
         extra: the rule's own gates in [0, 1], [B, T, H, E] with E = `Rule.extra_gates`; None if it has none.
@@ -266,7 +271,7 @@ def neural_memory(
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens, activation)
     check_options(chunk_size, activation, surprise_bound, write_budget)
     rule = find_rule(rule) if isinstance(rule, str) else rule
-    check_rule(rule, extra, eta, chunk_size, weights, residual)
+    check_rule(rule, extra, eta, theta, chunk_size, weights, residual, write_budget)
     dtype = state_dtype(q)
     inputs = Inputs.of(q, k, v, alpha, eta, theta, extra)
     weights = tuple(x.to(dtype) for x in weights)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.residual import Output, OutputActivation
 from titans_kernels.memory.rules import PAPER, Rule
 
@@ -26,7 +27,7 @@ class Inputs(NamedTuple):
     v: Tensor
     alpha: Tensor  # [B, T, H], or [B, T, H, A] per group of columns
     eta: Tensor  # [B, T, H]
-    theta: Tensor
+    theta: Tensor  # [B, T, H], or [B, T, H, M] per matrix
     extra: Tensor
     """[B, T, H, E], E being `Rule.extra_gates`; forms of the paper's rule ignore it"""
 
@@ -36,7 +37,7 @@ class Inputs(NamedTuple):
         extra: Tensor | None = None,
     ) -> Inputs:  # fmt: skip
         """With no gates of the rule's own for None."""
-        extra = theta.new_empty(*theta.shape, 0) if extra is None else extra
+        extra = theta.new_empty(*eta.shape, 0) if extra is None else extra
         return Inputs(q, k, v, alpha, eta, theta, extra)
 
     @property
@@ -48,6 +49,11 @@ class Inputs(NamedTuple):
     def forgets_by_column(self) -> bool:
         """Whether alpha is per group of columns instead of per head."""
         return self.alpha.ndim > self.eta.ndim
+
+    @property
+    def steps_by_matrix(self) -> bool:
+        """Whether theta is per matrix instead of per head."""
+        return self.theta.ndim > self.eta.ndim
 
     def to_state_dtype(self) -> Inputs:
         """All inputs cast to the dtype of the state."""
@@ -124,6 +130,18 @@ def broadcast_gate(gate: Tensor, width: int, by_column: bool) -> Tensor:
     gate = gate if by_column else gate[..., None]
     groups = gate.shape[-1]
     return (gate if groups in (1, width) else gate.repeat_interleave(width // groups, -1))[..., None, :]
+
+
+def matrices_of_layers(depth: int, activation: str) -> list[int]:
+    """Number of matrices of each layer: two of a hidden layer under a gated activation."""
+    return [*[1 + ACTIVATIONS[activation].gated] * (depth - 1), 1]
+
+
+def theta_of_layers(theta: Tensor, depth: int, activation: str, by_matrix: bool) -> list[Tensor]:
+    """theta [...], or [..., M] per matrix, of each layer: [..., 1, 1], or [..., 1, 2] of its two matrices."""
+    if not by_matrix:
+        return [theta[..., None, None]] * depth
+    return list(theta[..., None, :].split(matrices_of_layers(depth, activation), -1))
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

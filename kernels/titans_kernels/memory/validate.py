@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.options import Layers, state_dtype
+from titans_kernels.memory.options import Layers, matrices_of_layers, state_dtype
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.residual import Output, OutputActivation
 from titans_kernels.memory.rules import Rule
@@ -27,8 +27,13 @@ def check_shapes(
             raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
     for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
         by_column = name == "alpha" and x.ndim == 4
-        if (x.shape[:3] if by_column else x.shape) != (B, T, H):
+        if (x.shape[:3] if name != "eta" and x.ndim == 4 else x.shape) != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
+        matrices = sum(matrices_of_layers(len(weights), activation)) if activation in ACTIVATIONS else 0
+        if name == "theta" and matrices and x.ndim == 4 and x.shape[-1] != matrices:
+            raise ValueError(
+                f"theta: {x.shape[-1]} per token and head, but the memory has {matrices} matrices"
+            )
         if by_column and (wrong := [W.shape[-1] for W in weights if W.shape[-1] % max(x.shape[-1], 1)]):
             raise ValueError(
                 f"alpha: {x.shape[-1]} groups of columns, which {wrong[0]} columns do not divide into"
@@ -56,9 +61,13 @@ def check_shapes(
 
 
 def check_rule(
-    rule: Rule, extra: Tensor | None, eta: Tensor, chunk_size: int, weights: Layers, residual: Output | None
-) -> None:
+    rule: Rule, extra: Tensor | None, eta: Tensor, theta: Tensor, chunk_size: int, weights: Layers,
+    residual: Output | None, write_budget: float | None,
+) -> None:  # fmt: skip
     """Raises ValueError unless ``extra`` has the rule's own gates and the rule supports the options."""
+    if theta.ndim > eta.ndim and (rule.one_theta or write_budget):
+        what = "a write_budget" if write_budget else f"the rule {rule}"
+        raise ValueError(f"theta: one for each matrix is not supported by {what}; use one per head")
     found, expected = None if extra is None else tuple(extra.shape), (*eta.shape, rule.extra_gates)
     if found != expected and (found or rule.extra_gates):
         raise ValueError(f"extra: shape {found} is not [B, T, H, E] = {expected} for the rule {rule}")

@@ -27,6 +27,7 @@ from titans_kernels.memory.options import (
     Result,
     broadcast_gate,
     distances,
+    theta_of_layers,
     whole,
 )
 from titans_kernels.memory.parts.norms import clip_norm
@@ -102,7 +103,7 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
         options.rule, ACTIVATIONS[options.activation], now.forgets_by_column, options.base,
     )  # fmt: skip
     # copies, since a view would keep all tokens of the call alive
-    forget, *gates = rule.gates(now.alpha, now.eta, now.theta)
+    forget, eta, theta = rule.gates(now.alpha, now.eta, now.theta)
     alpha = torch.cat([chunk.alpha, forget], 2) if chunk.position else forget.clone()
     etas = torch.cat([chunk.etas, now.eta], 2) if rule.ends_chunks else chunk.etas
     p = chunk.position
@@ -111,13 +112,16 @@ def continue_chunk(inputs: Inputs, chunk: OpenChunk, options: Options) -> tuple[
     gradients = token_gradients(
         rule, chunk.start, now.k, now.v, decays, f, options.surprise_bound, options.residual, base, now.extra
     )
-    gates += now.extra.unbind(-1)
+    gates = [eta, *now.extra.unbind(-1)]
+    thetas = theta_of_layers(theta, len(chunk.start), options.activation, now.steps_by_matrix)
     W, S, kept, y = chunk.weights, chunk.momentum, (chunk.kept, chunk.kept_momentum), []
 
     def update(W: Layers, S: Layers, gradients: list[Tensor], t: int) -> tuple[Layers, Layers]:
-        step = [gate[:, :, t, None, None] for gate in gates]
+        eta, *own = (gate[:, :, t, None, None] for gate in gates)
         alphas = [broadcast_gate(forget[:, :, t], w.shape[-1], by_column) for w in W]
-        W, S = each_matrix(f, lambda *layer: rule.update(*layer, *step), W, S, gradients, alphas)
+        steps = [theta[:, :, t] for theta in thetas]
+        updated = lambda w, s, g, alpha, theta: rule.update(w, s, g, alpha, eta, theta, *own)  # noqa: E731
+        W, S = each_matrix(f, updated, W, S, gradients, alphas, steps)
         return W, S
 
     for t in range(now.q.shape[2]):

@@ -28,7 +28,15 @@ from titans_kernels.memory.forms.reference import (
     end_chunk,
     surprise,
 )
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances
+from titans_kernels.memory.options import (
+    Inputs,
+    Layers,
+    Options,
+    Result,
+    distances,
+    matrices_of_layers,
+    theta_of_layers,
+)
 from titans_kernels.memory.parts.gates import Coefficients, LastCoefficients, decay_products
 from titans_kernels.memory.residual import predict
 
@@ -112,7 +120,9 @@ def _of_parts(now: Inputs, b: int, options: Options) -> list[Chunk]:
 
 def _coefficients(now: Inputs, b: int, options: Options) -> list[Chunk]:
     """Of consecutive chunks of b tokens."""
-    gates = options.rule.gates(now.alpha, now.eta, now.theta)
+    gates = options.rule.gates(
+        now.alpha, now.eta, torch.ones_like(now.eta) if now.steps_by_matrix else now.theta
+    )
     B, H, n = now.q.shape[0], now.q.shape[1], now.q.shape[2] // b
     rows = [gate.unflatten(2, (n, b)).flatten(0, 2) for gate in gates]
     if options.rule.window:
@@ -153,6 +163,8 @@ def _chunk(now: Inputs, at: Chunk, W: Layers, S: Layers, options: Options, befor
         at = at._replace(C=at.C[..., -keys.k.shape[2] :], n=at.n[..., -keys.k.shape[2] :])
     error = lambda prediction, v: rule.error(prediction, v, *extra)  # noqa: E731
     X, d = surprise(W, *keys, f, options.surprise_bound, error, residual)
+    if now.steps_by_matrix:
+        d = with_steps(d, now.theta, options.activation)
     beta, m, h = (x[..., -1, None, None] for x in (at.beta, at.m, at.h))
     kept = tuple(beta * w + m * s for w, s in zip(W, S, strict=True))
     if base:
@@ -184,13 +196,14 @@ def _steps(now: Inputs, W: Layers, S: Layers, options: Options, before: Window) 
     keys = before.followed(now.k, now.v)
     error = lambda prediction, v: rule.error(prediction, v, *(x[..., 0] for x in extra))  # noqa: E731
     X, d = surprise(W, *keys, f, options.surprise_bound, error, residual)
-    N, h = _momenta(eta, torch.ones_like(theta), gamma)[..., -keys.k.shape[2] :], eta.cumprod(-1)
+    N, h = _momenta(eta, torch.ones_like(eta), gamma)[..., -keys.k.shape[2] :], eta.cumprod(-1)
     A, beta, momenta, weights = decay_products(1 - alpha), (1 - alpha).cumprod(-1), [], []
     for x, e, s in zip(X, d, S, strict=True):
         gradients = x[..., None] * e[..., None, :]
         sums = (N @ gradients.flatten(-2)).unflatten(-1, s.shape[-2:])
         momenta.append(h[..., None, None] * s[:, :, None] - sums)
-    (steps,) = each_matrix(f, lambda momentum: (rule.step(momentum, theta[..., None, None]),), momenta)
+    thetas = theta_of_layers(theta, len(W), options.activation, now.steps_by_matrix)
+    (steps,) = each_matrix(f, lambda *layer: (rule.step(*layer),), momenta, thetas)
     for l, (w, x) in enumerate(zip(distances(W, base), steps, strict=True)):
         moved = beta[..., None, None] * w[:, :, None] + (A @ x.flatten(-2)).unflatten(-1, w.shape[-2:])
         weights.append(moved + base[l][:, None] if base else moved)
@@ -198,6 +211,12 @@ def _steps(now: Inputs, W: Layers, S: Layers, options: Options, before: Window) 
     if rule.reads == "chunk":
         return apply_memory(W, now.q, f, residual), *after
     return apply_memory(tuple(weights), now.q[..., None, :], f, residual)[..., 0, :], *after
+
+
+def with_steps(d: list[Tensor], theta: Tensor, activation: str) -> list[Tensor]:
+    """Errors d [B, H, T, F] times theta [B, H, T, M] of their matrices, for coefficients where theta is 1."""
+    parts = theta.split(matrices_of_layers(len(d), activation), -1)
+    return [e * r.repeat_interleave(e.shape[-1] // r.shape[-1], -1) for e, r in zip(d, parts, strict=True)]
 
 
 def _read(

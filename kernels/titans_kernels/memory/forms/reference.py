@@ -23,6 +23,7 @@ from titans_kernels.memory.options import (
     broadcast_gate,
     distances,
     state_dtype,
+    theta_of_layers,
     whole,
 )
 from titans_kernels.memory.parts.layout import document_borders
@@ -73,7 +74,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
         now = Inputs(*(x[:, t] for x in inputs))
         alpha, eta, theta = rule.gates(now.alpha, now.eta, now.theta)
         decay = (1 - alpha) * decay
-        eta, theta = (gate[:, :, None, None] for gate in (eta, theta))
+        thetas = theta_of_layers(theta, len(weights), options.activation, inputs.steps_by_matrix)
         point = tuple(
             rule.gradient_point(V, broadcast_gate(decay, V.shape[-1], by_column))
             for V in distances(chunk_start, base)
@@ -87,8 +88,8 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
             earlier = inner_gradient(point, k, v, f, options.surprise_bound, rule, options.residual)
             gamma = now.extra[..., j - 1, None, None]
             gradient = tuple(g + gamma * x for g, x in zip(gradient, earlier, strict=True))
-        own = now.extra[..., None, None].unbind(2)
-        step = partial(_updated, rule, f, (alpha, eta, theta, *own), base=base, by_column=by_column)
+        eta, *own = eta[:, :, None, None], *now.extra[..., None, None].unbind(2)
+        step = partial(_updated, rule, f, (alpha, eta, *own), thetas, base=base, by_column=by_column)
         weights, momentum = step(weights, momentum, gradient)  # (13, 14)
         if rule.ends_chunks:
             kept = step(*kept, tuple(map(torch.zeros_like, gradient)))
@@ -121,13 +122,14 @@ def _layer_by_layer(inputs: Inputs, weights: Layers, momentum: Layers, options: 
 
 
 def _updated(
-    rule: Rule, f: Activation, gates: tuple[Tensor, ...], weights: Layers, momentum: Layers, gradient: Layers,
-    *, base: Layers, by_column: bool,
+    rule: Rule, f: Activation, gates: tuple[Tensor, ...], thetas: list[Tensor], weights: Layers,
+    momentum: Layers, gradient: Layers, *, base: Layers, by_column: bool,
 ) -> tuple[Layers, Layers]:  # fmt: skip
-    """Weights and momentum after a token."""
-    alphas = [broadcast_gate(gates[0], W.shape[-1], by_column) for W in weights]
-    update = lambda *layer: rule.update(*layer, *gates[1:])  # noqa: E731
-    moved, momentum = each_matrix(f, update, distances(weights, base), momentum, gradient, alphas)
+    """Weights and momentum after a token; ``gates`` are alpha, eta and the rule's own."""
+    alpha, eta, *own = gates
+    alphas = [broadcast_gate(alpha, W.shape[-1], by_column) for W in weights]
+    update = lambda W, S, g, alpha, theta: rule.update(W, S, g, alpha, eta, theta, *own)  # noqa: E731
+    moved, momentum = each_matrix(f, update, distances(weights, base), momentum, gradient, alphas, thetas)
     return whole(moved, base), momentum
 
 

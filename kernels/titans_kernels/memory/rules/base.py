@@ -129,6 +129,11 @@ class Rule:
         return 0
 
     @property
+    def one_theta(self) -> bool:
+        """Whether all matrices must have the same theta."""
+        return self.window > 0 or self.layerwise
+
+    @property
     def linear(self) -> bool:
         """Whether a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
         return type(self).step is Rule.step and self._gradients_at_start

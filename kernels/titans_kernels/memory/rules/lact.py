@@ -22,8 +22,8 @@ class LaCT(Rule):
 
     The momentum slot holds dW before `parts.norms.newton_schulz` (Muon; ``muon: 0`` leaves it out). Nothing
     decays: alpha has no effect, only the row norm bounds the weights. A row is all inputs of one output. A
-    chunk that is not full is not ended. Published with `chunk_size: 2048`, `activation: swiglu` and a theta
-    for each matrix; here one theta for all.
+    chunk that is not full is not ended. Published with `chunk_size: 2048`, `activation: swiglu` and
+    `theta_per: matrix`.
     """
 
     reads: ClassVar[Literal["token", "chunk"]] = "chunk"

@@ -47,6 +47,11 @@ class MomentumDelta(GatedDelta):
                 f"tied: {self.tied} and angle {self.angle} both limit the write gate; leave out one"
             )
 
+    @property
+    def one_theta(self) -> bool:
+        """Whether decay, one per head, depends on it."""
+        return self.angle > 0
+
     def gates(self, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.angle:
             tangent = (2 * self.angle * theta).square()
