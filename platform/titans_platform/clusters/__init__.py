@@ -44,9 +44,8 @@ def load_cluster(name: str) -> Cluster:
             raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, known)}")
         path = known[name]
     if not NAME.fullmatch(path.stem):
-        raise UsageError(
-            f"{path.name}: a cluster is named after its file: up to 40 of a-z, 0-9 and -, a letter first"
-        )
+        rule = "up to 40 of a-z, 0-9 and -, a letter first"
+        raise UsageError(f"{path.name}: a cluster is named after its file: {rule}")
     mapping = read_yaml(path)
     kind = KINDS.find(str(mapping.get("kind")), f"{path.name}.kind")
     cluster = validate(kind, mapping, path.name)

@@ -78,8 +78,10 @@ class KubeRay(Cluster):
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
     def apply(self, objects: Sequence[dict[str, Any]]) -> Step:
+        # the JSON round trip unshares objects, which YAML would write as anchors and aliases
+        manifests = yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)
         # strict: a misspelt field is an error, which the server would otherwise drop
-        return Run(self.kubectl("apply", "--validate=strict", "-f", "-"), stdin=as_yaml(objects))
+        return Run(self.kubectl("apply", "--validate=strict", "-f", "-"), stdin=manifests)
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """Every group at its largest; a job's own cluster does not exist yet when the job is planned."""
@@ -254,9 +256,3 @@ def _resources(group: dict[str, Any]) -> dict[str, float]:
 
 def _key(path: str) -> str:
     return re.sub(r"[^-._a-zA-Z0-9]", "_", path)
-
-
-def as_yaml(objects: Sequence[dict[str, Any]]) -> str:
-    """The manifests as one YAML stream."""
-    # the JSON round trip unshares objects, which YAML would write as anchors and aliases
-    return yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)

@@ -44,9 +44,8 @@ def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
             "set it to the absolute path of a folder that every node mounts"
         )
     if not root.is_absolute():
-        raise UsageError(
-            f"--root {root}: should be an absolute path on the nodes of {cluster.name}; or leave it out"
-        )
+        where = f"should be an absolute path on the nodes of {cluster.name}"
+        raise UsageError(f"--root {root}: {where}; or leave it out")
     return root
 
 
@@ -62,9 +61,8 @@ def check_reachable(cluster: Cluster) -> None:
             "write http://NAME:5000"
         )
     if urlsplit(uri).hostname in ("localhost", "127.0.0.1", "::1", "0.0.0.0"):
-        raise UsageError(
-            f"{where}: {uri} is a different machine on each node; give a host name that all nodes resolve"
-        )
+        fix = "give a host name that all nodes resolve"
+        raise UsageError(f"{where}: {uri} is a different machine on each node; {fix}")
 
 
 def job_environment(cluster: Cluster) -> dict[str, str]:

@@ -195,7 +195,7 @@ def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
         if not repair:
             raise
         # intact parts are reused
-        store.discard(f"{name}/{MANIFEST}")
+        store.remove(f"{name}/{MANIFEST}", file=True)
         return False
     return True
 

@@ -340,9 +340,8 @@ class HubSource(RecordSource):
 
     def _opened(self, revision: str | None) -> AbstractContextManager[Any]:
         options: dict[str, Any] = {"name": self.source.subset, "split": self.source.split}
-        return self.opened(
-            self.dataset, self.dataset, **options | ({"revision": revision} if revision else {})
-        )
+        options |= {"revision": revision} if revision else {}
+        return self.opened(self.dataset, self.dataset, **options)
 
     def _newest(self) -> str | None:
         """The dataset's newest commit; None if the Hub is not reachable."""

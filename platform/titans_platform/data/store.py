@@ -87,13 +87,12 @@ class Store:
     def publish(self, folder: Path) -> None:
         """Publish a folder that is complete in ``staging``: here it is already in place."""
 
-    def remove(self, name: str) -> None:
-        """Remove a folder if it exists."""
-        shutil.rmtree(self.staging / name, ignore_errors=True)
-
-    def discard(self, name: str) -> None:
-        """Remove a file if it exists."""
-        (self.staging / name).unlink(missing_ok=True)
+    def remove(self, name: str, file: bool = False) -> None:
+        """Remove a folder, or a ``file``, if it exists."""
+        if file:
+            (self.staging / name).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self.staging / name, ignore_errors=True)
 
     def __str__(self) -> str:
         return str(self.staging)
@@ -174,15 +173,11 @@ class Bucket(Store):
             self._upload(lambda name=name: (self.staging / name).open("rb"), name)
         shutil.rmtree(folder)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, file: bool = False) -> None:
         files, base = self._files
+        delete = files.delete_file if file else files.delete_dir
         with suppress(FileNotFoundError):
-            self._retried(name, lambda: files.delete_dir(f"{base}/{name}"))
-
-    def discard(self, name: str) -> None:
-        files, base = self._files
-        with suppress(FileNotFoundError):
-            self._retried(name, lambda: files.delete_file(f"{base}/{name}"))
+            self._retried(name, lambda: delete(f"{base}/{name}"))
 
     def __str__(self) -> str:
         return self.shown

@@ -343,30 +343,24 @@ class Streams:
         self.begin = np.zeros((groups, batch_size), np.int64)
         """[G, B] the row of its source at which each stream starts."""
         for i, source in enumerate(sources):
-            if source.weight:
-                self._place(i, source)
+            if not source.weight:
+                continue
+            streams = np.flatnonzero(self.source == i)
+            count = groups * len(streams)
+            if not count:
+                none = f"{source.weight:g} gives the source none of the {batch_size} streams"
+                raise UsageError(f"data.sources.{i}.weight: {none}; raise it, or optim.global_batch_size")
+            table = self.tables[i] = RowTable.of(source, width)
+            each = len(table) // count // table.unit * table.unit
+            if not each:
+                few = f"{len(table)} rows of {width} tokens cannot be divided among {count} streams"
+                fix = "give it more text, or lower optim.global_batch_size or optim.stream_groups"
+                raise UsageError(f"data.sources.{i}: {few}; {fix}")
+            base = int(uniform(1, f"{seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
+            self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
+            # each stream of a group reads a shard of its own
+            source.train.max_open = max(OPEN_SHARDS, 2 * len(streams))
         self._prefetched: dict[int, int] = {}
-
-    def _place(self, i: int, source: SourceRows) -> None:
-        """The rows at which the streams of source ``i`` start."""
-        streams = np.flatnonzero(self.source == i)
-        count = self.groups * len(streams)
-        if not count:
-            raise UsageError(
-                f"data.sources.{i}.weight: {source.weight:g} gives the source none of the {self.batch_size} "
-                "streams; raise it, or optim.global_batch_size"
-            )
-        table = self.tables[i] = RowTable.of(source, self.width)
-        each = len(table) // count // table.unit * table.unit
-        if not each:
-            raise UsageError(
-                f"data.sources.{i}: {len(table)} rows of {self.width} tokens cannot be divided among "
-                f"{count} streams; give it more text, or lower optim.global_batch_size or optim.stream_groups"
-            )
-        base = int(uniform(1, f"{self.seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
-        self.begin[:, streams] = base + each * np.arange(count).reshape(self.groups, -1)
-        # each stream of a group reads a shard of its own
-        source.train.max_open = max(OPEN_SHARDS, 2 * len(streams))
 
     def rows(self, step: int) -> Integers:
         """[B] the row of its source that each stream of the step's group is at."""

@@ -22,7 +22,6 @@ import yaml
 
 from titans_platform.errors import UsageError
 
-WORDS = Path(__file__).parent / "words.yaml"
 LONG = 32_768
 """Rows of at least so many tokens estimate their filler from the tokens per character first."""
 
@@ -178,9 +177,9 @@ def scatter(
     return pieces
 
 
-NOUNS, ADJECTIVES, VERBS, LINKS = (
-    tuple(words.split()) for words in yaml.safe_load(WORDS.read_text("utf-8")).values()
-)
+_words = yaml.safe_load((Path(__file__).parent / "words.yaml").read_text("utf-8"))
+WORDS: dict[str, tuple[str, ...]] = {kind: tuple(words.split()) for kind, words in _words.items()}
+NOUNS, ADJECTIVES, VERBS, LINKS = (WORDS[kind] for kind in ("nouns", "adjectives", "verbs", "links"))
 
 
 def prose(rng: random.Random, characters: int) -> str:

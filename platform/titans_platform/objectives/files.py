@@ -10,9 +10,7 @@ import hashlib
 import io
 import lzma
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import yaml
 from numpy.typing import NDArray
-from pyarrow import csv, parquet
+from pyarrow import csv, json, parquet
 
 from titans_platform.data import NotPrepared
-from titans_platform.data.stream import check_shared, shuffled
+from titans_platform.data.stream import SourceOrder, check_shared
 from titans_platform.errors import UsageError, one_line
 from titans_platform.files import read_json, write_json
 
@@ -32,22 +30,36 @@ OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 R = TypeVar("R")
 
 
-@contextmanager
-def opened(name: str, readers: Mapping[str, R], field: str) -> Iterator[tuple[R, Any]]:
-    """Open a file, decompressing .gz and .xz; yields the reader for its suffix and the file.
-
-    Raises UsageError that names ``field`` if the suffix is unknown, or if the file cannot be read, here or in
-    the ``with`` block.
-    """
-    path = Path(name).expanduser()
-    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-    if suffix not in readers:
-        raise UsageError(f"{field}: {name} is none of {', '.join(readers)} (or with .gz or .xz)")
+def read_opened(path: Path, read: Callable[[Any], R], field: str) -> R:
+    """``read`` of a file, decompressed if it is .gz or .xz. Raises UsageError that names ``field``."""
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            yield readers[suffix], file
+            return read(file)
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
-        raise UsageError(f"{field}: {name} cannot be read: {one_line(error)}") from None
+        raise UsageError(f"{field}: {path} cannot be read: {one_line(error)}") from None
+
+
+def _read_npy(file: Any) -> pa.Table:
+    values = np.load(file, allow_pickle=False)
+    values_NC = values.astype(np.float64).reshape(len(values), -1)
+    return pa.table({str(i): column for i, column in enumerate(values_NC.T)})
+
+
+READERS: dict[str, Callable[[Any], pa.Table]] = {
+    ".csv": csv.read_csv,
+    ".jsonl": json.read_json,
+    ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
+    ".npy": _read_npy,
+}
+
+
+def read_table(name: str, field: str) -> pa.Table:
+    """The columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming ``field``."""
+    path = Path(name).expanduser()
+    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    if suffix not in READERS:
+        raise UsageError(f"{field}: {name} is none of {', '.join(READERS)} (or with .gz or .xz)")
+    return read_opened(path, READERS[suffix], field)
 
 
 class ItemStream:
@@ -67,16 +79,14 @@ class ItemStream:
         make: Callable[[int, NDArray[np.int64]], Any],
     ):
         check_shared(batch_size, "rows", world_size)
-        self.items, self.batch_size, self.make = items, batch_size, make
+        self.batch_size, self.make = batch_size, make
         self.share = slice(rank, None, world_size)
-        # a batch may span two epochs
-        self._order = lru_cache(2)(lambda epoch: shuffled(items, f"{seed}/{epoch}"))
+        self._order = SourceOrder(np.array([items]), str(seed), windowed=False)
 
     def batch(self, step: int) -> Any:
         """This worker's items of the global batch of ``step`` (0-based)."""
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
-        drawn = [divmod(sample, self.items) for sample in samples]
-        return self.make(step, np.array([self._order(epoch)[place] for epoch, place in drawn]))
+        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
+        return self.make(step, self._order.at(samples))
 
 
 def save_copy(index: Path, content: str, suffix: str, write: Callable[[Path], object], **about: Any) -> None:
@@ -134,41 +144,23 @@ def content(table: Table) -> str:
 
 
 def read_series(name: str, columns: Sequence[str], field: str) -> Table:
-    """Read a .csv, .parquet (numeric columns, or those named) or .npy ([N] or [N, C]) file.
+    """The named columns of a file, or all numeric ones; of .npy ([N] or [N, C]) they are numbered.
 
-    Optionally compressed as .gz or .xz. Raises UsageError that names ``field``.
+    Raises UsageError that names ``field`` if the file cannot be read, or a value is missing.
     """
-    with opened(name, READERS, field) as (read, file):
-        return _checked(read(file), columns, f"{field}: {name}")
-
-
-def _checked(table: pa.Table, columns: Sequence[str], where: str) -> Table:
-    """The named columns, or all numeric ones. Raises UsageError if a value is missing."""
+    table, where = read_table(name, field), f"{field}: {name}"
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if missing := next((column for column in columns if column not in numbers), ""):
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")
     chosen = tuple(columns or numbers)
     if not chosen or not len(table):
         raise UsageError(f"{where} has no numbers")
-    values_NC = np.stack([table.column(name).cast(pa.float64()).to_numpy() for name in chosen], 1)
+    values_NC = np.stack([table.column(key).to_numpy().astype(np.float64) for key in chosen], 1)
     wrong = np.argwhere(~np.isfinite(values_NC))
     if len(wrong):
         step, channel = wrong[0]
         raise UsageError(f"{where} has no finite number in row {step} of {chosen[channel]}")
     return Table(values_NC, chosen)
-
-
-def _read_npy(file: Any) -> pa.Table:
-    values = np.load(file, allow_pickle=False)
-    values_NC = values.astype(np.float64).reshape(len(values), -1)
-    return pa.table({str(i): column for i, column in enumerate(values_NC.T)})
-
-
-READERS: dict[str, Callable[..., pa.Table]] = {
-    ".csv": csv.read_csv,
-    ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
-    ".npy": _read_npy,
-}
 
 
 def sines(steps: int, channels: int, seed: int) -> Table:
@@ -217,8 +209,7 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     if path is None:
         raise UsageError(f"{FOLDER}: no {known.file} (or .gz, .xz) in {folder}; it is from {known.source}")
     if known.sha256:
-        with opened(str(path), READERS, FOLDER) as (_, file):
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
         if found != known.sha256:
             raise UsageError(
                 f"{FOLDER}: {path} is not the standard file: its sha256 is {found}, not {known.sha256}; get "

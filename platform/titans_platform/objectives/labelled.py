@@ -6,9 +6,8 @@ Shapes: B rows of a batch, T tokens of its longest row, N sequences, K classes, 
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pyarrow import csv, json, parquet
+from pyarrow import parquet
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,14 +24,9 @@ from titans_platform.data import Tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
-from titans_platform.objectives.files import ItemStream, load_copy, opened, save_copy
+from titans_platform.objectives.files import ItemStream, load_copy, read_table, save_copy
 
 PARTS = ("train", "validation", "test")
-READERS: dict[str, Callable[[Any], pa.Table]] = {
-    ".csv": csv.read_csv,
-    ".jsonl": json.read_json,
-    ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
-}
 UNLABELLED = -1
 """Label of a row that is used for next-token pretraining."""
 
@@ -141,8 +135,7 @@ def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
     """Read a .csv, .jsonl or .parquet file, optionally compressed as .gz or .xz. ``fields`` are the sequence
     and the label column. Raises UsageError that names ``option``.
     """
-    with opened(name, READERS, option) as (read, file):
-        table = read(file)
+    table = read_table(name, option)
     for field in fields:
         if field not in (known := table.column_names):
             raise UsageError(f"{option}: {name} has no column {field}; it has {', '.join(known)}")

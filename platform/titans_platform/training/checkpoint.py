@@ -264,9 +264,8 @@ def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
 def _restore(path: Path, trainer: Trainer) -> None:
     state = _state(trainer)
     _load(path, state)
-    set_state_dict(
-        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(trainer.model, trainer.optimizer, **parts)
     trainer.states = _load_streams(path, trainer)
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         set_rng_state(own)

@@ -57,21 +57,21 @@ def find_corruption(folder: Path) -> str | None:
 
     Transient storage errors are retried. Raises StorageError.
     """
-    return retry_transient(lambda: _find_corruption(folder))
 
+    def find() -> str | None:
+        try:
+            for name, expected in read_manifest(folder).files.items():
+                if _hash(folder / name) != expected:
+                    return f"{name} does not have the hash it was written with"
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).name} is missing"
+        except (OSError, ValueError) as error:
+            if is_transient(error):
+                raise
+            return str(error)
+        return None
 
-def _find_corruption(folder: Path) -> str | None:
-    try:
-        for name, expected in read_manifest(folder).files.items():
-            if _hash(folder / name) != expected:
-                return f"{name} does not have the hash it was written with"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError) as error:
-        if is_transient(error):
-            raise
-        return str(error)
-    return None
+    return retry_transient(find)
 
 
 def _hash(path: Path) -> str:

@@ -126,7 +126,13 @@ class Reasoning(GeneratedTask):
                 f"options.facts: no story that {length} tokens hold answers {self.options.kind};"
                 " use longer rows, more facts, or fewer people"
             )
-        asks = self._place_asks(rng, story)
+        times, world = [], World(*self._names)
+        for time, (fact, _) in enumerate(story, start=1):
+            world.apply(fact)
+            if self._candidates(world):
+                times.append(time)
+        # facts before each question; the last question ends the row
+        asks = sorted([*rng.choices(times, k=self.options.questions - 1), len(story)])
         *sentences, last = self._tell(rng, story, asks)
         depths = sorted(rng.random() for _ in sentences)
         seed = rng.getrandbits(64)
@@ -203,16 +209,6 @@ class Reasoning(GeneratedTask):
         slack = 3 if not self._compact and kind in ("yes_no", "counting") else 0
         pieces = self._question(Question(subject, place, answer))
         return slack + sum(len(tokenizer.encode(text)) for text, _ in pieces)
-
-    def _place_asks(self, rng: random.Random, story: list[tuple[Fact, str]]) -> list[int]:
-        """Number of facts before each question, in order; the last question ends the row."""
-        times = []
-        world = World(*self._names)
-        for time, (fact, _) in enumerate(story, start=1):
-            world.apply(fact)
-            if self._candidates(world):
-                times.append(time)
-        return sorted([*rng.choices(times, k=self.options.questions - 1), len(story)])
 
     def _candidates(self, world: World) -> list[Question]:
         """Questions that can be asked now."""

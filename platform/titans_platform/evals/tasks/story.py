@@ -8,15 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from titans_platform.evals.items import WORDS
+
 Action = Literal["move", "get", "drop"]
 Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
 
-PEOPLE = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jacob",
-          "Karin", "Lucas", "Maria")  # fmt: skip
-PLACES = ("kitchen", "garden", "office", "hallway", "bathroom", "bedroom", "library", "cellar", "attic",
-          "garage", "balcony", "pantry", "studio")  # fmt: skip
-THINGS = ("apple", "football", "milk", "newspaper", "umbrella", "bottle", "teapot", "wallet", "camera",
-          "banana", "key", "vase", "scarf")  # fmt: skip
+PEOPLE, PLACES, THINGS = (WORDS[kind] for kind in ("people", "places", "things"))
 VERBS: dict[Action, tuple[str, ...]] = {
     "move": ("went to", "moved to", "travelled to", "walked to"),
     "get": ("got", "picked up", "took", "grabbed"),
