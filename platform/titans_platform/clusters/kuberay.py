@@ -94,9 +94,10 @@ class KubeRay(Cluster):
 
     def up_steps(self) -> list[Step]:
         """Apply the manifests and the RayCluster, wait for its pods."""
-        objects = [self._placed(item) for item in self.manifests]
+        objects = [self.placed(item) for item in self.manifests]
         if self.lifetime == "cluster":
-            objects.append(self.object("ray.io/v1", "RayCluster", self.name, spec=self.ray_spec()))
+            kind = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": self.name}}
+            objects.append(self.placed({**kind, "spec": self.ray_spec()}))
         apply = [self.apply(objects)] if objects else []
         if self.lifetime == "job":
             return [*apply, Note("no cluster to start: each submit creates its own"), self.record_step()]
@@ -108,11 +109,8 @@ class KubeRay(Cluster):
         secret = {"secretName": self.secret} if self.secret else {}
         return {"authOptions": {"mode": "token", **secret}, **copy.deepcopy(dict(self.ray))}
 
-    def object(self, api: str, kind: str, name: str, **body: Any) -> dict[str, Any]:
+    def placed(self, item: dict[str, Any]) -> dict[str, Any]:
         """A Kubernetes object in this namespace, with our label."""
-        return self._placed({"apiVersion": api, "kind": kind, "metadata": {"name": name}, **body})
-
-    def _placed(self, item: dict[str, Any]) -> dict[str, Any]:
         given = item.get("metadata") or {}
         labels = {**LABEL, **(given.get("labels") or {})}
         return {**item, "metadata": {**given, "namespace": self.namespace, "labels": labels}}
@@ -216,29 +214,23 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
             f"lifetime: job: {', '.join(job.files)} do not fit into a ConfigMap; put the tokenizer into "
             f"{spec.storage} and give its absolute path"
         )
-    ray, objects = spec.ray_spec(), []
-    if job.files:
-        binary = {_key(path): base64.b64encode(content).decode() for path, content in job.files.items()}
-        objects.append(spec.object("v1", "ConfigMap", job_id, binaryData=binary))
-        items = [{"key": _key(path), "path": path} for path in job.files]
+    ray, keys = spec.ray_spec(), {path: re.sub(r"[^-._a-zA-Z0-9]", "_", path) for path in job.files}
+    manifests = steps.render(
+        "rayjob.yaml",
+        name=job_id,
+        files={keys[path]: base64.b64encode(content).decode() for path, content in job.files.items()},
+        entrypoint=f"cd {FILES} && {shlex.join(job.command)}",
+        runtime_env=json.dumps({"env_vars": dict(job.env)}),
+    )
+    *config_map, ray_job = yaml.safe_load_all(manifests)
+    if keys:
+        items = [{"key": key, "path": path} for path, key in keys.items()]
         pod = ray["headGroupSpec"]["template"]["spec"]
         pod.setdefault("volumes", []).append({"name": "files", "configMap": {"name": job_id, "items": items}})
         mount = {"name": "files", "mountPath": FILES, "readOnly": True}
         _container(ray["headGroupSpec"])["volumeMounts"].append(mount)
-    body = {
-        # only the driver reads the files, and it runs in the head
-        "entrypoint": f"cd {FILES} && {shlex.join(job.command)}",
-        # JSON is YAML
-        "runtimeEnvYAML": json.dumps({"env_vars": dict(job.env)}),
-        "submissionMode": "K8sJobMode",
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": 600,
-        # a study resumes, so one retry is safe after a lost head
-        "backoffLimit": 1,
-        **spec.job,
-        "rayClusterSpec": ray,
-    }
-    return [*objects, spec.object("ray.io/v1", "RayJob", job_id, spec=body)]
+    ray_job["spec"] |= {**spec.job, "rayClusterSpec": ray}
+    return [spec.placed(item) for item in (*config_map, ray_job)]
 
 
 def _container(group: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +244,3 @@ def _resources(group: dict[str, Any]) -> dict[str, float]:
     cpu = str(limits.get("cpu", 1))
     cpus = float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu)
     return {"CPU": cpus, "GPU": sum(float(n) for name, n in limits.items() if name.endswith("/gpu"))}
-
-
-def _key(path: str) -> str:
-    return re.sub(r"[^-._a-zA-Z0-9]", "_", path)

@@ -12,16 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from jinja2 import Environment, StrictUndefined
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
+from titans_platform.clusters.steps import (
+    Note,
+    Run,
+    Step,
+    Write,
+    new_token,
+    perform,
+    render,
+    token_variables,
+)
 from titans_platform.errors import UsageError
 
-TEMPLATE = Path(__file__).parent / "templates" / "job.sbatch"
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
@@ -163,6 +170,4 @@ def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
         "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
         "PYTHONPATH": str(at / "code"),
     }
-    templates = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    templates.filters["quote"] = shlex.quote
-    return templates.from_string(TEMPLATE.read_text("utf-8")).render(spec=spec, at=at, exports=exports)
+    return render("job.sbatch", spec=spec, at=at, exports=exports)
