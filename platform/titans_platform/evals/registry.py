@@ -165,9 +165,7 @@ class GeneratedTask(Task):
             for bucket, one in zip(names, right, strict=False):
                 buckets.setdefault(bucket, []).append(one)
         stderr = (pvariance(shares) / len(shares)) ** 0.5
-        # by the number at the start of their names
-        order = sorted(buckets, key=lambda name: (int((re.match(r"\d+", name) or [0])[0]), name))
-        means = {bucket: fmean(buckets[bucket]) for bucket in order}
+        means = {bucket: fmean(buckets[bucket]) for bucket in sorted(buckets, key=_natural)}
         floor = self.floor(context.length, context.scorer.tokenizer)
         value, heuristic = (floor.value, floor.heuristic) if floor else (None, None)
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
@@ -206,6 +204,12 @@ class GeneratedTask(Task):
                 yield item
         if not given:
             raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """Sort key of buckets: the number at the start of the name."""
+    digits = re.match(r"\d+", name)
+    return int(digits[0]) if digits else 0, name
 
 
 def _graded(context: Context, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
