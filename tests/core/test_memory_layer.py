@@ -234,6 +234,6 @@ def test_what_a_theta_for_each_matrix_does_not_go_with_is_named():
         ):
             NeuralMemory(32, config)
     with pytest.raises(
-        ValueError, match="theta_per: matrix is not supported with write_budget 1.0; use head"
+        ValueError, match=r"theta_per: matrix is not supported with write_budget 1\.0; use head"
     ):
         MemoryConfig(theta_per="matrix", write_budget=1.0)
