@@ -37,6 +37,19 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
+def is_plain(*modules: nn.Module) -> bool:
+    """Whether the weights of linear layers and norms may be read in place of calling the modules.
+
+    Not of a module with hooks, of another class (LoRA wrappers, parametrisations) or with a ``forward`` of
+    its own.
+    """
+    return all(
+        type(m) in (Linear, nn.Linear, RMSNorm) and "forward" not in vars(m)
+        and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+        for m in modules
+    )  # fmt: skip
+
+
 class HeadNorm(nn.Module):
     """Weight and bias of the LN inside each head's memory, [H, E]; the operator applies them."""
 
@@ -98,7 +111,10 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        return feed_forward(x_BTD, norm.weight, self.gate.weight, self.up.weight, self.down.weight, EPS)
+        if is_plain(norm, self.gate, self.up, self.down):
+            return feed_forward(x_BTD, norm.weight, self.gate.weight, self.up.weight, self.down.weight, EPS)
+        z = norm(x_BTD)
+        return x_BTD + self.down(F.silu(self.gate(z)) * self.up(z))
 
 
 Gating = Literal["sum", "sigmoid", "silu", "product"]

@@ -7,13 +7,14 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from titans_core.backbone import Backbone, ModelState
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import EMPTY_READING, GREEDY, Reading, Sampling, Writing, read
-from titans_core.layers import Linear
+from titans_core.layers import Linear, is_plain
 from titans_kernels import token_losses
 
 LOGITS_PER_BLOCK = 2**24
@@ -99,7 +100,11 @@ class LanguageModel(Backbone):
 
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         # flattened: softmax over a middle dimension is several times slower
-        return token_losses(x_ND, cast(Linear, self.head).weight, targets_N)
+        if is_plain(self.head):
+            return token_losses(x_ND, cast(Linear, self.head).weight, targets_N)
+        logits = self.head(x_ND)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(exact), targets_N, reduction="none")
 
     def generate(
         self,

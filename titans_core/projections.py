@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_core.layers import CausalConv, Linear
+from titans_core.layers import CausalConv, Linear, is_plain
 from titans_kernels import linear, short_convolution, state_dtype, without_autocast
 from titans_kernels.memory.activations import ACTIVATIONS
 
@@ -87,7 +87,9 @@ class Projections(nn.Module):
     ) -> tuple[list[Tensor], ConvState]:
         """`project` without a correction of queries."""
         # one product and one convolution for all names, with concatenated weights
-        y = linear(x_BTD, self.weights(names))
+        layers = self.layers(names)
+        plain = is_plain(*layers)
+        y = linear(x_BTD, self.weights(names)) if plain else torch.cat([f(x_BTD) for f in layers], -1)
         if self.silu and (fused := self._fused(y, names, normalized, conv_state, documents)):
             return fused
         parts = list((F.silu(y) if self.silu else y).unflatten(-1, (len(names), -1)).unbind(-2))
@@ -103,9 +105,13 @@ class Projections(nn.Module):
         """Which of ``names`` are normalised: bit i for the i-th."""
         return sum(1 << i for i, name in enumerate(names) if name in self.normalized)
 
+    def layers(self, names: str) -> list[nn.Linear]:
+        """The linear layers of ``names``."""
+        return [getattr(self, f"w_{name}") for name in names]
+
     def weights(self, names: str) -> Tensor:
-        """The linear layers of ``names``, concatenated."""
-        return torch.cat([getattr(self, f"w_{name}").weight for name in names])
+        """Their weights, concatenated."""
+        return torch.cat([layer.weight for layer in self.layers(names)])
 
     def conv_weights(self, names: str) -> Tensor:
         """[K, names * C]; ones of width 1 without a convolution."""
@@ -168,6 +174,9 @@ def _l2_normalized(x: Tensor) -> Tensor:
 def project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     """Gates in [0, 1], in the state's precision: in bfloat16, 1 - alpha would round to 1."""
     with without_autocast(x):
+        if not is_plain(*linears):
+            found = [f(x.to(next(f.parameters()).dtype)) for f in linears]
+            return [torch.sigmoid(y.to(state_dtype(y))) for y in found]
         dtype, sizes = state_dtype(linears[0].weight), [n.out_features for n in linears]
         weight, bias = (
             torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")

@@ -13,7 +13,7 @@ from titans_core.blocks.base import Block, Positions
 from titans_core.blocks.mag import GateOptions
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents, reset_rows
-from titans_core.layers import EPS, Gate, RMSNorm
+from titans_core.layers import EPS, Gate, RMSNorm, is_plain
 from titans_core.memory import MemoryCache, NeuralMemory, expand_momentum, zero_momentum
 from titans_core.projections import ConvState
 from titans_kernels import DecodeState, Rule, packed_layout
@@ -163,6 +163,9 @@ class MAC(Block):
         ):  # fmt: skip
             return None
         gates = [gate for gate in (memory.alpha, memory.eta, memory.theta) if gate is not None]
+        read = (*memory.layers("qkv"), *attention.layers("kv"), memory.w_o, attention.w_o, *gates)
+        if not is_plain(*read, memory.output_norm, self.memory_norm):
+            return None
         none = x_BTD.new_empty(0, attention.w_k.out_features)
         k, v = (none, none) if prefix is None else (x[0].transpose(0, 1).flatten(1) for x in prefix)
         scale = None if attention.scale_H is None else attention.head_dim * attention.scale_H

@@ -1,0 +1,110 @@
+"""Compiled products leave hooks, wrappers and parametrisations of linear layers in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.core.small import model, tokens
+from titans_core import LanguageModel
+from titans_core.layers import Linear, is_plain
+
+
+class LoRA(Linear):
+    """A frozen linear layer and a low-rank correction of it, in the manner of adapters."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.down = nn.Parameter(torch.randn(2, layer.in_features, dtype=layer.weight.dtype))
+        self.up = nn.Parameter(torch.randn(layer.out_features, 2, dtype=layer.weight.dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + input @ self.down.T @ self.up.T
+
+
+class Wrapper(nn.Module):
+    """Scales what its layer returns; it has the attributes that adapters have."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer, self.out_features = layer, layer.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 1.5 * self.layer(input)
+
+
+class Doubled(nn.Module):
+    def forward(self, X: Tensor) -> Tensor:
+        return 2 * X
+
+
+def parametrized(layer: nn.Linear) -> nn.Linear:
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+def hooked(layer: nn.Linear) -> nn.Linear:
+    layer.register_forward_hook(lambda module, given, y: 1.5 * y)
+    return layer
+
+
+def replaced(layer: nn.Linear) -> nn.Linear:
+    layer.forward = lambda input: 1.5 * nn.Linear.forward(layer, input)
+    return layer
+
+
+CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "hook": hooked, "lora": LoRA, "wrapper": Wrapper, "parametrization": parametrized, "forward": replaced,
+}  # fmt: skip
+
+
+def names(variant: str) -> list[str]:
+    """The linear layers of a block and the head."""
+    found = [name for name, m in model(variant).named_modules() if isinstance(m, nn.Linear)]
+    return [name for name in found if name == "head" or name.startswith("blocks.0.")]
+
+
+def run(m: LanguageModel, targets: bool = True) -> Tensor:
+    x = tokens(2, 65)
+    output = m(x[:, :-1], targets_BT=x[:, 1:]) if targets else m(x[:, :-1])
+    return output.losses if targets else output.logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("variant", ["mac", "mag"])
+def test_a_changed_layer_is_called(variant, change):
+    """Each changes the losses as it does those from logits of a model whose every layer is called."""
+    plain = run(model(variant))
+    for name in names(variant):
+        m = model(variant)
+        parent, _, own = name.rpartition(".")
+        setattr(m.get_submodule(parent), own, CHANGES[change](m.get_submodule(name)))
+        changed = run(m)
+        assert (changed - plain).abs().max() > 1e-9, f"{name} was not called"
+        for module in m.modules():  # no layer is plain: every one is called
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda module, given, y: None)
+        torch.testing.assert_close(run(m), changed, rtol=1e-9, atol=1e-10)
+        from_logits = nn.functional.cross_entropy(
+            run(m, targets=False).flatten(0, 1), tokens(2, 65)[:, 1:].flatten(), reduction="none"
+        )
+        torch.testing.assert_close(from_logits, changed.flatten(), rtol=1e-9, atol=1e-10)
+
+
+def test_plain_layers_are_those_of_their_own_class_without_hooks():
+    layer = Linear(3, 3)
+    assert is_plain(layer, nn.Linear(3, 3))
+    handle = layer.register_forward_pre_hook(lambda module, given: None)
+    assert not is_plain(nn.Linear(3, 3), layer)
+    handle.remove()
+    assert is_plain(layer)
+    for change in CHANGES.values():
+        assert not is_plain(change(Linear(3, 3)))
