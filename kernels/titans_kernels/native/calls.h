@@ -12,6 +12,8 @@ struct Spec {
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
   const int64_t* kept;     // states kept of all documents before each
+  int64_t loss;            // the inner loss, a `Loss`
+  double threshold;        // beyond which it is not the squared error
 };
 
 template <class R> struct Tokens {

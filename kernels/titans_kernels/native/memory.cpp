@@ -1,4 +1,4 @@
-// The paper's rule on a CPU, one document and head after the other: what a chunk meets stays in the cache.
+// The paper's rule, and with a robust loss, on a CPU: one document and head after the other: what a chunk meets stays in the cache.
 //
 // Formulas as in ../memory/parts: passes.py and gates.py. A chunk's tokens lie side by side in a
 // vector's lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too;
@@ -20,6 +20,7 @@
 namespace {
 
 enum Output { PLAIN = -1, NORM = -2 };  // nothing, and x + LN(f(x))
+enum Loss { SQUARED, HUBER, YAAD };     // as in ../memory/rules/robust.py
 
 // Cut from one block of memory, each on a border of 64 bytes.
 template <class R> struct Arena {
@@ -59,6 +60,7 @@ template <class R> struct Chunk {
   Norm<R> norm;
   R *r, *read_r;   // of LN, for keys and reads
   R *y, *dy, *dp;  // what is read, its gradient, and that of the prediction M(k)
+  R* steep;        // derivative of the error with respect to M(k)
   R *pair, *square, *square_t, *dz, *dx, *v, *spare_t;
   int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
   int old = 0;       // how many of them came before the call
@@ -89,7 +91,7 @@ template <class R> struct Chunk {
       arena.ask(*p, most);
     for (R** p : {&C, &C_s, &N, &dC, &dC_s, &square, &square_t}) arena.ask(*p, most * most);
     arena.ask(pair, parts * widest * most);
-    for (R** p : {&dz, &dx, &v, &spare_t, &y, &dy, &dp}) arena.ask(*p, widest * most);
+    for (R** p : {&dz, &dx, &v, &spare_t, &y, &dy, &dp, &steep}) arena.ask(*p, widest * most);
     for (R** p : {&norm.dweight, &norm.dbias}) arena.ask(*p, padded(spec.widths[L]) * LANES);
     norm.rows = spec.widths[L];
     arena.give();
@@ -260,19 +262,40 @@ template <class R> struct Chunk {
     scaled(y.F, P, y.d, square, y.d);
   }
 
-  // d from the last layer's output z; E is the error 2 (M(k) - v) where that is not d. With LN z becomes n, and d of
+  // From predictions M(k) the error in their place, the gradient of the inner loss, and its derivative.
+  APART void errors(int rows, R* p) {
+    R limit = 2 * R(spec.threshold);
+    for (int i = 0; i < rows * P; i++) p[i] = 2 * (p[i] - v[i]), steep[i] = 2;
+    if (spec.loss == SQUARED) return;
+    std::fill(square, square + P, R(0));
+    if (spec.loss == YAAD) add_inner(rows, P, p, p, R(1), square);
+    for (int i = 0; i < rows; i++)
+      for (int t = 0; t < P; t++) {
+        R& e = p[i * P + t];
+        if (spec.loss == HUBER ? std::abs(e) <= limit : square[t] <= limit * limit) continue;
+        e = e > 0 ? limit : e < 0 ? -limit : e;
+        steep[i * P + t] = 0;
+      }
+  }
+
+  // d from the last layer's output z; E is the error where that is not d. With LN z becomes n, and d of
   // the tokens that pad the chunk is not zero, but their keys and their columns of C and N are.
   APART void surprise(Layer<R>& top) {
     int size = top.F * P;
     if (spec.output == PLAIN) {
-      for (int i = 0; i < size; i++) top.d[i] = 2 * (top.z[i] - v[i]);
+      std::copy(top.z, top.z + size, top.d);
+      errors(top.F, top.d);
     } else if (spec.output == NORM) {
       std::fill(top.d + norm.rows * P, top.d + size, R(0));
-      norm.surprise(P, layers[0].X, v, top.z, r, top.E, top.d);
+      norm.normalise(P, top.z, r);
+      norm.output(P, layers[0].X, top.z, top.E);
+      errors(norm.rows, top.E);
+      norm.surprise(P, top.z, r, top.E, top.d);
     } else {
       activate(spec.output, size, top.z, top.E);
       slopes<R>(spec.output, size, top.z, top.d, nullptr);
-      for (int i = 0; i < size; i++) top.E[i] = 2 * (top.E[i] - v[i]), top.d[i] *= top.E[i];
+      errors(top.F, top.E);
+      for (int i = 0; i < size; i++) top.d[i] *= top.E[i];
     }
   }
 
@@ -434,14 +457,14 @@ template <class R> struct Chunk {
   APART void surprise_backward(Layer<R>& top) {
     int size = top.F * P;
     if (spec.output == PLAIN) {
-      for (int i = 0; i < size; i++) dp[i] = top.dd[i] *= 2;
+      for (int i = 0; i < size; i++) dp[i] = top.dd[i] *= steep[i];
     } else if (spec.output == NORM) {
-      norm.surprise_backward(P, top.z, r, top.E, top.dd, dp);
+      norm.surprise_backward(P, top.z, r, top.E, steep, top.dd, dp);
       for (int i = 0; i < norm.rows * P; i++) layers[0].dX[i] += dp[i];
     } else {
       slopes(spec.output, size, top.z, top.slope, top.second);
       for (int i = 0; i < size; i++) {
-        dp[i] = 2 * top.dd[i] * top.slope[i];
+        dp[i] = steep[i] * top.dd[i] * top.slope[i];
         top.dd[i] = dp[i] * top.slope[i] + top.E[i] * top.second[i] * top.dd[i];
       }
     }

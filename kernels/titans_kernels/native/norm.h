@@ -64,21 +64,15 @@ template <class R> struct Norm {
     through(P, n, r, dy);
   }
 
-  // The errors e = 2 (M(k) - v) and d = J(e w); z becomes n.
-  APART void surprise(int P, const R* k, const R* v, R* z, R* r, R* e, R* d) const {
-    normalise(P, z, r);
-    output(P, k, z, e);
+  // d = J(e w) from the errors e.
+  APART void surprise(int P, const R* n, const R* r, const R* e, R* d) const {
     for (int i = 0; i < rows; i++)
-      for (int t = 0; t < P; t += size) {
-        V& error = at(e, i * P + t);
-        error = 2 * (error - at(v, i * P + t));
-        at(d, i * P + t) = error * weight[i];
-      }
-    through(P, z, r, d);
+      for (int t = 0; t < P; t += size) at(d, i * P + t) = at(e, i * P + t) * weight[i];
+    through(P, n, r, d);
   }
 
-  // dd, the gradient of d, becomes that of z; dp is that of the prediction M(k).
-  APART void surprise_backward(int P, const R* n, const R* r, const R* e, R* dd, R* dp) const {
+  // dd, the gradient of d, becomes that of z; dp is that of the prediction M(k), steep the derivative of e by it.
+  APART void surprise_backward(int P, const R* n, const R* r, const R* e, const R* steep, R* dd, R* dp) const {
     for (int t = 0; t < P; t += size) {
       V dd_mean = {}, dd_n = {}, g_mean = {}, g_n = {}, dd_g = {}, mean = {}, along = {};
       for (int i = 0; i < rows; i++) {
@@ -89,7 +83,7 @@ template <class R> struct Norm {
       V scale = at(r, t), dr = dd_g - dd_mean * g_mean - dd_n * g_n;
       for (int i = 0; i < rows; i++) {
         V &x = at(dd, i * P + t), y = at(n, i * P + t), error = at(e, i * P + t);
-        V dg = scale * (x - dd_mean - y * dd_n), p = 2 * dg * weight[i];
+        V dg = scale * (x - dd_mean - y * dd_n), p = at(steep, i * P + t) * dg * weight[i];
         add(i, t, error * dg + p * y, p);
         at(dp, i * P + t) = p;
         x = p * weight[i] - scale * (error * weight[i] * dd_n + x * g_n);  // of n

@@ -1,4 +1,4 @@
-"""The paper's rule in C++ for the CPU of this machine: `native/memory.cpp`.
+"""The paper's rule, also with the losses of `rules.robust`, in C++ for a CPU: `native/memory.cpp`.
 
 Parallel over documents and heads, whose state and temporaries stay in the cache if the memory is small. On
 one thread it is about three times as fast as `chunked` with heads of width 64, and 1.1 to 1.3 times with one
@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, whole
 from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.memory.residual import Output, OutputActivation
+from titans_kernels.memory.rules import Rule
+from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 24 * 2**20
@@ -28,6 +30,7 @@ KEEP_BYTES = 24 * 2**20
 backward recomputes the others. That is no slower: allocations above 32 MB get new pages in every call."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 PLAIN, NORM = -1, -2  # its `Output`
+LOSSES = (Rule, Huber, Yaad)  # its `Loss`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
@@ -94,6 +97,8 @@ class Spec(ctypes.Structure):
         ("bound", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("parts", "every")),
         *((name, ctypes.c_void_p) for name in ("widths", "borders", "kept")),
+        ("loss", ctypes.c_int64),
+        ("threshold", ctypes.c_double),
     )
 
 
@@ -128,6 +133,7 @@ class Call(NamedTuple):
         spec = Spec(
             heads, len(weights), b, ACTIVATIONS.index(activation), _output(options.residual),
             options.surprise_bound or 0.0, 3 if options.base else 2, every, *map(ctypes.addressof, arrays),
+            LOSSES.index(type(options.rule)), getattr(options.rule, "delta", 0.0),
         )  # fmt: skip
         return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * size)
 
