@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,22 @@ def tiny_yaml(tmp_path: Path) -> Path:
     # JSON is YAML
     path.write_text(json.dumps(RUN))
     return path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a line of the command line that must be refused, and returns what it says: one line."""
+
+    def run(*words: object, code: int = 2) -> str:
+        from titans_platform import cli
+
+        capsys.readouterr()
+        assert cli.run([*map(str, words)]) == code
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
 
 
 @pytest.fixture(scope="session")

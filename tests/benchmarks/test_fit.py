@@ -128,11 +128,8 @@ def test_pairs_of_a_run_are_what_its_memory_writes(tmp_path):
         (["--run", "nowhere", "--kind", "trained"], "nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, says, capsys, tmp_path):
-    assert cli.run(["bench", "fit", "--root", str(tmp_path), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert says in error
+def test_what_cannot_be_is_refused(arguments, says, refused, tmp_path):
+    assert says in refused("bench", "fit", "--root", tmp_path, *arguments)
 
 
 def test_lines_count_settings_and_edges():

@@ -74,13 +74,12 @@ def test_the_text_may_come_from_standard_input(cell, book, capsys, monkeypatch):
     assert generate(capsys, cell, "--read", "-", *line)[0] == expected
 
 
-def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys):
+def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys, refused):
     memory = tmp_path / "a.memory"
     generate(capsys, cell, "--prompt", "a", "--max-new-tokens", 0, "--memory-out", memory)
     earlier = sorted(cell.glob("checkpoints/step-*"))[0]
-    assert run(["generate", str(earlier), "--memory-in", str(memory)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --memory-in {memory}: written by another model")
+    said = refused("generate", earlier, "--memory-in", memory)
+    assert said.startswith(f"error: --memory-in {memory}: written by another model")
 
 
 @pytest.mark.parametrize(
@@ -98,15 +97,13 @@ def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys):
         (["--seed", str(2**63)], "--seed: "),
     ],
 )
-def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     Path("latin").write_bytes(b"a\xe9b")
-    assert run(["generate", str(cell), *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
+    assert says in refused("generate", cell, *words)
 
 
-def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys):
+def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys, refused):
     out = tmp_path / "out"
     assert run(["export", str(cell), str(out)]) == 0
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
@@ -120,8 +117,7 @@ def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys):
     model, byte, _ = load_run(cell)
     assert tokens == byte.encode("Call me")
     assert load_folder(out).generate([tokens], 9) == model.generate([tokens], 9)
-    assert run(["export", str(cell), str(out)]) == 2
-    assert "is not empty; give another folder" in capsys.readouterr().err
+    assert "is not empty; give another folder" in refused("export", cell, out)
 
 
 def test_any_tokenizer_will_do(tmp_path, book, capsys):

@@ -113,12 +113,11 @@ def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd
         assert capfd.readouterr().err == f"error: cluster hpc: no job 'none'; its jobs: {job.name}\n"
 
 
-def test_without_a_scheduler_it_says_so(tmp_path, monkeypatch, capsys):
+def test_without_a_scheduler_it_says_so(tmp_path, monkeypatch, refused):
     path = tmp_path / "hpc.yaml"
     path.write_text(f"kind: slurm\nstorage: {tmp_path}/shared\ncpus_per_node: 2\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run(["cluster", "up", str(path)]) == 3
-    assert "sbatch: not installed here" in capsys.readouterr().err
+    assert "sbatch: not installed here" in refused("cluster", "up", path, code=3)
 
 
 @pytest.mark.parametrize("name", ["memory_depth-340M-1f3a9c", "A" * 80])

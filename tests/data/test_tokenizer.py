@@ -12,7 +12,6 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from titans_platform.cli import run as titans
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import load_tokenizer, sources
 from titans_platform.data.tokenizer import TextStream, write_tokenizer
@@ -211,11 +210,10 @@ def test_every_study_has_room_for_the_tokenizer_that_it_names(hub):
 
 
 def test_too_few_ids_for_a_tokenizer_of_the_hub_are_refused_before_the_data_are_asked_for(
-    hub, tmp_path, monkeypatch, capsys
+    hub, tmp_path, monkeypatch, refused
 ):
     monkeypatch.setattr(sources.HubSource, "__init__", lambda *_: pytest.fail("the data were asked for"))
     data = {"tokenizer": HUB, "sources": [{"kind": "hub", "dataset": "some/corpus"}]}
     (tmp_path / "run.yaml").write_text(json.dumps({"model": {"vocab_size": 31_999}, "data": data}))
-    assert titans(["data", "prepare", str(tmp_path / "run.yaml"), "--root", str(tmp_path / "root")]) == 2
-    said = capsys.readouterr().err
+    said = refused("data", "prepare", tmp_path / "run.yaml", "--root", tmp_path / "root")
     assert f"model.vocab_size: 31999 is less than the 32000 of tokenizer {HUB}" in said

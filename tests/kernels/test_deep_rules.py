@@ -402,17 +402,9 @@ def test_a_window_stays_in_its_document(name):
     rule, borders = find_rule(name, c=4), [0, 5, 18, 19, T]
     for backend in ("reference", "auto"):
         case = Case(T, 2, documents=4, rule=rule)
-        *tokens, extra = case.tokens
         options = {"chunk_size": 7, "backend": backend, "rule": rule}
         packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
-        apart = []
-        for i, (start, end) in enumerate(pairwise(borders)):
-            own = (tuple(x[i : i + 1] for x in part) for part in case.state)
-            piece, gamma = (x[:, start:end] for x in tokens), extra[:, start:end]
-            y, after = neural_memory(*piece, *own, extra=gamma, **options)
-            apart.append([y, *after.weights, *after.momentum])
-        joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
-        assert_same(joined, packed, case.leaves)
+        assert_same(case.apart(borders, **options), packed, case.leaves)
 
 
 def test_what_a_window_does_not_go_with_is_named():

@@ -7,11 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import Call, assert_same
-from titans_kernels import MemoryState, decode_step, forms_used, neural_memory
+from titans_kernels import MemoryState, decode_step, forms_used
 from titans_kernels.memory.rules.delta_ttt import DeltaTTT
 
 each_order = pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
@@ -26,12 +25,8 @@ class Case(Call):
         generator = torch.Generator().manual_seed(10 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         q, k, v = (F.normalize(rand(batch, T, 2, n) - 0.5, dim=-1) for n in (5, 5, 4))
-        alpha, eta, theta, extra = (
-            0.1 * rand(batch, T, 2),
-            rand(batch, T, 2),
-            rand(batch, T, 2) / 2,
-            rand(batch, T, 2, 1),
-        )
+        alpha, eta, theta = 0.1 * rand(batch, T, 2), rand(batch, T, 2), rand(batch, T, 2) / 2
+        extra = rand(batch, T, 2, 1)
         alpha[0, T // 2, 0], eta[0, T // 3, 1], eta[0, T // 2], theta[0, T // 4] = 1, 1, 0, 0
         shapes = [(documents or batch, 2, *pair) for pair in pairwise([5, *[4] * depth])]
         self.tokens = [x.requires_grad_() for x in (q, k, v, alpha, eta, theta, extra)]
@@ -91,18 +86,9 @@ def test_a_base_and_any_cut(post, activation):
 def test_packed_documents_are_separate_calls(backend, post):
     borders = [0, 13, 13, 46, 50]
     case = Case(50, batch=1, documents=4)
-    *tokens, extra = case.tokens
     options = {"rule": DeltaTTT(post), "chunk_size": 1, "backend": backend}
     packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
-    apart: list[list[Tensor]] = []
-    for i, (a, b) in enumerate(pairwise(borders)):
-        own = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in case.state))
-        y = tokens[2][:, a:b]
-        if a < b:
-            y, own = neural_memory(*(x[:, a:b] for x in tokens), *own, extra=extra[:, a:b], **options)
-        apart.append([y, *own.weights, *own.momentum])
-    joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
-    assert_same(joined, packed, case.leaves)
+    assert_same(case.apart(borders, **options), packed, case.leaves)
 
 
 def test_a_bound_is_computed_token_by_token():

@@ -2,87 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from titans_kernels import find_rule, forms_used, neural_memory
+from tests.kernels.cases import assert_same
+from tests.kernels.test_rules import Case
+from titans_kernels import MemoryState, Rule, find_rule, forms_used
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import online
+from titans_kernels.memory.rules import PAPER
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 
 ONLINE = {"chunk_size": 1, "surprise_bound": None}
+RULES = [
+    *map(find_rule, ("paper", "gated_delta", "mdn")),
+    *(MomentumDelta(tied=True), MomentumDelta(angle=2.0)),
+]
 
 
-def made(T: int, *, B: int = 2, H: int = 2, D: int = 5, F: int = 4, momentum: bool = True, seed: int = 0):
-    """Arguments of `neural_memory`, all of them leaves, in float64."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q, k, v = random(B, T, H, D), random(B, T, H, D), random(B, T, H, F)
-    k = torch.nn.functional.normalize(k, dim=-1)
-    alpha, eta, theta = (torch.sigmoid(random(B, T, H)) for _ in range(3))
-    eta = eta if momentum else torch.zeros_like(eta)
-    given = [q, k, v, 0.3 * alpha, eta, 0.5 * theta, random(B, H, D, F), random(B, H, D, F)]
-    given += [torch.sigmoid(random(B, T, H, 1))]
-    return [x.detach().requires_grad_() for x in given]
+def made(T: int, rule: Rule = PAPER, **given: Any) -> Case:
+    """A linear memory, whose gates are larger than those of a model."""
+    case = Case(T, 1, **{"widths": [5, 4], "rule": rule, "batch": 2} | given)
+    with torch.no_grad():
+        for gate, factor in zip(case.tokens[3:6], (6, 1, 5), strict=True):
+            gate.mul_(factor).clamp_(max=1)
+    return case
 
 
-def computed(given: list[Tensor], backend: str, **options) -> list[Tensor]:
-    *tokens, W, S, extra = given
-    rule = options.get("rule", "paper")
-    own = (find_rule(rule) if isinstance(rule, str) else rule).extra_gates
-    y, state = neural_memory(
-        *tokens, (W,), (S,), extra=extra if own else None, backend=backend, **ONLINE, **options
-    )
-    outputs = [y, *state.weights, *state.momentum]
-    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in outputs]
-    loss = torch.stack([(x * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
-    return [x.detach() for x in outputs] + list(torch.autograd.grad(loss, given if own else given[:-1]))
+def assert_it_is_the_recurrence(case: Case, rule: Rule, **options) -> None:
+    expected = case.whole(backend="reference", rule=rule, **ONLINE, **options)
+    assert_same(expected, case.whole(backend="online", rule=rule, **ONLINE, **options), case.leaves)
 
 
-@pytest.mark.parametrize(
-    "rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True), MomentumDelta(angle=2.0)], ids=str
-)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, compiled):
     if not compiled:
         monkeypatch.setattr(online, "COMPILED", 0)
-    given = made(T)
-    torch.testing.assert_close(
-        computed(given, "online", rule=rule), computed(given, "reference", rule=rule), rtol=1e-9, atol=1e-9
-    )
+    assert_it_is_the_recurrence(made(T, rule), rule)
 
 
-@pytest.mark.parametrize(
-    "rule", ["paper", "gated_delta", "mdn", MomentumDelta(tied=True), MomentumDelta(angle=2.0)], ids=str
-)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 def test_gates_at_their_ends(rule):
-    given = made(40, momentum=False)
+    case = made(40, rule)
     with torch.no_grad():
-        # all is forgotten, nothing is, nothing is written
-        given[3][:, 5], given[3][:, 17], given[5][:, 9] = 1.0, 0.0, 0.0
-    found, expected = (computed(given, backend, rule=rule) for backend in ("online", "reference"))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert all(x.isfinite().all() for x in found)
+        # all is forgotten, nothing is, nothing is written; there is no momentum
+        case.tokens[3][:, 5], case.tokens[3][:, 17], case.tokens[5][:, 9] = 1, 0, 0
+        case.tokens[4].zero_()
+    assert_it_is_the_recurrence(case, rule)
 
 
-@pytest.mark.parametrize("rule", ["paper", "gated_delta", "mdn"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
 def test_packed_documents_start_afresh(rule):
-    given = [x[:1].detach().requires_grad_() for x in made(50)]
-    given[6:8] = [x[0].detach().requires_grad_() for x in given[6:8]]
     borders = torch.tensor([0, 13, 13, 46, 50], dtype=torch.int32)
-    found, expected = (
-        computed(given, backend, rule=rule, cu_seqlens=borders) for backend in ("online", "reference")
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_it_is_the_recurrence(made(50, rule, batch=1, documents=4), rule, cu_seqlens=borders)
 
 
 def test_auto_takes_it_where_it_serves():
-    *tokens, W, S, _ = made(8)
+    case = made(8)
     for rule, options, served in (
         ("paper", ONLINE, True),
         ("gated_delta", ONLINE, True),
@@ -91,7 +72,7 @@ def test_auto_takes_it_where_it_serves():
         ("yaad", ONLINE, False),
     ):
         forms_used(forget=True)
-        neural_memory(*tokens, (W,), (S,), rule=rule, **options)
+        case.whole(rule=rule, **options)
         assert ("neural_memory: online" in forms_used()) == served, (rule, options)
 
 
@@ -102,10 +83,10 @@ class OnAGPU(Tensor):
 
 
 def test_a_gpu_takes_it_too():
-    *tokens, W, _, _ = made(8)
-    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in tokens))
+    case = made(8)
+    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in case.tokens))
     for chunk_size, taken in ((1, True), (16, False)):
-        form = op.choose("auto", inputs, (W,), op.Options(chunk_size, "silu", None, None))
+        form = op.choose("auto", inputs, case.state.weights, op.Options(chunk_size, "silu", None, None))
         assert (form.name == "online") == taken
 
 
@@ -117,21 +98,21 @@ def test_a_gpu_takes_it_too():
     ],
 )
 def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
-    *tokens, W, S, _ = made(8)
     with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
-        neural_memory(*tokens, (W,), (S,), backend="online", **options)
+        made(8).whole(backend="online", **options)
 
 
 def test_float32_at_length_is_near_float64():
-    given = made(2048, D=32, F=32)
-    exact, *_ = computed(given, "online")
-    rounded, *_ = computed([x.detach().float().requires_grad_() for x in given], "online")
+    case, options = made(2048, widths=[32, 32]), ONLINE | {"backend": "online"}
+    with torch.no_grad():
+        exact, *_ = case.whole(**options)
+        case.tokens = [x.float() for x in case.tokens]
+        case.state = MemoryState(*(tuple(x.float() for x in part) for part in case.state))
+        rounded, *_ = case.whole(**options)
     assert (rounded - exact).norm() < 1e-5 * exact.norm()
 
 
 def test_the_state_keeps_no_more_than_itself_in_memory():
     for T in (31, 320):
-        *tokens, W, S, _ = made(T)
-        _, state = neural_memory(*tokens, (W,), (S,), backend="online", **ONLINE)
-        for x in (*state.weights, *state.momentum):
+        for x in made(T).whole(backend="online", **ONLINE)[1:]:
             assert x.untyped_storage().nbytes() == x.nbytes

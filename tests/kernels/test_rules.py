@@ -6,14 +6,13 @@ import re
 import textwrap
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.cases import Call, assert_same, with_extra
+from tests.kernels.cases import Call, assert_same
 from titans_kernels import (
     RULES,
     DecodeState,
@@ -207,14 +206,7 @@ def test_packed_documents_are_separate_calls(rule, backend):
     case = Case(borders[-1], 2, documents=len(borders) - 1, rule=rule)
     options = {"chunk_size": 7, "surprise_bound": 0.5, "backend": backend, "rule": rule}
     packed = case.whole(cu_seqlens=torch.tensor(borders), **options)
-    apart = []
-    for i, (start, end) in enumerate(pairwise(borders)):
-        own = (tuple(x[i : i + 1] for x in part) for part in case.state)
-        *tokens, extra = with_extra(x[:, start:end] for x in case.tokens)
-        y, after = neural_memory(*tokens, *own, extra=extra, **options)
-        apart.append([y, *after.weights, *after.momentum])
-    joined = [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*apart, strict=True))]
-    assert_same(joined, packed, case.leaves)
+    assert_same(case.apart(borders, **options), packed, case.leaves)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 16])

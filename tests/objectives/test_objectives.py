@@ -136,20 +136,17 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
         (["model.variant=lnm"], "model.variant: "),
     ],
 )
-def test_what_a_config_gets_wrong_is_one_line(run_yaml, capsys, sets, says):
-    assert train(*(word for one in sets for word in ("--set", one))) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert f"error: {says}" in lines[0]
+def test_what_a_config_gets_wrong_is_one_line(run_yaml, refused, sets, says):
+    words = (word for one in sets for word in ("--set", one))
+    assert f"error: {says}" in refused("train", "run.yaml", "--root", "runs", *words)
     assert not Path("runs/cells").exists()
 
 
 @pytest.mark.parametrize("command", ["prepare", "info"])
-def test_a_series_is_not_prepared_as_text(run_yaml, capsys, command):
-    assert cli.run(["data", command, "run.yaml", "--root", "runs"]) == 2
-    assert capsys.readouterr().err == (
+def test_a_series_is_not_prepared_as_text(run_yaml, refused, command):
+    assert refused("data", command, "run.yaml", "--root", "runs") == (
         "error: objective.kind: regression trains on series, which titans train prepares; "
-        "titans data prepares text only\n"
+        "titans data prepares text only"
     )
 
 
@@ -225,7 +222,7 @@ class Huber(Regression):
 '''
 
 
-def test_an_objective_of_ones_own_file(run_yaml, capsys):
+def test_an_objective_of_ones_own_file(run_yaml, refused):
     Path("own_objective.py").write_text(OWN)
     sets = ["objective.kind=own_objective:Huber", "objective.options.delta=0.5", "optim.steps=8"]
     cfg, root = load_config(run_yaml, sets), Path("runs")
@@ -236,13 +233,5 @@ def test_an_objective_of_ones_own_file(run_yaml, capsys):
     # at the same weights Huber's error is below half the squared one
     squared = execute(spec_for(load_config(run_yaml, sets[2:]), root))
     assert 0 < result.final_train_loss < 0.6 * squared.final_train_loss
-    for kind, says in (
-        (
-            "own_objective:Hubert",
-            "objective.kind: own_objective:Hubert: own_objective has no 'Hubert'; did you mean Huber?",
-        ),
-        ("no_such_module:Huber", "objective.kind: no_such_module:Huber: 'no_such_module' cannot be imported"),
-        ("own_objective:HuberOptions", "is not a subclass of titans_platform.objectives.base.Objective"),
-    ):
-        assert train("--set", f"objective.kind={kind}") == 2
-        assert says in capsys.readouterr().err
+    said = refused("train", "run.yaml", "--set", "objective.kind=own_objective:HuberOptions")
+    assert "is not a subclass of titans_platform.objectives.base.Objective" in said

@@ -181,7 +181,7 @@ def test_the_command_is_deterministic(cell, tmp_path, capsys):
     assert arrow.read_bytes() == before
 
 
-def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, refused):
     text, empty, binary = (tmp_path / name for name in ("text", "empty", "binary"))
     text.write_text("some text")
     empty.write_text("")
@@ -195,7 +195,5 @@ def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, capsys):
         ([bare, "--text", text], "variant transformer has no neural memory"),
         ([tmp_path / "nowhere", "--text", text], "no such run"),
     ):
-        assert run(["inspect", *map(str, words), "--out", str(tmp_path / "page.html")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
+        assert message in refused("inspect", *words, "--out", tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()

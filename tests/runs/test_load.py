@@ -66,7 +66,7 @@ def test_the_root_is_that_of_the_command_line_by_default(tiny_run, tmp_path, mon
     assert load_run(folder.name)[2] == tiny_run
 
 
-def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys):
+def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys, refused):
     folder = trained(tmp_path)
     older, newest = sorted((folder / "checkpoints").glob("step-*"))[-2:]
     damaged = next(path for path in sorted(newest.rglob("*.distcp")) if path.stat().st_size > 100)
@@ -75,8 +75,7 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_pat
     damaged.write_bytes(content)
     for command in (["eval"], ["generate"], ["export"]):
         further = [str(tmp_path / "out")] if command == ["export"] else []
-        assert run([*command, folder.name, *further, "--root", str(tmp_path)]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
+        line = refused(*command, folder.name, *further, "--root", tmp_path)
         assert f"checkpoint {newest} is damaged: " in line
         assert line.endswith(f"to use an older checkpoint, give {older}")
     assert run(["eval", str(older), "--json", "--root", str(tmp_path)]) == 0

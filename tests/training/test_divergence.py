@@ -46,6 +46,7 @@ class Sick(Tied):
 
 
 def sick(*places: int, **optim) -> Trainer:
+    torch.manual_seed(3)
     t = trainer(3, Sick(), **({"steps": 20} | optim))
     t.stream = Poisoned(*places)
     return t
@@ -111,7 +112,7 @@ def test_batches_are_left_out_and_the_next_take_their_places(tmp_path, policy, p
         def batch(self, step: int) -> Batch:
             return super().batch(healthy[step])
 
-    straight = trainer(3, Sick(), steps=20)
+    straight = sick()
     straight.stream = Healthy()
     straight.run(Hooks())
     assert same(weights(t), weights(straight))
