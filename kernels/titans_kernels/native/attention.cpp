@@ -47,21 +47,21 @@ void transposed(int rows, int columns, const Real* from, Real* to, int64_t ld) {
 struct Head {
   const Window& w;
   const Given& g;
-  int H, E, P, PP, S;  // PP: P padded; S: keys held from before
-  int64_t row, ld;     // ld: columns of a transposed matrix, with room for the last block's padding
+  int64_t H, E, P, PP, S;  // PP: P padded; S: keys held from before
+  int64_t row, ld;         // ld: columns of a transposed matrix, with room for the last block's padding
   int64_t document = 0, first = 0;
-  int h = 0, T = 0, unseen = 0;
+  int64_t h = 0, T = 0, unseen = 0;
   Buffer q, plain, k, k_t, v, v_t, prefix_k_t, prefix_v_t, scores, dscores;
   bool back;
 
   Head(const Window& w, const Given& g, bool back)
       : w(w), g(g), H(w.heads), E(w.width), P(w.prefix), PP(padded(P)), S(w.before), row(H * E), ld(0), back(back) {}
 
-  const Real* prefix(const Real* of) const { return of + int64_t(h) * P * E; }
+  const Real* prefix(const Real* of) const { return of + h * P * E; }
   Real scale() const { return g.scale[h]; }
 
   void rotate(Real* rows, Real sign) const {
-    int half = E / 2;
+    int64_t half = E / 2;
     for (int t = 0; t < T && g.cos; t++)
       turn(half, sign, g.cos + t * half, g.sin + t * half, rows + t * E, rows + t * E + half);
   }
@@ -88,7 +88,7 @@ struct Head {
   // The block of n queries from `at` on sees keys from `low` to `high`; a row of scores is the prefix, then these.
   int at, n, low, high, columns, width;
   void open(int from) {
-    at = from, n = std::min(BLOCK, T - at), high = S + at + n;
+    at = from, n = std::min<int64_t>(BLOCK, T - at), high = S + at + n;
     low = std::max<int64_t>(unseen, S + at - w.window + 1), columns = padded(high - low), width = PP + columns;
     scores.resize(BLOCK * width), dscores.resize(BLOCK * width);
   }
@@ -132,7 +132,7 @@ extern "C" void window_forward(const Window* w, const Given* g, Real* y, Real* a
       head.times(head.scores, head.prefix(g->prefix_v), head.v.data(), y + (head.first + at) * head.row + head.h * head.E,
                  head.row);
     }
-    int64_t kept = w->after * head.E, from = (head.S + head.T) * int64_t(head.E) - kept;
+    int64_t kept = w->after * head.E, from = (head.S + head.T) * head.E - kept;
     if (kept) std::copy_n(head.k.data() + from, kept, after_k + job * kept);
     if (kept) std::copy_n(head.v.data() + from, kept, after_v + job * kept);
   }
@@ -147,7 +147,7 @@ extern "C" void window_backward(const Window* w, const Given* g, const Real* dy,
   Buffer dturned, dplain, dkeys, dvalues, along;
   for (int64_t job = first; job < stop; job++) {
     head.load(job);
-    int E = head.E, P = head.P, S = head.S, T = head.T;
+    int64_t E = head.E, P = head.P, S = head.S, T = head.T;
     int64_t S_T = S + T, row = head.row, kept = w->after * E, of_prefix = job * P * E;
     std::fill_n(dprefix_k + of_prefix, P * E, Real(0)), std::fill_n(dprefix_v + of_prefix, P * E, Real(0));
     dkeys.assign(S_T * E, 0), dvalues.assign(S_T * E, 0), dturned.resize(T * E), dplain.assign(T * E, 0);

@@ -48,6 +48,20 @@ APART void gated_backward(int n, In dh, Out gate, Out up, Out h) {
   });
 }
 
+// The logits of a tile of tokens [n][P] under a weight [V][D]; those of V and beyond are zero.
+struct Vocabulary {
+  int64_t D, V, P;
+  Buffer weight_t, logits;
+  Vocabulary(int64_t D, int64_t V, const Real* weight)
+      : D(D), V(V), P(padded(V)), weight_t(D * P, 0), logits(TILE * P) {
+    transposed(V, D, weight, weight_t.data(), P);
+  }
+  Real* of(int n, const Real* x) {
+    product(n, D, P, x, D, weight_t.data(), logits.data(), false);
+    return logits.data();
+  }
+};
+
 APART void add(int n, In x, Out y) {
   for (int i = 0; i < n; i++) y[i] += x[i];
 }
@@ -139,13 +153,12 @@ void feed_forward_backward(const FeedForward* f, const Real* x, const Real* norm
 void loss_forward(const Layer* l, const Real* x, const Real* weight, const int64_t* targets, Real* losses,
                   Real* total, int64_t first, int64_t stop) {
   int64_t D = l->inputs, V = l->outputs, P = padded(V);
-  Buffer weight_t(D * P, 0), logits(TILE * P);
-  transposed(V, D, weight, weight_t.data(), P);
+  Vocabulary vocabulary(D, V, weight);
   for (int64_t at = first * TILE; at < std::min(stop * TILE, l->tokens); at += TILE) {
     int n = std::min(TILE, l->tokens - at);
-    product(n, D, P, x + at * D, D, weight_t.data(), logits.data(), false);
+    Real* logits = vocabulary.of(n, x + at * D);
     for (int t = 0; t < n; t++) {
-      Real *row = logits.data() + t * P, hit = row[targets[at + t]];
+      Real *row = logits + t * P, hit = row[targets[at + t]];
       std::fill(row + V, row + P, -INFINITY);
       Real most = greatest(P, row);
       total[at + t] = most + std::log(exponentials(P, most, row));
@@ -158,18 +171,17 @@ void loss_forward(const Layer* l, const Real* x, const Real* weight, const int64
 void loss_backward(const Layer* l, const Real* x, const Real* weight, const int64_t* targets, const Real* total,
                    const Real* dlosses, Real* dx, Real* dweight, int64_t first, int64_t stop) {
   int64_t D = l->inputs, V = l->outputs, P = padded(V);
-  Buffer weight_t(D * P, 0), logits(TILE * P);
-  transposed(V, D, weight, weight_t.data(), P);
+  Vocabulary vocabulary(D, V, weight);
   for (int64_t at = first * TILE; at < std::min(stop * TILE, l->tokens); at += TILE) {
     int n = std::min(TILE, l->tokens - at);
-    product(n, D, P, x + at * D, D, weight_t.data(), logits.data(), false);
+    Real* logits = vocabulary.of(n, x + at * D);
     for (int t = 0; t < n; t++) {
-      Real *row = logits.data() + t * P, d = dlosses[at + t];
+      Real *row = logits + t * P, d = dlosses[at + t];
       exponentials(P, total[at + t], row), scale_by(P, d, row);
       row[targets[at + t]] -= d;
     }
-    if (dx) product(n, V, D, logits.data(), P, weight, dx + at * D, false);
-    add_outer(n, V, D, logits.data(), P, x + at * D, dweight);
+    if (dx) product(n, V, D, logits, P, weight, dx + at * D, false);
+    add_outer(n, V, D, logits, P, x + at * D, dweight);
   }
 }
 }
