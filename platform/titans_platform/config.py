@@ -14,6 +14,7 @@ from titans_core.config import Frozen, ModelConfig, PositiveInt
 from titans_kernels.registry import source_file
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
+from titans_platform.text import texts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -364,19 +365,14 @@ class RunConfig(Frozen):
         if self.eval.at == "best" or self.eval.patience:
             # it determines which weights can be the best
             parts["validated"] = self.eval.every
-        if self.start_from:
-            parts["start_from"] = _content_of(self.start_from)
+        if point := self.start_from:
+            files = (read_json(Path(point) / "manifest.json") or {}).get("files")
+            if not isinstance(files, dict):
+                raise UsageError(
+                    f"start_from: {point} is not a checkpoint; give a run, or a folder step-XXXXXXXX"
+                )
+            parts["start_from"] = digest(files)
         return digest(parts)
-
-
-def _content_of(checkpoint: str) -> str:
-    """The hashes in a checkpoint's manifest, as one."""
-    manifest = read_json(Path(checkpoint) / "manifest.json") or {}
-    if not isinstance(files := manifest.get("files"), dict):
-        raise UsageError(
-            f"start_from: {checkpoint} is not a checkpoint; give a run, or a folder step-XXXXXXXX"
-        )
-    return digest(files)
 
 
 def _sources(value: Any) -> dict[str, str]:
@@ -384,15 +380,11 @@ def _sources(value: Any) -> dict[str, str]:
 
     Classes of the package are covered by the commit; a user's file may change between two runs.
     """
-    if isinstance(value, dict):
-        return {path: found for inner in value.values() for path, found in _sources(inner).items()}
-    if isinstance(value, list):
-        return {path: found for inner in value for path, found in _sources(inner).items()}
     try:
-        file = source_file(value) if isinstance(value, str) else None
+        files = {text: file for text in texts(value) if (file := source_file(text))}
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return {value: hashlib.sha256(file.read_bytes()).hexdigest()[:12]} if file else {}
+    return {text: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for text, file in files.items()}
 
 
 def digest(value: Any, length: int = 12) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NONE = "—"
 """Placeholder for a missing number."""
@@ -76,3 +79,24 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         fields |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
     return fields
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from texts(inner)
+
+
+def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "top", **options: Any) -> Table:
+    """An empty table for a terminal; the first ``left`` columns are text, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    options.setdefault("box", box.SIMPLE_HEAD)
+    made = Table(**options)
+    for i, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
+    return made

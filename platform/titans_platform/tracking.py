@@ -225,12 +225,7 @@ class Store:
         self, study: str, tags: Mapping[str, str] | None = None, params: Mapping[str, Any] | None = None
     ) -> str:
         """The parent run of a study, created with ``params`` the first time; its run id."""
-        run_id = self.find(STUDY_TAG, study)
-        if run_id is None:
-            run_id = self._create(study, {STUDY_TAG: study})
-            columns = [Param(key, str(value)) for key, value in (params or {}).items()]
-            log_entries(self.client, run_id, params=columns)
-        log_entries(self.client, run_id, tags=tags_of(tags or {}))
+        run_id = self._resumed(STUDY_TAG, study, study, params, tags)
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
@@ -248,10 +243,18 @@ class Store:
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
         """
-        run_id = self.find(CELL_TAG, cell)
+        return self._resumed(CELL_TAG, cell, name, params, tags, parent, config)
+
+    def _resumed(
+        self, tag: str, value: str, name: str, params: Mapping[str, Any] | None,
+        tags: Mapping[str, str] | None, parent: str | None = None, config: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """The id of the run that has a tag; of a new run ``name`` where there is none."""
+        run_id = self.find(tag, value)
         if run_id is None:
-            nested = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
-            run_id = self._create(name, {CELL_TAG: cell} | nested)
+            own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: value}
+            own |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+            run_id = self.client.create_run(self.experiment, tags=own, run_name=name).info.run_id
             columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
             log_entries(self.client, run_id, params=columns)
             if config:
@@ -329,10 +332,6 @@ class Store:
         """Where a server lists the runs, below its address."""
         return f"#/experiments/{self.experiment}/runs"
 
-    def _create(self, name: str, tags: dict[str, str]) -> str:
-        tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL"} | tags
-        return self.client.create_run(self.experiment, tags=tags, run_name=name).info.run_id
-
 
 def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None:
     """Log params, metrics or tags, in as many calls as it takes."""
@@ -356,7 +355,16 @@ class RunLog:
         self.run_id, self._client = run_id, client
         self._steps: dict[str, set[int]] = {}
         self._client.update_run(run_id, status="RUNNING")
-        self._monitor = _monitor(run_id, uri) if system_metrics else None
+        self._monitor = None
+        if system_metrics:
+            try:
+                from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+            except ModuleNotFoundError as error:
+                fix = f"{error.name} is not installed; pip install {error.name}, or leave it out"
+                raise UsageError(f"log.system_metrics: {fix}") from None
+            # MLflow's own thread that logs the use of CPU, memory and GPUs
+            self._monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
+            self._monitor.start()
 
     def send(self, points: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
         """Log values, as (step, milliseconds since the epoch, values), except those already in the store.
@@ -454,18 +462,6 @@ class _NoRetries:
 
 
 NO_RETRIES = _NoRetries()
-
-
-def _monitor(run_id: str, uri: str) -> Any:
-    """MLflow's own thread that logs the use of CPU, memory and GPUs, started. Raises UsageError."""
-    try:
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-    except ModuleNotFoundError as error:
-        fix = f"{error.name} is not installed; pip install {error.name}, or leave it out"
-        raise UsageError(f"log.system_metrics: {fix}") from None
-    monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
-    monitor.start()
-    return monitor
 
 
 def metrics_of(values: Mapping[str, float], step: int = 0) -> list[Metric]:

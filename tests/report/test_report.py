@@ -246,9 +246,9 @@ def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
     by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
     assert (by_row.key, gain.key) == ("position-gain", "gain-gain")
     assert len(by_row.panels) == 2
-    assert "state carried from the start 10.500 to 8.597" in by_row.panels[0].alt
-    assert "new state every row 10.500 to 10.500" in by_row.panels[0].alt
-    assert "LMM 0.100 to 0.200; Window 0.100 to 0.200" in gain.panels[0].alt
+    assert "state carried from the start from 10.500 to 8.597" in by_row.panels[0].alt
+    assert "new state every row from 10.500 to 10.500" in by_row.panels[0].alt
+    assert "LMM from 0.100 to 0.200; Window from 0.100 to 0.200" in gain.panels[0].alt
     drawn = svg(gain.panels[0], gain.size, "a")
     assert all(text in drawn for text in ("What memory brings", "nats a token", "position"))
 

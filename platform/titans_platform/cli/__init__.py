@@ -38,11 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
     "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),
     "export": ("model", "export", "Export a run's model and tokenizer to Hugging Face transformers."),
-    "generate": (
-        "model",
-        "generate",
-        "Generate text with a run's model; save its state as a memory file.",
-    ),
+    "generate": ("model", "generate", "Generate text with a run's model; save and load its memory."),
     "init": ("init", "init", "Write a starter run file with every field explained."),
     "inspect": ("model", "inspect", "Show what a run's memory does while it reads a text."),
     "paper": ("runs", "paper", "Write one page: the paper's tables and figures next to our results."),
@@ -53,16 +49,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "ui": ("runs", "ui", "Open the MLflow UI on the runs."),
 }
 BENCHMARKS = {
-    "fit": (
-        "benchmarks.fit",
-        "command",
-        "Compare memories on fixed keys and values: rules, depths, passes, chunks.",
-    ),
-    "kernels": (
-        "titans_kernels.bench.__main__",
-        "kernels",
-        "Time the memory kernels next to other implementations on a GPU.",
-    ),
+    "fit": ("benchmarks.fit", "command", "Compare memories on fixed keys and values: rules, depths, passes."),
+    "kernels": ("titans_kernels.bench.__main__", "kernels", "Time the memory kernels and others on a GPU."),
     "memory": (
         "benchmarks.memory",
         "memory",
@@ -84,6 +72,8 @@ class FiniteFloat(click.FloatRange):
         return number
 
 
+file_type = click.Path(dir_okay=False, path_type=Path)
+
 set_option = click.option(
     "--set",
     "overrides",
@@ -97,7 +87,6 @@ root_option = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("titans-runs"),
     envvar="TITANS_HOME",
-    show_default=True,
     show_envvar=True,
     help="Folder of data, runs, studies and the MLflow store.",
 )
@@ -124,7 +113,7 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would b
 
 def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """CONFIG, the YAML file of a run, with --set and --root."""
-    path = click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+    path = click.argument("config", type=file_type)
     return path(set_option(root_option(command)))
 
 
@@ -191,7 +180,7 @@ def _find_benchmarks(command: str) -> None:
 @click.group(
     cls=LazyGroup,
     lazy=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @click.version_option(package_name="titans-lab")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")

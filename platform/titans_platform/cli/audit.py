@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from titans_platform.cli import file_type, finite
 from titans_platform.errors import UsageError, one_line
 from titans_platform.files import write_text
 
@@ -23,38 +23,18 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 """Columns of the table."""
-PLAIN_EVERY = 10.0
-"""Seconds between lines of progress when the output is not a terminal."""
-file_type = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
 @click.argument("target", required=False)
 @click.option("--variant", metavar="NAME", help="A variant of this library instead of TARGET.")
-@click.option("--dim", type=click.IntRange(1), default=32, show_default=True, help="Width of the layer.")
-@click.option(
-    "--length",
-    type=click.IntRange(8),
-    default=144,
-    show_default=True,
-    help="Tokens of the inputs; more than two of the layer's chunks.",
-)
-@click.option(
-    "--kwargs",
-    default="{}",
-    metavar="JSON",
-    help="Arguments of the layer, or fields of the variant's model config.",
-)
-@click.option(
-    "--adapter",
-    metavar="MODULE:FUNCTION",
-    help="A function that takes the layer and returns a titans_core.audit.Adapter.",
-)
+@click.option("--dim", type=click.IntRange(1), default=32, help="Width of the layer.")
+@click.option("--length", type=click.IntRange(8), default=144, help="Tokens; more than two chunks.")
+@click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of the layer or the model config.")
+@click.option("--adapter", metavar="MODULE:FUNCTION", help="From the layer to a titans_core.audit.Adapter.")
 @click.option("--only", multiple=True, metavar="CHECK", help="Run this check only. May be repeated.")
 @click.option("--skip", multiple=True, metavar="CHECK", help="Leave this check out. May be repeated.")
-@click.option(
-    "--json", "json_file", type=file_type, help="Write the results to this JSON file; - prints them."
-)
+@click.option("--json", "json_file", type=file_type, help="Write the results as JSON; - prints them.")
 @click.option("--html", "html_file", type=file_type, help="Write the results to this HTML page.")
 @click.option("--badge", is_flag=True, help="Print a line of Markdown for a README instead of the table.")
 def audit(
@@ -73,60 +53,51 @@ def audit(
     """
     if (target is None) == (variant is None):
         raise UsageError("audit: give either TARGET, package.module:Class, or --variant NAME")
-    arguments = _arguments(kwargs)
+    try:
+        arguments = json.loads(kwargs)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--kwargs: not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise UsageError(f"--kwargs: {kwargs} is not an object of names and values")
     from titans_core.audit import AuditError, variant_factory
     from titans_core.audit import audit as run
+    from titans_platform.cli.live import PlainLines
 
-    progress = Progress()
+    console = Console(stderr=True)
+    plain, done = PlainLines(console), 0
     try:
         if variant is not None:
             factory, name = variant_factory(variant, dim, **arguments), variant
         else:
             assert target is not None
             factory, name = _factory(target, dim, arguments, adapter), target.partition(":")[2]
-        with progress.console.status("audit") as status:
-            progress.update = status.update
+        with console.status("audit") as status:
+
+            def progress(check: Check, result: Result | None) -> None:
+                nonlocal done
+                done += result is not None
+                status.update(line := f"{done} checks done, {check.name} running")
+                plain(lambda: line)
+
             report = run(
                 factory, name=name, length=length, width=None if variant else dim, only=only, skip=skip,
                 on_check=progress,
             )  # fmt: skip
     except AuditError as error:
         raise UsageError(f"{variant or target}: {error}") from None
-    _write(report, json_file, html_file)
+    if json_file is not None:
+        text = json.dumps(finite(report.to_dict()), indent=2)
+        click.echo(text) if str(json_file) == "-" else write_text(json_file, text + "\n")
+    if html_file is not None:
+        from titans_platform.report.publish import html
+
+        counts = {"passed": len(report.of("pass")), "failed": len(report.of("fail"))}
+        write_text(html_file, html("audit.html", report=report, **counts))
     if badge:
         click.echo(report.badge)
     elif str(json_file) != "-":
         _show(report)
     return 0 if report.passed else 1
-
-
-class Progress:
-    """The running check on standard error; without a terminal, a line every few seconds."""
-
-    def __init__(self) -> None:
-        self.console, self.done = Console(stderr=True), 0
-        self.update: Callable[[str], None] = lambda line: None
-        self.began = self.shown = time.perf_counter()
-
-    def __call__(self, check: Check, result: Result | None) -> None:
-        """A check begins, or ended with a result."""
-        self.done += result is not None
-        now = time.perf_counter()
-        line = f"{self.done} checks done, {check.name} running"
-        self.update(line)
-        if not self.console.is_terminal and result is None and now - self.shown > PLAIN_EVERY:
-            self.shown = now
-            click.echo(f"[{now - self.began:.0f}s] {line}", err=True)
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--kwargs: not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise UsageError(f"--kwargs: {text} is not an object of names and values")
-    return arguments
 
 
 def _found(option: str, path: str) -> Any:
@@ -164,30 +135,14 @@ def _sized(kind: Callable[..., Any], dim: int, arguments: dict[str, Any]) -> tup
         parameters = list(inspect.signature(kind).parameters.values())
     except (TypeError, ValueError):
         return [dim], arguments
-    open_ones = [
-        p
-        for p in parameters
-        if p.name not in arguments and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    open_ones = [p for p in parameters if p.name not in arguments and p.kind in by_name]
     required = [p.name for p in open_ones if p.default is p.empty]
     widths = [name for name in required if name in WIDTHS]
     widths = widths or [p.name for p in open_ones if p.name in WIDTHS and not required][:1]
     if widths or not required:
         return [], {**dict.fromkeys(widths, dim), **arguments}
     return [dim], arguments
-
-
-def _write(report: Report, json_file: Path | None, html_file: Path | None) -> None:
-    if json_file is not None:
-        from titans_platform.cli import finite
-
-        text = json.dumps(finite(report.to_dict()), indent=2)
-        click.echo(text) if str(json_file) == "-" else write_text(json_file, text + "\n")
-    if html_file is not None:
-        from titans_platform.report.publish import render
-
-        counts = {"passed": len(report.of("pass")), "failed": len(report.of("fail"))}
-        write_text(html_file, render("audit.html", report=report, **counts))
 
 
 def _show(report: Report) -> None:

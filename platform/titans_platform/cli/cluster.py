@@ -43,22 +43,19 @@ def list_clusters(as_json: bool) -> None:
     Example:
       titans cluster list
     """
-    rows = [_listed(name, path) for name, path in sorted(known_clusters().items())]
+    rows = []
+    for name, path in sorted(known_clusters().items()):
+        try:
+            found = load_cluster(str(path))
+            kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
+        except UsageError as error:
+            kind, state, about = "?", "invalid", str(error)
+        rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": about})
     if as_json:
         echo_json(rows)
         return
     for row in rows:
         click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}\n  {row['description']}")
-
-
-def _listed(name: str, path: Path) -> dict[str, Any]:
-    """One entry of the list; an invalid file is listed with its error."""
-    try:
-        found = load_cluster(str(path))
-        kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
-    except UsageError as error:
-        kind, state, about = "?", "invalid", str(error)
-    return {"name": name, "kind": kind, "state": state, "path": path, "description": about}
 
 
 @cluster.command(short_help="Bring a cluster up.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,9 +14,9 @@ from titans_platform.cli import cluster_option, config_options, dry_run_option, 
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
-    from titans_platform.config import DataConfig, RunConfig
+    from titans_platform.config import DataConfig
     from titans_platform.data import PreparedData
-    from titans_platform.data.prepare import Progress
+    from titans_platform.objectives import Objective
     from titans_platform.objectives.classification import Classification
 
 
@@ -29,21 +27,14 @@ def data() -> None:
 
 @data.command(short_help="Tokenise sources into shards.")
 @config_options
-@click.option(
-    "--processes", type=click.IntRange(1), help="Processes that tokenise a large source  [default: all cores]"
-)
+@click.option("--processes", type=click.IntRange(1), help="Tokenising processes  [default: all cores]")
 @cluster_option
 @dry_run_option
 @json_option
 def prepare(
-    config: Path,
-    overrides: tuple[str, ...],
-    root: Path,
-    processes: int | None,
-    cluster: str | None,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+    config: Path, overrides: tuple[str, ...], root: Path, processes: int | None, cluster: str | None,
+    dry_run: bool, as_json: bool,
+) -> int:  # fmt: skip
     """Tokenise the sources under `data` of CONFIG (a run's YAML file) into shards.
 
     Idempotent: prepared sources and finished parts of a large source are skipped, corrupt shards are rebuilt.
@@ -54,49 +45,41 @@ def prepare(
       titans data prepare run.yaml --set data.sequence_length=1024
       titans data prepare run.yaml --set data.store=s3://bucket/data --cluster lab
     """
+    from titans_platform.cli.live import preparing
+    from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.data.parts import by_processes, by_ray
     from titans_platform.data.prepare import cores
     from titans_platform.data.prepare import prepare as prepare_data
+    from titans_platform.objectives.next_token import NextToken
     from titans_platform.runs.ray_session import in_job, joined
 
-    loaded = _load(config, overrides, tokenising=True).data
+    loaded = _text_data(objective := _objective(config, overrides))
+    if isinstance(objective, NextToken):
+        objective.check_vocabulary(objective.tokenizer())
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import prepare_on
 
         return prepare_on(cluster, click.get_current_context(), loaded)
     if dry_run:
-        _show_missing(loaded, root, as_json)
+        try:
+            _show(describe(open_prepared(loaded, root)), as_json)
+        except NotPrepared as error:
+            echo_json({"prepared": False}) if as_json else click.echo(str(error))
         return 0
     run = by_ray if in_job() else by_processes(processes or cores())
-    with joined(root), _progress_bars() as progress:
+    with joined(root), preparing(Console(stderr=True)) as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
     _show(describe(prepared), as_json)
     return 0
 
 
-def _show_missing(data: DataConfig, root: Path, as_json: bool) -> None:
-    from titans_platform.data import NotPrepared, open_prepared
-
-    try:
-        _show(describe(open_prepared(data, root)), as_json)
-    except NotPrepared as error:
-        echo_json({"prepared": False}) if as_json else click.echo(str(error))
-
-
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
 @click.option("--verify", is_flag=True, help="Verify the checksum of every shard.")
-@click.option(
-    "--kmer", type=click.IntRange(1), metavar="K", help="Also fit a regression on k-mers, k up to K."
-)
+@click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also a regression on k-mers, k up to K.")
 @json_option
 def info(
-    config: Path,
-    overrides: tuple[str, ...],
-    root: Path,
-    verify: bool,
-    kmer: int | None,
-    as_json: bool,
+    config: Path, overrides: tuple[str, ...], root: Path, verify: bool, kmer: int | None, as_json: bool
 ) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
@@ -108,20 +91,21 @@ def info(
       titans data info run.yaml --verify
       titans data info promoters.yaml --kmer 6
     """
-    if (labelled := _labelled(config, overrides)) is not None:
-        _show_labelled(labelled, root, kmer, as_json)
-        return
-    if kmer:
-        raise UsageError("--kmer: the run does not train on labelled sequences; leave --kmer out")
     from titans_platform.data import open_prepared
+    from titans_platform.objectives.classification import Classification
 
-    cfg = _load(config, overrides)
-    _show(describe(open_prepared(cfg.data, root, verify=verify)), as_json)
+    objective = _objective(config, overrides)
+    if isinstance(objective, Classification):
+        _show_labelled(objective, root, kmer, as_json)
+    elif kmer:
+        raise UsageError("--kmer: the run does not train on labelled sequences; leave --kmer out")
+    else:
+        _show(describe(open_prepared(_text_data(objective), root, verify=verify)), as_json)
 
 
 @data.command(short_help="Train a tokenizer on a corpus.")
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--size", type=click.IntRange(1), default=4096, show_default=True, help="Vocabulary size.")
+@click.option("--size", type=click.IntRange(1), default=4096, help="Vocabulary size.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Output file, a tokenizer.json.")
 def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     """Train a byte-level BPE on SOURCES: files, folders, globs or URLs, as a `files` source takes them.
@@ -150,14 +134,21 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     click.echo(f"{out}: {made.vocab_size:,} ids, {made.fingerprint}")
 
 
-def _labelled(config: Path, overrides: tuple[str, ...]) -> Classification | None:
-    """The objective of a run on labelled sequences; None if it has other data. Raises UsageError."""
+def _objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
-    from titans_platform.objectives.classification import Classification
 
-    objective = build_objective(load_config(config, overrides))
-    return objective if isinstance(objective, Classification) else None
+    return build_objective(load_config(config, overrides))
+
+
+def _text_data(objective: Objective[Any]) -> DataConfig:
+    """The sources of a run on text. Raises UsageError: it trains on other data."""
+    if (kind := objective.data_kind) != "tokens":
+        raise UsageError(
+            f"objective.kind: {objective.cfg.objective.kind} trains on {kind}, which titans train prepares; "
+            "titans data prepares text only"
+        )
+    return objective.cfg.data
 
 
 def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_json: bool) -> None:
@@ -185,53 +176,6 @@ def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_j
             highlight=False,
             soft_wrap=True,
         )
-
-
-def _load(config: Path, overrides: tuple[str, ...], tokenising: bool = False) -> RunConfig:
-    """The config of a run on text. Raises UsageError: the objective does not train on text, or, with
-    ``tokenising``, the tokenizer's vocabulary exceeds model.vocab_size.
-    """
-    from titans_platform.loading import load_config
-    from titans_platform.objectives import build_objective
-    from titans_platform.objectives.next_token import NextToken
-
-    cfg = load_config(config, overrides)
-    objective = build_objective(cfg)
-    if (kind := objective.data_kind) != "tokens":
-        raise UsageError(
-            f"objective.kind: {cfg.objective.kind} trains on {kind}, which titans train prepares; "
-            "titans data prepares text only"
-        )
-    if tokenising and isinstance(objective, NextToken):
-        objective.check_vocabulary(objective.tokenizer())
-    return cfg
-
-
-@contextmanager
-def _progress_bars() -> Iterator[Progress | None]:
-    """A callback that draws a bar for each source on a terminal; None where there is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    numbers = TextColumn(
-        "{task.fields[documents]:,} documents, {task.fields[rate]:,.0f}/s, {task.fields[tokens]:,} tokens"
-    )
-    about, times = TextColumn("{task.description}"), (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(about, BarColumn(), numbers, *times, console=console) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(label: str, documents: int, tokens: int, done: float | None) -> None:
-            if label not in tasks:
-                tasks[label] = bars.add_task(label, total=None, documents=0, tokens=0, rate=0.0)
-            task = next(one for one in bars.tasks if one.id == tasks[label])
-            rate = documents / max(task.elapsed or 0, 1e-3)
-            shown: dict[str, Any] = {"documents": documents, "tokens": tokens, "rate": rate}
-            bars.update(tasks[label], total=done and 1.0, completed=done or 0.0, **shown)
-
-        yield show
 
 
 def describe(prepared: PreparedData) -> dict[str, Any]:

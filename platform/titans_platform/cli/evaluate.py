@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from titans_platform import text
 from titans_platform.cli import beyond_training, echo_json, json_option, root_option, set_option
 from titans_platform.errors import UsageError
 from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED
@@ -34,34 +34,17 @@ Asked = tuple[str, "TaskConfig", int, Any]
 
 @click.command("eval")
 @click.argument("run")
-@click.option(
-    "--by-position", is_flag=True, help="Loss by position in long texts, with and without carried state."
-)
-@click.option(
-    "--pathways", is_flag=True, help="Answers with memory, attention or decay off: which one carries them."
-)
-@click.option(
-    "--rows", type=int, help="Of --by-position: length of a text in training rows  [default: at most 64]"
-)
-@click.option(
-    "--read",
-    "file",
-    metavar="FILE",
-    help="Of --by-position: your own text: a file, folder or glob of .txt, .jsonl, ..., also .gz, .xz.",
-)
+@click.option("--by-position", is_flag=True, help="Loss by position in long texts, carried and fresh state.")
+@click.option("--pathways", is_flag=True, help="Answers with memory, attention or decay off.")
+@click.option("--rows", type=int, help="Of --by-position: training rows of a text  [default: at most 64]")
+@click.option("--read", "file", metavar="FILE", help="Of --by-position: your own file, folder or glob.")
 @set_option
 @root_option
 @json_option
 def evaluate(
-    run: str,
-    by_position: bool,
-    pathways: bool,
-    rows: int | None,
-    file: str | None,
-    overrides: tuple[str, ...],
-    root: Path,
-    as_json: bool,
-) -> None:
+    run: str, by_position: bool, pathways: bool, rows: int | None, file: str | None,
+    overrides: tuple[str, ...], root: Path, as_json: bool,
+) -> None:  # fmt: skip
     """Evaluate RUN and print a table of values, chance levels and floors.
 
     RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
@@ -123,21 +106,26 @@ def evaluate(
 
 
 def _by_position(
-    point: Path,
-    cfg: RunConfig,
-    rows: int | None,
-    file: str | None,
-    root: Path,
-    as_json: bool,
+    point: Path, cfg: RunConfig, rows: int | None, file: str | None, root: Path, as_json: bool,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     """Evaluate the checkpoint ``point``, print the table and save the figure to the run's folder."""
+    import torch
+
     from titans_core import LanguageModel
+    from titans_platform.cli.live import reading_display
+    from titans_platform.evals import evaluating
+    from titans_platform.evals.scoring import Scorer
+    from titans_platform.evals.tasks import by_position
     from titans_platform.report.figures.buckets import loss_picture
     from titans_platform.report.figures.picture import save
     from titans_platform.runs.load import load_checkpoint
     from titans_platform.training.loop import deterministic
 
+    row, folder = cfg.data.sequence_length, point.parents[1]
+    remedy = "give a longer text" if file else "raise a text source's validation_fraction"
+    field = "--rows" if rows else "--read" if file else "data.sources"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         if not isinstance(model, LanguageModel):
@@ -145,19 +133,28 @@ def _by_position(
                 f"--by-position: objective {cfg.objective.kind} does not read text; next_token does"
             )
         with _data(objective, cfg, file, root, console) as data:
-            found = _read(model, data, cfg, rows, file, console)
-    folder = point.parents[1]
+            rows = rows or max(2, min(ROWS, by_position.longest_text(data) // row))
+            texts = by_position.long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
+            scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
+            tokens = by_position.tokens_to_read(len(texts), rows, row)
+            with evaluating(model), reading_display(tokens, console) as report:
+                found = by_position.read_by_position(scorer, texts, row, report=report)
     # the user's text must not overwrite the figure of the validation data
     suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
     picture = loss_picture(found, f"by-position{suffix}", f"Loss by position, run {folder.name}")
     figures = save(picture, folder)
     if as_json:
-        echo_json(
-            {"cell": folder.name, "step": step, **as_numbers(found), "figures": list(map(str, figures))}
-        )
+        paths = [str(path) for path in figures]
+        echo_json({"cell": folder.name, "step": step, **as_numbers(found), "figures": paths})
         return
     console.print(position_table(found))
-    console.print(gain_line(found), highlight=False)
+    mean, stderr = found.gain()
+    whose = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
+    parts = "; s.e. over 16 parts of it" if found.texts == 1 else ""
+    console.print(
+        f"what memory brings: {mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose}{parts})",
+        highlight=False,
+    )
     if found.length > cfg.trained_context:
         console.print(beyond_training(found.length, cfg.trained_context), highlight=False)
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
@@ -186,39 +183,11 @@ def _data(
         yield data
 
 
-def _read(
-    model: Any, data: PreparedData, cfg: RunConfig, rows: int | None, file: str | None, console: Console
-) -> ByPosition:
-    import torch
-
-    from titans_platform.cli.live import reading_display
-    from titans_platform.evals import evaluating
-    from titans_platform.evals.scoring import Scorer
-    from titans_platform.evals.tasks.by_position import (
-        long_texts,
-        longest_text,
-        read_by_position,
-        tokens_to_read,
-    )
-
-    row = cfg.data.sequence_length
-    remedy = "give a longer text" if file else "raise a text source's validation_fraction"
-    field = "--rows" if rows else "--read" if file else "data.sources"
-    rows = rows or max(2, min(ROWS, longest_text(data) // row))
-    texts = long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
-    with evaluating(model), reading_display(tokens_to_read(len(texts), rows, row), console) as report:
-        return read_by_position(scorer, texts, row, report=report)
-
-
 def position_table(found: ByPosition) -> Table:
     """Perplexities by position; the gain with its standard error, from the second row on."""
     window = found.best_window
     of = f"\n({plural(int(window.partition('-')[2]), 'row')})" if window else ""
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)"):
-        table.add_column(heading, justify="right")
+    table = text.table("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)", left=0)
     for first, last in found.buckets():
         ppl = [
             f"{math.exp(found.loss(way, first, last)[0]):,.2f}" if way else "-"
@@ -228,16 +197,6 @@ def position_table(found: ByPosition) -> Table:
         gain = f"{mean:+.3f} ± {stderr:.3f}" if first > found.row else "-"
         table.add_row(f"{first:,}-{last:,}", *ppl, gain)
     return table
-
-
-def gain_line(found: ByPosition) -> str:
-    """The summary line: what memory brings."""
-    mean, stderr = found.gain()
-    texts = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
-    parts = "; s.e. over 16 parts of it" if found.texts == 1 else ""
-    return (
-        f"what memory brings: {mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({texts}{parts})"
-    )
 
 
 def as_numbers(found: ByPosition) -> dict[str, Any]:
@@ -264,12 +223,8 @@ def as_numbers(found: ByPosition) -> dict[str, Any]:
 @click.command()
 @click.argument("study", required=False)
 @click.option("--scale", help="Scale of the study  [default: the smallest except smoke]")
-@click.option(
-    "--task", "tasks", multiple=True, metavar="YAML", help="A task to measure instead of a study's."
-)
-@click.option(
-    "--length", type=click.IntRange(2), default=64, show_default=True, help="Row length for --task, in bytes."
-)
+@click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task instead of a study's.")
+@click.option("--length", type=click.IntRange(2), default=64, help="Row length for --task, in bytes.")
 @json_option
 def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: int, as_json: bool) -> None:
     """Show the tasks of STUDY: chance, the score of each heuristic, and the floor.
@@ -282,17 +237,30 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
       titans tasks state_tracking
       titans tasks --task '{task: recall, options: {pairs: 8}}' --length 128
     """
+    from titans_platform.evals import build_generated
+
     if study and tasks:
         raise UsageError("--task: give either a study or --task")
-    asked = _of_study(study, scale) if study else _of_options(tasks, length)
-    found = [_measured(*one) for one in asked]
+    found = []
+    for column, config, tokens, tokenizer in _of_study(study, scale) if study else _of_options(tasks, length):
+        task = build_generated(config)
+        floor = task.floor(tokens, tokenizer)
+        found.append(
+            {
+                "task": f"{column}/{task.label}" if column else task.label,
+                "options": task.options.model_dump(mode="json"),
+                "length": tokens,
+                "chance": task.chance,
+                "heuristics": floor.scores if floor else {},
+                "floor": floor and floor.value,
+                "heuristic": floor and floor.heuristic,
+            }
+        )
     if as_json:
         echo_json(found)
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("task@tokens, heuristics below it", no_wrap=True)
-    for heading in ("chance %", "floor %"):
-        table.add_column(heading, justify="right")
+    table = text.table("task@tokens, heuristics below it", "chance %", "floor %")
+    table.columns[0].no_wrap = True
     for task in found:
         floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
         table.add_row(
@@ -301,22 +269,6 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
         for name, value in task["heuristics"].items():
             table.add_row(f"  {name}", "", f"{100 * value:.1f}")
     Console().print(table)
-
-
-def _measured(column: str, config: TaskConfig, length: int, tokenizer: Any) -> dict[str, Any]:
-    from titans_platform.evals import build_generated
-
-    task = build_generated(config)
-    floor = task.floor(length, tokenizer)
-    return {
-        "task": f"{column}/{task.label}" if column else task.label,
-        "options": task.options.model_dump(mode="json"),
-        "length": length,
-        "chance": task.chance,
-        "heuristics": floor.scores if floor else {},
-        "floor": floor and floor.value,
-        "heuristic": floor and floor.heuristic,
-    }
 
 
 def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:

@@ -24,10 +24,8 @@ WORDS = {"string": "text", "boolean": "true, false"}
 
 @click.command()
 @click.argument("path", default="run.yaml", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--data", metavar="FILE", help="Text to train on: a file, folder or glob  [default: the shipped corpus]"
-)
-@click.option("--preset", default="laptop", show_default=True, help="Size of the model.")
+@click.option("--data", metavar="FILE", help="Text: a file, folder or glob  [default: the shipped corpus]")
+@click.option("--preset", default="laptop", help="Size of the model.")
 @click.option("--force", is_flag=True, help="Overwrite PATH if it exists.")
 @click.option("--reference", is_flag=True, help="Print the reference of all fields and tasks instead.")
 def init(path: Path, data: str | None, preset: str, force: bool, reference: bool) -> None:
@@ -124,33 +122,15 @@ def reference_page() -> str:
     import titans_platform.objectives  # noqa: F401
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.evals import TASKS
+    from titans_platform.report import render
 
-    lines = [
-        "# Fields of a run file",
-        "",
-        "Generated from the code by `titans init --reference`; `titans init` writes a starter run file.",
-        "Set a field in the file or with `--set`, for example `--set model.memory.depth=3`.",
-        "",
-        "`model.preset` (smoke, laptop, 170M, 340M, 400M, 760M) sets the fields of a model size; fields",
-        "given with it override them. With `data.tokenizer: byte`, `model.vocab_size` is set automatically.",
-    ]
-    for path, model in _sections(RunConfig, ""):
-        lines += [
-            "",
-            f"## {path or 'The run'}",
-            "",
-            (model.__doc__ or "").partition("\n\n")[0].strip().replace("``", "`"),
-            "",
-        ]
-        lines += _table(model)
-    lines += ["", "# Tasks", "", (TaskConfig.__doc__ or "").strip().replace("``", "`"), ""]
-    lines += _table(TaskConfig)
-    for name in sorted(TASKS):
-        about = " ".join((TASKS[name].__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
-        lines += ["", f"## task: {name}", "", about]
-        if TASKS[name].Options.model_fields:
-            lines += ["", *_table(TASKS[name].Options)]
-    return "\n".join(lines) + "\n"
+    def about(kind: type) -> str:
+        lines = (kind.__doc__ or "").partition("\n\n")[0].strip().splitlines()
+        return "\n".join(map(str.strip, lines)).replace("``", "`")
+
+    sections, tasks = list(_sections(RunConfig, "")), sorted(TASKS.items())
+    values = {"about": about, "fields_of": fields_of, "task": TaskConfig}
+    return render("reference.md", sections=sections, tasks=tasks, **values)
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -162,15 +142,6 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[Bas
         if field.model and field.model is not TaskConfig:
             below = f"{path}.{field.name}".lstrip(".") + (".0" if field.many else "")
             yield from _sections(field.model, below)
-
-
-def _table(model: type[BaseModel]) -> list[str]:
-    lines = ["| field | values | default | |", "|---|---|---|---|"]
-    for field in fields_of(model):
-        default = "" if field.default is None or (field.model and not field.many) else f"`{field.default}`"
-        values = field.values.replace("|", "\\|")
-        lines.append(f"| `{field.name}` | {values} | {default} | {field.about} |")
-    return lines
 
 
 class ConfigField(NamedTuple):

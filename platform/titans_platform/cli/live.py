@@ -9,25 +9,26 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titans_platform import text
 from titans_platform.runs.folder import PATHWAY_TITLES, RunFolder
 from titans_platform.study.folder import SearchState
 from titans_platform.study.spec import Column
@@ -35,6 +36,7 @@ from titans_platform.study.status import CellStatus, cell_statuses, counted, cou
 from titans_platform.text import clock, count, number
 
 if TYPE_CHECKING:
+    from titans_platform.data.parts import Progress
     from titans_platform.runs.folder import Measures
     from titans_platform.study.plan import Plan
 
@@ -78,37 +80,47 @@ class PlainLines:
             say(self.console, line())
 
 
+@contextmanager
+def preparing(console: Console) -> Iterator[Progress]:
+    """A bar for each source that is prepared; the callable says how far it is."""
+    numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
+    columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    with Bars(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(source: str, documents: int, tokens: int, done: float | None) -> None:
+            if source not in tasks:
+                tasks[source] = bars.add_task(source, total=None, documents=0, tokens=0)
+            total, completed = (1.0, done) if done else (None, 0.0)
+            bars.update(tasks[source], total=total, completed=completed, documents=documents, tokens=tokens)
+
+        yield show
+
+
 class StudyDisplay:
     """Shows a study while it runs (`study.run.Display`)."""
 
     def __init__(self, console: Console):
         self.console = console
 
-    @contextmanager
-    def preparing(self) -> Iterator[Callable[[str], None]]:
-        """A spinner with a status line."""
-        with self.console.status("preparing data") as status:
-            yield status.update
+    def preparing(self) -> AbstractContextManager[Progress]:
+        """A bar for each source."""
+        return preparing(self.console)
 
     @contextmanager
     def searching(self, plan: Plan, state: SearchState) -> Iterator[None]:
         """A line on the search whenever it changes."""
         rungs = "/".join(map(str, state.milestones))
-        printed = ""
-        with (
-            self._report_interrupt(plan),
-            self.console.status(f"searching: {state.search.trials} trials, rungs at {rungs} steps") as status,
-        ):
+        printed = f"searching: {state.search.trials} trials, rungs at {rungs} steps"
+        with self._report_interrupt(plan), self.console.status(printed) as status:
 
             def tell() -> None:
                 nonlocal printed
-                line = state.read().line
-                if line == printed:
-                    return
-                printed = line
-                status.update(line)
-                if not self.console.is_terminal:
-                    say(self.console, line)
+                before, printed = printed, state.read().line
+                status.update(printed)
+                if not self.console.is_terminal and printed != before:
+                    say(self.console, printed)
 
             with repeating(tell, 2.0):
                 yield
@@ -173,14 +185,9 @@ class StudyView:
         head.add_column(justify="right", no_wrap=True)
         name = f"{self.study.study.name} at {self.study.scale_name}"
         title = Text(f"{name}: {len(statuses)} cells, {counted(counts(statuses))}", style="bold")
-        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(statuses))} left")
+        elapsed = clock(time.monotonic() - self.started)
+        head.add_row(title, f"{elapsed}, {clock(self.eta(statuses))} left")
         bar = ProgressBar(total=1.0, completed=share, complete_style="green")
-        return Group(head, bar, self._running(statuses))
-
-    def _elapsed(self) -> str:
-        return clock(time.monotonic() - self.started)
-
-    def _running(self, statuses: Sequence[CellStatus]) -> RenderableType:
         lines = Table.grid(padding=(0, 2, 0, 0))
         longest = max((len(cell.row) for cell in self.study.cells), default=0)
         lines.add_column(no_wrap=True, min_width=longest)
@@ -189,36 +196,35 @@ class StudyView:
         for item in statuses:
             if item.state == "running":
                 lines.add_row(*running_line(item))
-        return lines if lines.rows else Text("no cell is running", style="dim")
+        return Group(head, bar, lines if lines.rows else Text("no cell is running", style="dim"))
 
     def news(self) -> list[str]:
         """A line for each cell that ended since the last call."""
-        ended = [
-            item for item in cell_statuses(self.todo, self.study.root) if item.state in ("done", "failed")
-        ]
-        new = [item for item in ended if item.cell.name not in self._printed]
-        self._printed |= {item.cell.name for item in new}
-        return [self._ended(item) for item in new]
-
-    def _ended(self, item: CellStatus) -> str:
-        who = f"{item.cell.row}, seed {item.cell.seed}"
-        result = item.cell.folder(self.study.root).result()
-        if result is None:
-            return f"failed  {who}: {item.reason}"
-        values = ", ".join(self._measured(key, value) for key, value in result.columns.items())
-        return f"done    {who}: {values} ({clock(result.seconds)})"
+        lines = []
+        for item in cell_statuses(self.todo, self.study.root):
+            if item.state not in ("done", "failed") or item.cell.name in self._printed:
+                continue
+            self._printed.add(item.cell.name)
+            who = f"{item.cell.row}, seed {item.cell.seed}"
+            if result := item.cell.folder(self.study.root).result():
+                values = ", ".join(self._measured(key, value) for key, value in result.columns.items())
+                lines.append(f"done    {who}: {values} ({clock(result.seconds)})")
+            else:
+                lines.append(f"failed  {who}: {item.reason}")
+        return lines
 
     def _measured(self, key: str, value: float) -> str:
         column = self.study.columns.get(key) or Column(title=key, decimals=2)
-        text = number(column.factor * value if math.isfinite(value) else None, column.decimals)
-        return f"{key} {text} {column.unit}".rstrip()
+        shown = number(column.factor * value if math.isfinite(value) else None, column.decimals)
+        return f"{key} {shown} {column.unit}".rstrip()
 
     def plain(self) -> str:
         """The state in one line, for logs."""
         statuses = cell_statuses(self.study.cells, self.study.root)
         running = [running_line(item) for item in statuses if item.state == "running"]
         cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
-        line = f"[{self._elapsed()}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
+        elapsed = clock(time.monotonic() - self.started)
+        line = f"[{elapsed}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
         return f"{line} | {cells}" if cells else line
 
 
@@ -241,7 +247,7 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
     plain, began = PlainLines(console), time.time()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None, shown="")
 
         def update() -> None:
@@ -261,7 +267,7 @@ def reading_display(total: int, console: Console) -> Iterator[Callable[[int], No
     """A bar of the tokens read of ``total``; the callable adds some."""
     columns = TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     plain = PlainLines(console)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("", total=total)
 
         def report(tokens: int) -> None:
@@ -275,18 +281,14 @@ def progress_line(state: dict[str, Any]) -> str:
     """Loss, validation loss, speed and time left of a progress.json, in one line."""
     if "loss" not in state:
         return ""
-    minutes, seconds = divmod(round(state["eta_seconds"]), 60)
     held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""
     speed = f"{state['tokens_per_second']:,.0f} tok/s"
-    return f"loss {state['loss']:.3f}{held_out}  {speed}  {minutes}:{seconds:02d} left"
+    return f"loss {state['loss']:.3f}{held_out}  {speed}  {clock(state['eta_seconds'])} left"
 
 
 def measures_table(result: Measures) -> Table:
     """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for heading in ("value", "± s.e.", "chance", "floor", "items"):
-        table.add_column(heading, justify="right")
+    table = text.table("", "value", "± s.e.", "chance", "floor", "items")
     heuristics = any(task.heuristic for task in result.tasks.values())
     if heuristics:
         table.add_column("best heuristic")
@@ -303,9 +305,7 @@ def measures_table(result: Measures) -> Table:
 def pathway_grid(result: Measures) -> Table:
     """The columns of generated tasks with each part switched off; a dash for a part that the model lacks."""
     columns = list(next(iter(result.pathways.values()), {}))
-    table = Table(box=box.SIMPLE_HEAD)
-    for i, heading in enumerate(("", *columns)):
-        table.add_column(heading, justify="right" if i else "left")
+    table = text.table("", *columns)
     table.add_row("all on", *(_short(result.columns[column]) for column in columns))
     for part, title in PATHWAY_TITLES.items():
         table.add_row(title, *(_short(result.pathways.get(part, {}).get(column)) for column in columns))
@@ -321,10 +321,8 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
             found.setdefault(task, {}).setdefault(bucket, {})[length] = value
     for task, rows in found.items():
         lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
-        table = Table(box=box.SIMPLE_HEAD, title=task, title_justify="left")
-        table.add_column("position, at tokens")
-        for length in lengths:
-            table.add_column(f"{int(length):,}", justify="right")
+        headings = [f"{int(length):,}" for length in lengths]
+        table = text.table("position, at tokens", *headings, title=task, title_justify="left")
         for bucket, values in rows.items():
             table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
         yield table

@@ -4,69 +4,39 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from titans_platform.cli import beyond_training, root_option
+from titans_platform.cli import beyond_training, file_type, root_option
 from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
     from titans_core import LanguageModel, Reading, Sampling
     from titans_platform.config import RunConfig
     from titans_platform.data import Tokenizer
-    from titans_platform.runs.folder import Result
+    from titans_platform.data.tokenizer import TextStream
 
 
 @click.command()
 @click.argument("run")
-@click.option("--prompt", default="", metavar="TEXT", help="Prompt; appended to the text of --read.")
+@click.option("--prompt", default="", show_default=False, metavar="TEXT", help="Follows --read's text.")
 @click.option("--read", "file", metavar="FILE", help="Text file to read first; - is stdin.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(0),
-    default=200,
-    show_default=True,
-    help="Maximum number of new tokens; 0 only reads.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=0.8,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy decoding.",
-)
+@click.option("--max-new-tokens", type=click.IntRange(0), default=200, help="Most new tokens; 0 only reads.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, help="Of sampling; 0 is greedy.")
 @click.option("--top-k", type=click.IntRange(1), help="Sample from the K most likely tokens.")
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    help="Nucleus sampling: sample from the most likely tokens of this total probability.",
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Sampling seed.")
-@click.option(
-    "--stream/--no-stream",
-    default=True,
-    show_default=True,
-    help="Print tokens as they are generated, or all at the end.",
-)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus: total probability.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
+@click.option("--stream/--no-stream", default=True, help="Print tokens as they are generated, or at the end.")
 @click.option("--memory-in", type=click.Path(path_type=Path), help="Resume from this memory file.")
 @click.option("--memory-out", type=click.Path(path_type=Path), help="Save the final state here.")
 @root_option
 def generate(
-    run: str,
-    prompt: str,
-    file: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stream: bool,
-    memory_in: Path | None,
-    memory_out: Path | None,
-    root: Path,
-) -> None:
+    run: str, prompt: str, file: str | None, max_new_tokens: int, temperature: float, top_k: int | None,
+    top_p: float | None, seed: int, stream: bool, memory_in: Path | None, memory_out: Path | None, root: Path,
+) -> None:  # fmt: skip
     """Generate text with RUN's model; prints the prompt and its continuation.
 
     RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
@@ -80,7 +50,9 @@ def generate(
     """
     import torch
 
+    from titans_core.memory_file import save_memory
     from titans_core.telemetry import weight_norm
+    from titans_platform.data.tokenizer import TextStream
     from titans_platform.training.loop import deterministic
 
     sampling = _sampling(temperature, top_k, top_p, seed)
@@ -101,14 +73,20 @@ def generate(
             # print the prompt but not the text of --read, which may be long
             click.echo(prompt, nl=False)
         if max_new_tokens:
-            began = time.perf_counter()
-            reading, written = _write(model, tokenizer, reading, tokens, max_new_tokens, sampling, stream)
+            began, stop = time.perf_counter(), [tokenizer.bos, tokenizer.pad]
+            writing = model.stream([[]], max_new_tokens, start=reading, sampling=sampling, stop=stop)
+            written = _print(writing, TextStream(tokenizer, tokens or reading.ahead), stream)
             report.append(_rate("written", written, began))
+            reading = writing.readings[0] or reading
     click.echo("; ".join(report), err=True)
     norms = weight_norm(model, reading.state) if reading.state else {}
     _warn(model, reading.tokens, cfg.trained_context, norms)
     if memory_out:
-        _save(memory_out, reading, model)
+        try:
+            size = save_memory(memory_out, reading, model)
+        except OSError as error:
+            raise TitansError(f"--memory-out {memory_out}: cannot be written: {error.strerror}") from None
+        click.echo(f"memory {memory_out}: {size:,} bytes after {reading.tokens:,} tokens", err=True)
 
 
 def _sampling(temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Sampling:
@@ -136,56 +114,28 @@ def _warn(model: LanguageModel, tokens: int, context: int, norms: dict[str, floa
 
 def _start(memory: Path | None, model: LanguageModel) -> Reading:
     from titans_core import Reading
-
-    if memory is None:
-        return Reading()
     from titans_core.memory_file import load_memory
 
     try:
-        return load_memory(memory, model)
+        return load_memory(memory, model) if memory else Reading()
     except ValueError as error:
         raise UsageError(f"--memory-in {error}") from None
 
 
-def _write(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    reading: Reading,
-    tokens: list[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-    stream: bool,
-) -> tuple[Reading, int]:
-    """Generate and print; returns the final state and the number of new tokens."""
-    from titans_platform.data.tokenizer import TextStream
-
-    writing = model.stream(
-        [[]], max_new_tokens, start=reading, sampling=sampling, stop=[tokenizer.bos, tokenizer.pad]
-    )
-    text, written, held = TextStream(tokenizer, tokens or reading.ahead), 0, ""
-    for _, token in writing:
+def _print(tokens: Iterable[tuple[int, int]], text: TextStream, at_once: bool) -> int:
+    """Print the text of new tokens, each ``at_once`` or all at the end; returns their number."""
+    written, held = 0, ""
+    for _, token in tokens:
         held, written = held + text.add(token), written + 1
-        if stream:
+        if at_once:
             click.echo(held, nl=False)
             held = ""
     click.echo(held + text.end())
-    ended = writing.readings[0]
-    assert ended is not None
-    return ended, written
+    return written
 
 
 def _rate(what: str, tokens: int, began: float) -> str:
     return f"{tokens:,} tokens {what}, {tokens / max(1e-9, time.perf_counter() - began):,.0f} a second"
-
-
-def _save(path: Path, reading: Reading, model: LanguageModel) -> None:
-    from titans_core.memory_file import save_memory
-
-    try:
-        size = save_memory(path, reading, model)
-    except OSError as error:
-        raise TitansError(f"--memory-out {path}: cannot be written: {error.strerror}") from None
-    click.echo(f"memory {path}: {size:,} bytes after {reading.tokens:,} tokens", err=True)
 
 
 @click.command()
@@ -204,6 +154,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     """
     from titans_core.pretrained import save_folder
     from titans_platform.data.tokenizer import write_tokenizer
+    from titans_platform.report import render
     from titans_platform.runs.load import load_result
 
     model, tokenizer, cfg = _language_model(run, root, "can be exported")
@@ -217,7 +168,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     try:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
-        card = _model_card(model, cfg, load_result(run, root))
+        card = render("model_card.md", model=model, cfg=cfg, result=load_result(run, root))
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None
@@ -225,75 +176,13 @@ def export(run: str, folder: Path, root: Path) -> None:
         click.echo(f"{path}  {path.stat().st_size:,} bytes")
 
 
-def _model_card(model: LanguageModel, cfg: RunConfig, result: Result | None) -> str:
-    """The model card: what the model is, what it was trained on, what was measured, how to load it.
-
-    ``result`` is None for a run that has not finished.
-    """
-    data, optim = cfg.data, cfg.optim
-    sources = ", ".join(f"{source.kind} ({source.weight:g})" for source in data.sources)
-    lines = [
-        *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [titans]", "---", ""),
-        f"# Titans, variant {model.config.variant}",
-        "",
-        f"A language model of {model.num_parameters():,} parameters, of the architectures of "
-        '"Titans: Learning to Memorize at Test Time" (arXiv 2501.00663).',
-        "",
-        f"Trained for {optim.steps:,} steps of {cfg.tokens_per_step:,} tokens, in rows of "
-        f"{data.sequence_length:,}; tokenizer {data.tokenizer}; seed {cfg.seed}; "
-        f"sources by weight: {sources}.",
-    ]
-    if result:
-        scores = [
-            f"| {name} | {task.value:.4g} | {task.stderr or 0:.2g} |" for name, task in result.tasks.items()
-        ]
-        lines += [
-            f"Run {result.cell}, commit {result.commit}, data {result.data_fingerprint}.",
-            "",
-            "| task, tokens | value | standard error |",
-            "|:--|--:|--:|",
-            *scores,
-        ]
-    lines += [
-        "",
-        "```python",
-        "import titans_core.huggingface  # registers the architecture",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 @click.command()
 @click.argument("run")
 @click.option("--text", "file", required=True, type=click.Path(path_type=Path), help="Text file to read.")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("inspect.html"),
-    show_default=True,
-    help="The HTML page to write.",
-)
-@click.option(
-    "--arrow",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write the numbers to this Arrow file.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(2),
-    default=2048,
-    show_default=True,
-    help="Maximum number of tokens to read.",
-)
-@click.option(
-    "--position",
-    type=click.IntRange(0),
-    help="Token whose retrieval the page shows first  [default: the last]",
-)
+@click.option("--out", type=file_type, default=Path("inspect.html"), help="The HTML page to write.")
+@click.option("--arrow", type=file_type, help="Also write the numbers to this Arrow file.")
+@click.option("--tokens", type=click.IntRange(2), default=2048, help="Maximum number of tokens to read.")
+@click.option("--position", type=click.IntRange(0), help="Token that is shown first  [default: the last]")
 @root_option
 def inspect(
     run: str, file: Path, out: Path, arrow: Path | None, tokens: int, position: int | None, root: Path

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from titans_platform.cli import dry_run_option, echo_json, json_option, root_option
+from titans_platform.cli import dry_run_option, echo_json, file_type, json_option, root_option
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_json
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
@@ -133,18 +133,15 @@ def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
         raise UsageError(f"{busy.name}: is running; stop it first")
     for folder in folders:
         click.echo(f"{'would delete' if dry_run else 'deleting'} {folder.path} ({_mb(_size(folder.path))})")
-        if not dry_run:
-            _delete(folder, root)
+        if dry_run:
+            continue
+        with folder.hold(0):
+            if os.environ.get("TITANS_MLFLOW") or (root / "mlflow.db").exists():
+                # imports mlflow, which takes seconds
+                from titans_platform.tracking import open_store
 
-
-def _delete(folder: RunFolder, root: Path) -> None:
-    with folder.hold(0):
-        if os.environ.get("TITANS_MLFLOW") or (root / "mlflow.db").exists():
-            # imports mlflow, which takes seconds
-            from titans_platform.tracking import open_store
-
-            open_store(root).discard_cell(folder.name)
-        shutil.rmtree(folder.path)
+                open_store(root).discard_cell(folder.name)
+            shutil.rmtree(folder.path)
 
 
 @click.command()
@@ -179,7 +176,7 @@ def _old_checkpoints(root: Path, everything: bool) -> Iterator[Path]:
     # imports torch
     from titans_platform.runs.load import find_checkpoint
 
-    used = {_start_from(folder) for folder in _folders(root)}
+    used = {(read_json(folder.path / CONFIG) or {}).get("start_from") for folder in _folders(root)}
     for folder in _folders(root):
         points = sorted((folder.path / CHECKPOINTS).glob("step-*"))
         if not points or folder.state() != "done":
@@ -190,10 +187,6 @@ def _old_checkpoints(root: Path, everything: bool) -> Iterator[Path]:
             click.echo(f"{folder.name}: all checkpoints are kept: {error}", err=True)
             continue
         yield from (point for point in points if point.resolve() != kept and str(point.resolve()) not in used)
-
-
-def _start_from(folder: RunFolder) -> str | None:
-    return (read_json(folder.path / CONFIG) or {}).get("start_from")
 
 
 def _dead_sessions() -> Iterator[Path]:
@@ -257,14 +250,10 @@ QUIET = {
 
 @click.command()
 @root_option
-@click.option(
-    "--store",
-    metavar="ADDRESS",
-    help="MLflow server or sqlite:/// address to use instead of the store under --root.",
-)
+@click.option("--store", metavar="ADDRESS", help="MLflow server or sqlite:/// address instead of the root's.")
 @click.option("--adopt", is_flag=True, help="Take over a root that was copied or moved here.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=5000)
 @click.option("--no-browser", is_flag=True, help="Print the address without opening a browser.")
 @dry_run_option
 def ui(
@@ -283,7 +272,9 @@ def ui(
 
     if adopt:
         adopt_store(root)
-    opened = open_store(store or _local(root))
+    if not (store or os.environ.get("TITANS_MLFLOW") or (root / "mlflow.db").exists()):
+        raise UsageError(f"{root / 'mlflow.db'}: no store there; run a study or give another --root")
+    opened = open_store(store or root)
     for line in [] if dry_run else send_left(root):
         click.echo(line, err=True)
     if opened.server:
@@ -298,17 +289,16 @@ def ui(
     return _serve(command, opened, host, port, no_browser)
 
 
-def _local(root: Path) -> Path:
-    if not os.environ.get("TITANS_MLFLOW") and not (root / "mlflow.db").exists():
-        raise UsageError(f"{root / 'mlflow.db'}: no store there; run a study or give another --root")
-    return root
-
-
 def _serve(command: list[str], store: Store, host: str, port: int, no_browser: bool) -> int:
     """Run the server until Ctrl-C; its exit code, 130 for Ctrl-C."""
     from titans_platform.clusters.steps import LOOPBACK, terminate_group, wait_for_port
 
-    _check_free(host, port)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(f"--port {port}: {error.strerror} on {host}; give another --port") from None
     # in its own process group, so that its children are terminated with it
     server = subprocess.Popen(
         command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
@@ -322,15 +312,6 @@ def _serve(command: list[str], store: Store, host: str, port: int, no_browser: b
         return 130
     finally:
         terminate_group(server)
-
-
-def _check_free(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UsageError(f"--port {port}: {error.strerror} on {host}; give another --port") from None
 
 
 def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
@@ -349,12 +330,7 @@ def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
 
 @click.command()
 @root_option
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Output file  [default: paper.html under --root]",
-)
+@click.option("--out", type=file_type, metavar="FILE", help="Output file  [default: paper.html under --root]")
 def paper(root: Path, out: Path | None) -> None:
     """Write one HTML page with all of the paper's tables and figures: our results next to the paper's.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,9 @@ from titans_platform.cli import (
 from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
-    from titans_platform.config import RunConfig, TaskConfig
+    from titans_platform.config import TaskConfig
     from titans_platform.report.table import Table
     from titans_platform.study.grid import StudyRun
-    from titans_platform.study.plan import Plan
-    from titans_platform.study.spec import Study
-    from titans_platform.study.status import StudyStatus
 
 MAX_SEEDS = 1000
 """Maximum number of seeds per command; more are rejected as a typing error."""
@@ -45,7 +42,7 @@ def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, .
     return list(values)
 
 
-scale_option = click.option("--scale", default="laptop", show_default=True, help="Size of the study.")
+scale_option = click.option("--scale", default="laptop", help="Size of the study.")
 rows_option = click.option(
     "--rows",
     multiple=True,
@@ -96,7 +93,17 @@ def list_studies(root: Path, as_json: bool) -> None:
     items = overview(root.resolve(), {study.name: study for study, _ in studies})
     if as_json:
         of = {item.study.name: item.record() for item in items if item.study}
-        echo_json([_about(*each) | of.get(each[0].name, {}) for each in studies])
+        records = [
+            {
+                "name": study.name,
+                "description": study.description,
+                "path": path,
+                "scales": {name: {"about": s.about, "seeds": s.seeds} for name, s in study.scales.items()},
+                "rows": [row.name for row in study.rows_at(next(iter(study.scales)))],
+            }
+            for study, path in studies
+        ]
+        echo_json([record | of.get(record["name"], {}) for record in records])
         return
     click.echo("The paper's tables and figures:")
     for item in items:
@@ -106,13 +113,6 @@ def list_studies(root: Path, as_json: bool) -> None:
         click.echo(f"{study.name}: {' '.join(study.description.split())}")
         rows = len(study.rows_at(next(iter(study.scales))))
         click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
-
-
-def _about(study: Study, path: Path) -> dict[str, Any]:
-    scales = {name: {"about": scale.about, "seeds": scale.seeds} for name, scale in study.scales.items()}
-    rows = [row.name for row in study.rows_at(next(iter(study.scales)))]
-    about = {"name": study.name, "description": study.description, "path": path}
-    return about | {"scales": scales, "rows": rows}
 
 
 @sweep.command(short_help="Show a study's rows, columns and sizes.")
@@ -131,30 +131,27 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 
     found = load_study(study)
     cells = expand(found, scale, overrides=overrides)
+    size, configs = found.scale(scale), {cell.row: cell.config for cell in cells}
     if as_json:
-        configs = {cell.row: cell.config.model_dump(mode="json") for cell in cells}
-        echo_json({"study": found.name, "scale": scale, "seeds": found.scale(scale).seeds, "rows": configs})
+        rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
+        echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
         return
-    _show(Console(highlight=False), found, scale, [cell.config for cell in cells])
-
-
-def _show(console: Console, study: Study, scale: str, configs: Sequence[RunConfig]) -> None:
-    size = study.scale(scale)
-    console.print(f"[bold]{study.name}[/] at {scale}: {' '.join(size.about.split())}")
+    console = Console(highlight=False)
+    console.print(f"[bold]{found.name}[/] at {scale}: {' '.join(size.about.split())}")
     runs = dict.fromkeys(
         f"{config.optim.steps} steps of {config.optim.global_batch_size} rows of {config.row_tokens} tokens"
-        for config in configs
+        for config in configs.values()
     )
     console.print(f"{', '.join(runs)}; seeds {', '.join(map(str, size.seeds))}")
-    columns = {key: tasks for config in configs for key, tasks in config.eval.columns.items()}
+    columns = {key: tasks for config in configs.values() for key, tasks in config.eval.columns.items()}
     for key, tasks in columns.items():
         console.print(f"  {key}: {', '.join(map(_task_text, tasks))}")
-    for row in study.rows_of(scale):
+    for row in found.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
             way = "better" if expected.better else "worse"
             console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
-    for name, axis in study.axes_at(scale).items():
+    for name, axis in found.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
             console.print(f"  {value!s:30} {_changes(sets)}", markup=False)
@@ -189,7 +186,7 @@ def run(
     dry_run: bool,
     as_json: bool,
     **chosen: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
     Idempotent: a cell is named by a hash of its config, data and defaults version; running the command again
@@ -257,37 +254,19 @@ def _dry_run(
     study: StudyRun, rerun_stale: bool, concurrency: int | None, console: Console, as_json: bool
 ) -> int:
     """Print what would run and how long it may take; write nothing. Raises what a run would raise."""
+    from titans_platform.runs.check import sizes
     from titans_platform.study.plan import Plan, check_without_data, estimate, make_plan
 
-    refusal = None
+    refusal, guess = None, None
     try:
         plan = make_plan(study, rerun_stale, concurrency)
         check_without_data(study)
     except TitansError as error:
         # the rest is worth seeing all the same
         refusal, plan = error, Plan(study, 0, rerun_stale)
-    with console.status("timing an optimiser step of each row"):
-        guess = estimate(plan) if plan.concurrency else None
-    record = _plan_record(plan) | {
-        "estimate_seconds": guess.seconds if guess else None,
-        "estimate_basis": guess.basis if guess else str(refusal),
-        "warning": plan.warning or None,
-        "refused": str(refusal) if refusal else None,
-    }
-    if as_json:
-        echo_json(record)
     else:
-        _print_plan(record, console)
-    if refusal:
-        raise refusal
-    return 0
-
-
-def _plan_record(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON value: its cells with their sizes and states, and what is left of a search."""
-    from titans_platform.runs.check import sizes
-
-    study, search = plan.study, plan.study.search
+        with console.status("timing an optimiser step of each row"):
+            guess = estimate(plan)
     cells = [
         {
             "cell": cell.name,
@@ -299,6 +278,7 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         }
         for cell in study.cells
     ]
+    search = study.search
     trials = search and {
         "trials": search.search.trials,
         "finished": search.finished,
@@ -307,7 +287,7 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         "tokens_least": search.tokens_per_step * search.milestones[0] * search.search.trials,
         "space": search.search.model_dump(mode="json")["space"],
     }
-    return {
+    record = {
         "study": study.study.name,
         "scale": study.scale_name,
         "cells": cells,
@@ -315,7 +295,15 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         "concurrency": plan.concurrency,
         "resources": study.resources.model_dump(),
         "search": trials,
+        "estimate_seconds": guess.seconds if guess else None,
+        "estimate_basis": guess.basis if guess else str(refusal),
+        "warning": plan.warning or None,
+        "refused": str(refusal) if refusal else None,
     }
+    echo_json(record) if as_json else _print_plan(record, console)
+    if refusal:
+        raise refusal
+    return 0
 
 
 def _print_plan(record: dict[str, Any], console: Console) -> None:
@@ -330,32 +318,32 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
         grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
     console.print(grid)
+    lines = []
     if not all(cell["cell"] for cell in record["cells"]):
-        say(console, "Cells are named once the data are prepared; the run does that first.")
+        lines.append("Cells are named once the data are prepared; the run does that first.")
     if search := record["search"]:
         low, high = (count(search[key]) for key in ("tokens_least", "tokens_at_most"))
-        say(
-            console,
+        lines.append(
             f"First a search: {search['trials']} trials ({search['finished']} finished), rungs after "
             f"{', '.join(map(str, search['rungs']))} steps, {low} to {high} tokens; the best trial becomes "
-            "a row and runs with the same seeds.",
+            "a row and runs with the same seeds."
         )
-    resources = record["resources"]
-    workers = resources["workers"]
+    resources, workers = record["resources"], record["resources"]["workers"]
     if isinstance(workers, int):
         each = plural(workers, "worker") + (", each" if workers > 1 else "")
     else:
         each = f"{workers[0]} to {workers[1]} workers, each"
-    say(
-        console,
+    lines.append(
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
-        f"each on {each} with {resources['cpus_per_worker']} CPU and {resources['gpus_per_worker']:g} GPU.",
+        f"each on {each} with {resources['cpus_per_worker']} CPU and {resources['gpus_per_worker']:g} GPU."
     )
     if record["warning"]:
-        say(console, record["warning"])
+        lines.append(record["warning"])
     if not record["refused"]:
         guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
-        say(console, f"Time: about {guess} (from {record['estimate_basis']}).")
+        lines.append(f"Time: about {guess} (from {record['estimate_basis']}).")
+    for line in lines:
+        say(console, line)
 
 
 @sweep.command(short_help="Show a study's progress, whether or not its driver is alive.")
@@ -372,8 +360,10 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     Example:
       titans sweep status ablation --scale laptop
     """
+    from titans_platform.cli.live import running_line, say
     from titans_platform.study.folder import StudyFolder
-    from titans_platform.study.status import read_status, status_of
+    from titans_platform.study.status import counted, counts, read_status, status_of
+    from titans_platform.text import clock
 
     root = root.resolve()
     found = [read_status(study, scale, root)] if study else list(map(status_of, StudyFolder.all(root)))
@@ -381,35 +371,28 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
         records = [each.record() for each in found]
         echo_json(records[0] if study else records)
         return
+    console = Console()
     for each in found:
-        _print_status(each, Console())
+        driver = "a sweep run is working on it" if each.running else "no sweep run is working on it"
+        cells = f"{len(each.cells)} cells, {counted(counts(each.cells))}"
+        console.print(f"[bold]{each.folder.label}[/]: {cells}; {driver}", highlight=False)
+        grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), _summary(each.search, each.timings)
+        for item in each.cells:
+            progress, row, seed = item.progress, item.cell.row, f"seed {item.cell.seed}"
+            if item.state == "running":
+                grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
+            elif item.state == "interrupted":
+                grid.add_row(
+                    "interrupted", row, seed, f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
+                )
+            elif item.state == "failed":
+                lines.append(f"failed  {row}, {seed} ({item.cell.name}): {item.reason}")
+        if grid.rows:
+            console.print(grid)
+        for line in lines:
+            say(console, line)
     if not found:
         click.echo(f"no study has run under {root}")
-
-
-def _print_status(status: StudyStatus, console: Console) -> None:
-    """Print a status as text."""
-    from titans_platform.cli.live import running_line, say
-    from titans_platform.study.status import counted, counts
-    from titans_platform.text import clock
-
-    driver = "a sweep run is working on it" if status.running else "no sweep run is working on it"
-    name = f"[bold]{status.folder.label}[/]"
-    cells = f"{len(status.cells)} cells, {counted(counts(status.cells))}"
-    console.print(f"{name}: {cells}; {driver}", highlight=False)
-    grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), _summary(status.search, status.timings)
-    for item in status.cells:
-        progress, row, seed = item.progress, item.cell.row, f"seed {item.cell.seed}"
-        if item.state == "running":
-            grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
-        elif item.state == "interrupted":
-            grid.add_row("interrupted", row, seed, f"{progress.get('step', 0)}/{progress.get('steps', '?')}")
-        elif item.state == "failed":
-            lines.append(f"failed  {row}, {seed} ({item.cell.name}): {item.reason}")
-    if grid.rows:
-        console.print(grid)
-    for line in lines:
-        say(console, line)
 
 
 def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> list[str]:

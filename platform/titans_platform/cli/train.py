@@ -38,10 +38,9 @@ PLAN_LINES = {
 """Lines of the dry run, by the key that --json has for each."""
 
 if TYPE_CHECKING:
-    from titans_platform.config import RunConfig
-    from titans_platform.objectives import Data, Objective
+    from titans_platform.objectives import Objective
     from titans_platform.runs.folder import Result
-    from titans_platform.runs.spec import Resources, Tracking
+    from titans_platform.runs.spec import Resources
 
 
 class Workers(click.ParamType):
@@ -62,35 +61,19 @@ class Workers(click.ParamType):
 
 @click.command()
 @config_options
-@click.option(
-    "--workers",
-    type=Workers(),
-    default="1",
-    show_default=True,
-    help="Ray Train workers; 1 trains in this process, 2:8 is elastic.",
-)
-@click.option("--gpus", type=FiniteFloat(0), default=0, show_default=True, help="GPUs per worker.")
+@click.option("--workers", type=Workers(), default="1", help="Ray Train workers; 2:8 is elastic.")
+@click.option("--gpus", type=FiniteFloat(0), default=0, help="GPUs per worker.")
 @checkpoint_option
-@click.option(
-    "--profile", is_flag=True, help="Write a trace of three steps to the run's folder, for Perfetto."
-)
+@click.option("--profile", is_flag=True, help="Write a trace of three steps to the run's folder.")
 @click.option("--name", help="Run name in MLflow  [default: the config file's name]")
 @click.option("--resume-from", metavar="RUN", help="Start from a shorter run of the same config.")
 @dry_run_option
 @json_option
 def train(
-    config: Path,
-    overrides: tuple[str, ...],
-    root: Path,
-    workers: int | tuple[int, int],
-    gpus: float,
-    checkpoint_every: tuple[str, ...],
-    profile: bool,
-    name: str | None,
-    resume_from: str | None,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+    config: Path, overrides: tuple[str, ...], root: Path, workers: int | tuple[int, int], gpus: float,
+    checkpoint_every: tuple[str, ...], profile: bool, name: str | None, resume_from: str | None,
+    dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Train and evaluate the model of CONFIG (a YAML file), and log both to MLflow.
 
     The run's folder is named by a hash of its config, data and defaults version. Running the command again
@@ -131,21 +114,20 @@ def train(
 
 
 def _run(
-    objective: Objective[Any],
-    root: Path,
-    resources: Resources,
-    name: str,
-    profile: bool,
-    resume_from: str | None,
-    console: Console,
-) -> Result:
-    from titans_platform.cli.live import run_display
+    objective: Objective[Any], root: Path, resources: Resources, name: str, profile: bool,
+    resume_from: str | None, console: Console,
+) -> Result:  # fmt: skip
+    from titans_platform.cli.live import preparing, run_display
+    from titans_platform.provenance import commit
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.load import checkpoint_of_shorter, start_from_shorter
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.runs.reporter import send_left
-    from titans_platform.tracking import check_store
+    from titans_platform.runs.spec import Tracking
+    from titans_platform.study.grid import Cell
+    from titans_platform.study.run import params
+    from titans_platform.tracking import check_store, open_store
 
     cfg = objective.cfg
     objective.check()
@@ -153,8 +135,8 @@ def _run(
     check_start(cfg)
     check_store(root)
     send_left(root)
-    with console.status("preparing data"):
-        data = objective.prepare(root)
+    with preparing(console) as progress:
+        data = objective.prepare(root, progress)
     spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
@@ -162,7 +144,9 @@ def _run(
     # report config errors before creating a store and starting a cluster
     objective.check(data)
     shorter = checkpoint_of_shorter(spec, resume_from, data.fingerprint) if resume_from else None
-    spec = replace(spec, tracking=_tracking(cfg, root, data, name))
+    tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
+    logged = params(Cell(name, cfg.seed, cfg), ())
+    spec = replace(spec, tracking=Tracking(open_store(root).uri, name, None, logged, tags))
     if shorter:
         start_from_shorter(spec, shorter)
         console.print(f"resuming from {_checkpoint(shorter)}", highlight=False, soft_wrap=True)
@@ -185,28 +169,21 @@ def _checkpoint(point: Path) -> str:
     return f"step {step_of(point)} of run {point.parents[1].name}, which trained the same steps"
 
 
-def _tracking(cfg: RunConfig, root: Path, data: Data, name: str) -> Tracking:
-    from titans_platform.provenance import commit
-    from titans_platform.runs.spec import Tracking
-    from titans_platform.study.grid import Cell
-    from titans_platform.study.run import params
-    from titans_platform.tracking import open_store
-
-    tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
-    return Tracking(open_store(root).uri, name, None, params(Cell(name, cfg.seed, cfg), ()), tags)
-
-
 def _plan(
-    objective: Objective[Any],
-    root: Path,
-    resources: Resources,
-    resume_from: str | None,
-    as_json: bool,
+    objective: Objective[Any], root: Path, resources: Resources, resume_from: str | None, as_json: bool,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     """Print the plan of a run. Raises what the run itself would raise before it trains."""
     from titans_platform.data import NotPrepared
-    from titans_platform.runs.check import check_resources, check_start, spec_for
+    from titans_platform.runs.check import (
+        check_resources,
+        check_start,
+        least_memory,
+        seconds_per_token,
+        sizes,
+        spec_for,
+        training_flops,
+    )
     from titans_platform.runs.load import checkpoint_of_shorter
 
     cfg = objective.cfg
@@ -227,7 +204,12 @@ def _plan(
         plan |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
         if resume_from and (point := checkpoint_of_shorter(spec, resume_from, data.fingerprint)):
             plan["resume_from"] = _checkpoint(point)
-    plan |= {"tokens": cfg.tokens} | _cost(cfg, resources)
+    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    plan["worker_bytes"] = least_memory(cfg, resources).total
+    if (flops := training_flops(cfg)) is not None:
+        plan["flops_per_token"] = flops / cfg.row_tokens
+    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
+        plan["seconds"] = each * cfg.tokens
     if as_json:
         echo_json(plan)
         return
@@ -240,16 +222,3 @@ def _plan(
         plain = f"{value:,}" if isinstance(value, int) else str(value)
         text = plain if value is None or key not in written else written[key](value)
         console.print(f"{PLAN_LINES[key]:32} {text}", highlight=False)
-
-
-def _cost(cfg: RunConfig, resources: Resources) -> dict[str, Any]:
-    """Size, memory, FLOPs and time of a run; unknown values are left out."""
-    from titans_platform.runs.check import least_memory, seconds_per_token, sizes, training_flops
-
-    flops = training_flops(cfg)
-    cost = asdict(sizes(cfg)) | {"worker_bytes": least_memory(cfg, resources).total}
-    if flops is not None:
-        cost["flops_per_token"] = flops / cfg.row_tokens
-    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
-        cost["seconds"] = each * cfg.tokens
-    return cost

@@ -12,9 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from titans_platform import text
+from titans_platform.report import render
 from titans_platform.report.report import DAGGERS, SIZES, Number, Report
 from titans_platform.report.table import Table
-from titans_platform.text import NONE, commit, count
+from titans_platform.text import NONE, count
 
 ESCAPES = str.maketrans(
     {
@@ -52,11 +54,12 @@ def cells_csv(report: Report) -> str:
     columns = report.table.columns
     names = ["cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens"]
     lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
-    for name, result in ((row.name, result) for row in report.rows for result in row.results):
-        values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
-        numbers = [value if value is None else factor * value for factor, value in values]
-        # the cell's own row, where a row of the table joins several
-        lines.append([result.row or name, *(getattr(result, name) for name in names), *numbers])
+    for row in report.rows:
+        for result in row.results:
+            values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
+            numbers = [value if value is None else factor * value for factor, value in values]
+            # the cell's own row, where a row of the table joins several
+            lines.append([result.row or row.name, *(getattr(result, name) for name in names), *numbers])
     return _csv(lines)
 
 
@@ -75,7 +78,7 @@ def pathways_csv(report: Report) -> str:
     """A line for each row and part that was switched off: the mean of each column, in its unit."""
     found = report.pathways
     heads, lines = (found.heads, found.lines) if found else ((), ())
-    return _csv([["row", "part", *heads], *([line.row, line.part, *line.values] for line in lines)])
+    return _csv([["row", "part", *heads], *([row, part, *values] for row, part, values in lines)])
 
 
 def _csv(lines: Iterable[Sequence[Any]]) -> str:
@@ -130,57 +133,20 @@ def _chance(report: Report, keys: Sequence[str] | None = None) -> list[str]:
 
 def latex(report: Report) -> str:
     """The table with booktabs: mean and sd, the best of a column in bold, the paper's; the verdict."""
-    over, rules, at = [""], [], 2
-    for key, column in report.table.columns.items():
-        width = 1 + (key in report.paper_columns)
-        over.append(f"\\multicolumn{{{width}}}{{c}}{{{tex(column.heading)}}}")
-        rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
-        at += width
-    under = ["paper" if printed else "ours" for _, printed in report.fields()]
-    lines = [
-        _tex_line([*over, "", ""]),
-        " ".join(rules),
-        _tex_line(["", *under, "params", "state"]),
-        r"\midrule",
-    ]
-    for name, *line in body(report, ours=_tex_number):
-        lines.append(_tex_line([tex(name), *(text if text.startswith("$") else tex(text) for text in line)]))
-    if report.table.chance:
-        lines += [r"\midrule", _tex_line([r"\emph{chance}", *map(tex, _chance(report)[1:])])]
-    caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
-    label = f"tab:{report.table.study}-{report.table.scale}"
-    found = [r"% \usepackage{booktabs}", *_tex_table(caption, label, f"l{'r' * len(under)}rr", lines)]
-    if verdict := report.verdict:
-        lines = [_tex_line(map(tex, verdict.heads)), r"\midrule"]
-        lines += [_tex_line(map(tex, line)) for line in verdict.body]
-        caption = f"{verdict.sentence} {verdict.method}"
-        found += _tex_table(caption, f"{label}-verdict", "l" * len(verdict.heads), lines)
-    return "\n".join(found)
+    found, lines = report.verdict, body(report, ours=_tex_number)
+    return render(
+        "table.tex",
+        report=report,
+        body=[[each if each.startswith("$") else tex(each) for each in line] for line in lines],
+        chance=[tex(each) for each in _chance(report)[1:]],
+        verdict=[[tex(each) for each in line] for line in (found.heads, *found.body)] if found else [],
+        tex=tex,
+    )
 
 
-def _tex_table(caption: str, label: str, columns: str, lines: Sequence[str]) -> list[str]:
-    return [
-        r"\begin{table}[t]",
-        r"\centering",
-        f"\\caption{{{tex(caption)}}}",
-        f"\\label{{{label}}}",
-        f"\\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        *lines,
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-        "",
-    ]
-
-
-def tex(text: str) -> str:
+def tex(plain: str) -> str:
     """Text with LaTeX's special characters escaped."""
-    return text.translate(ESCAPES)
-
-
-def _tex_line(texts: Iterable[str]) -> str:
-    return " & ".join(texts) + r" \\"
+    return plain.translate(ESCAPES)
 
 
 def _tex_number(found: Number) -> str:
@@ -199,30 +165,8 @@ def markdown(report: Report, figures: str = "") -> str:
     columns = report.table.columns
     heads = ["paper" if paper else columns[key].heading for key, paper in report.fields()]
     heads = ["", *heads, "parameters", "state bytes"]
-    lines = [f"**{report.title}**", "", _md(heads), "|:--|" + "--:|" * (len(heads) - 1)]
-    lines += [_md(line) for line in body(report)]
-    lines += [_md([f"*{text}*" if text else "" for text in _chance(report)]), ""]
-    lines += [f"- {line}" for line in report.footnotes]
-    if found := report.verdict:
-        lines += ["", f"{found.sentence} {found.method}", "", _md(found.heads)]
-        lines += ["|:--" * len(found.heads) + "|", *map(_md, found.body)]
-    if ways := report.pathways:
-        lines += ["", f"**Which part the answers came from.** {ways.explained}", ""]
-        lines += [_md(["", "", *ways.heads]), "|:--|:--|" + "--:|" * len(ways.heads)]
-        lines += [_md([line.row, line.part, *line.values]) for line in ways.lines]
-    for picture in report.pictures if figures else ():
-        lines += ["", f"![{picture.title}]({figures}/{picture.key}.png)", f"*{picture.title}*"]
-    lines += ["", "<details><summary>Where each number comes from</summary>", ""]
-    lines += [_md(["row", "seed", "cell", "MLflow run", "commit"]), "|:--|--:|:--|:--|:--|"]
-    for row in report.rows:
-        for result in row.results:
-            made = [result.cell, result.mlflow_run_id or NONE, commit(result.commit)]
-            lines.append(_md([row.name, str(result.seed), *(f"`{name}`" for name in made)]))
-    return "\n".join([*lines, "", "</details>", ""])
-
-
-def _md(texts: Iterable[str]) -> str:
-    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+    values = {"heads": heads, "body": body(report), "chance": _chance(report), "figures": figures}
+    return render("table.md", report=report, **values)
 
 
 def terminal(report: Report, width: int = 80) -> RenderableType:
@@ -238,9 +182,8 @@ def terminal(report: Report, width: int = 80) -> RenderableType:
 def _pathways(report: Report) -> list[RenderableType]:
     if (found := report.pathways) is None:
         return []
-    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for i, head in enumerate(("", "", *found.heads)):
-        grid.add_column(head, justify="left" if i < 2 else "right", vertical="bottom")
+    heads = "", "", *found.heads
+    grid = text.table(*heads, left=2, vertical="bottom", padding=(0, 1, 0, 0), show_edge=False)
     before = ""
     for row, part, values in found.lines:
         grid.add_row("" if row == before else row, part, *values)
@@ -251,9 +194,8 @@ def _pathways(report: Report) -> list[RenderableType]:
 def _verdict(report: Report) -> list[RenderableType]:
     if (found := report.verdict) is None:
         return []
-    grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for head in found.heads:
-        grid.add_column(head, vertical="bottom")
+    words = len(found.heads)
+    grid = text.table(*found.heads, left=words, vertical="bottom", padding=(0, 1, 0, 0), show_edge=False)
     for row, cells in found.rows:
         # without the interval, which 80 columns do not hold
         shown = [" ".join(filter(None, (each.difference, each.p, each.outcome))) for each in cells]

@@ -28,7 +28,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes
 from titans_platform.report.figures import plot
 from titans_platform.report.figures.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
-from titans_platform.report.publish import render
+from titans_platform.report.publish import html
 from titans_platform.text import count
 
 FORMAT = "1"
@@ -89,10 +89,8 @@ class Inspected:
         """The largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
         norms = [trace.weight_norm.nan_to_num(0).square().sum(-1).sqrt() for trace in self.traces]
         surprises = [trace.surprise for trace in self.traces]
-        return {
-            name: max(float(values.max()) for values in found)
-            for name, found in (("weight_norm", norms), ("surprise", surprises))
-        }
+        found = {"weight_norm": norms, "surprise": surprises}
+        return {name: max(float(x.max()) for x in values) for name, values in found.items()}
 
 
 def inspect_text(
@@ -154,31 +152,28 @@ def _memory_table(found: Inspected, memory: int, trace: MemoryTrace) -> pa.Table
         "position": each(range(T)),
         "token": each(found.tokens),
         "text": each(found.texts),
-        "loss": _nullable(each(found.loss)),
+        "loss": each(found.loss),
         "memory": np.full(T * H, memory),
         "head": np.tile(np.arange(H), T),
-        **{name: _nullable(getattr(trace, name).flatten().numpy()) for name in MEASURED},
+        **{name: getattr(trace, name).flatten().numpy() for name in MEASURED},
         "read": _reads(trace.own),
         "context": pa.nulls(T * H, _READ) if trace.context is None else _reads(trace.context),
     }
-    arrays = [pa.array(columns[field.name]).cast(field.type) for field in SCHEMA]
+    # from_pandas: NaN is null
+    arrays = [pa.array(columns[field.name], from_pandas=True).cast(field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-def _nullable(values: NDArray[np.floating]) -> pa.Array:
-    return pa.array(values, mask=np.isnan(values))
 
 
 def _reads(near: Nearest) -> pa.Array:
     """A list for each token and head of the keys that were there."""
-    position, similarity, share = (x.flatten(0, 1).numpy() for x in near)
-    there = position >= 0
-    numbers = [pa.array(position[there]).cast(pa.int32())]
-    numbers += [_nullable(x[there]).cast(pa.float32()) for x in (similarity, share)]
+    there = near.position.flatten(0, 1).numpy() >= 0
+    numbers = [
+        pa.array(values.flatten(0, 1).numpy()[there], from_pandas=True).cast(field.type)
+        for values, field in zip(near, _READ.value_type, strict=True)
+    ]
     offsets = pa.array(np.concatenate([[0], there.sum(-1).cumsum()]), pa.int32())
-    return pa.ListArray.from_arrays(
-        offsets, pa.StructArray.from_arrays(numbers, fields=list(_READ.value_type))
-    )
+    keys = pa.StructArray.from_arrays(numbers, fields=list(_READ.value_type))
+    return pa.ListArray.from_arrays(offsets, keys)
 
 
 @dataclass(frozen=True)
@@ -186,7 +181,6 @@ class Shade:
     """A quantity that tokens are coloured by."""
 
     key: str
-    title: str
     about: str
     strength: list[float]
     """Strength of each token's colour, 0 to 1."""
@@ -213,12 +207,9 @@ def page(found: Inspected, source: str, position: int | None = None, warning: st
     """
     chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
     kept = kept_shares(found.traces).tolist()
-    data = {
-        "texts": found.texts,
-        "kept": [round(x, 2) for x in kept],
-        "reads": [vars(read) for read in reads],
-    }
-    return render(
+    shares, found_reads = [round(x, 2) for x in kept], [vars(read) for read in reads]
+    heads = range(max(trace.alpha.shape[1] for trace in found.traces))
+    return html(
         "inspect.html",
         found=found,
         source=source,
@@ -230,10 +221,8 @@ def page(found: Inspected, source: str, position: int | None = None, warning: st
         kept=kept,
         summary=[summary(trace) for trace in found.traces],
         memories=[charts(i, trace) for i, trace in enumerate(found.traces)],
-        heads=[
-            (head, KINDS[head % len(KINDS)]) for head in range(max(t.alpha.shape[1] for t in found.traces))
-        ],
-        data=data,
+        heads=[(head, KINDS[head % len(KINDS)]) for head in heads],
+        data={"texts": found.texts, "kept": shares, "reads": found_reads},
         spread=AROUND,
     )
 
@@ -247,22 +236,16 @@ def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
 def shades(found: Inspected) -> list[Shade]:
     """The quantities to colour by; the page opens with the first."""
     surprise = torch.cat([trace.surprise for trace in found.traces], 1).mean(1)
-    kept = kept_shares(found.traces)
+    error = "squared error of the memory's prediction before the token is written, mean over heads"
+    lost = "share of the surprise that the memory at the end of the text no longer has"
     return [
-        _shade(
-            "surprise",
-            "surprise",
-            "squared error of the memory's prediction before the token is written, mean over heads",
-            surprise,
-        ),
-        _shade(
-            "kept", "kept", "share of the surprise that the memory at the end of the text no longer has", kept
-        ),
-        _shade("loss", "loss", "loss of the whole model in nats", found.loss),
+        _shade("surprise", error, surprise),
+        _shade("kept", lost, kept_shares(found.traces)),
+        _shade("loss", "loss of the whole model in nats", found.loss),
     ]
 
 
-def _shade(key: str, title: str, about: str, values: Tensor) -> Shade:
+def _shade(key: str, about: str, values: Tensor) -> Shade:
     """From the 2nd to the 98th percentile, at most Tukey's outer fence, so that a burst leaves no token pale.
 
     Logarithmic where these are far apart: where all tokens after a burst have large values.
@@ -277,7 +260,7 @@ def _shade(key: str, title: str, about: str, values: Tensor) -> Shade:
     else:
         strength = (values - low) / max(high - low, 1e-12)
     shown = [round(x, 2) for x in strength.clamp(0, 1).nan_to_num().tolist()]
-    return Shade(key, title, about, shown, (rounded(low), rounded(high)))
+    return Shade(key, about, shown, (rounded(low), rounded(high)))
 
 
 def rounded(value: float) -> str:
@@ -288,22 +271,19 @@ def rounded(value: float) -> str:
 def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
     """Reads of each memory and head; in MAC, those of segments before those of single tokens."""
     for memory, trace in enumerate(traces):
-        for near, kind in ((trace.context, ", segments before"), (trace.own, ", own read")):
-            for head in range(trace.alpha.shape[1] if near is not None else 0):
-                label = f"memory {memory}, head {head}{kind if trace.context is not None else ''}"
-                yield Read(label, _near(near, head))
-
-
-def _near(near: Nearest | None, head: int) -> list[list[tuple[int, float, float | None]]]:
-    assert near is not None
-    return [
-        [
-            (at, round(cosine, 2), None if share != share else round(share, 3))
-            for at, cosine, share in zip(*line, strict=True)
-            if at >= 0
-        ]
-        for line in zip(*(x[:, head].tolist() for x in near), strict=True)
-    ]
+        kinds = [("", trace.own)]
+        if trace.context is not None:
+            kinds = [(", segments before", trace.context), (", own read", trace.own)]
+        for kind, near in kinds:
+            for head in range(trace.alpha.shape[1]):
+                columns = (values[:, head].tolist() for values in near)
+                lines = [zip(*line, strict=True) for line in zip(*columns, strict=True)]
+                # a share that is NaN is unknown
+                found = [
+                    [(at, round(x, 2), None if s != s else round(s, 3)) for at, x, s in line if at >= 0]
+                    for line in lines
+                ]
+                yield Read(f"memory {memory}, head {head}{kind}", found)
 
 
 def summary(trace: MemoryTrace) -> list[str]:
@@ -312,22 +292,15 @@ def summary(trace: MemoryTrace) -> list[str]:
     gates = [getattr(trace, name).mean().item() for name in ("alpha", "eta", "theta")]
     norms = [getattr(trace, name)[-1].mean().item() for name in ("weight_norm", "momentum_norm")]
     kept = 100 * kept_shares([trace]).mean().item()
-    return [
-        trace.name,
-        *map(rounded, means),
-        f"{kept:.0f}%",
-        *map(rounded, (*gates, *norms)),
-    ]
+    return [trace.name, *map(rounded, means), f"{kept:.0f}%", *map(rounded, (*gates, *norms))]
 
 
 def charts(memory: int, trace: MemoryTrace) -> dict[str, Any]:
     """A memory's panels as SVG: each quantity by head, then the errors."""
     drawn = [_by_head(title, getattr(trace, key)) for key, title in CHARTS.items()]
-    drawn.append(_fates(trace))
-    sizes = [NARROW] * len(CHARTS) + [WIDE]
-    sized = enumerate(zip(drawn, sizes, strict=True))
-    panels = [Markup(svg(each, size, f"m{memory}-{i}")) for i, (each, size) in sized]
-    return {"name": trace.name, "panels": panels[:-1], "fates": panels[-1]}
+    panels = [Markup(svg(each, NARROW, f"m{memory}-{i}")) for i, each in enumerate(drawn)]
+    fates = Markup(svg(_fates(trace), WIDE, f"m{memory}-{len(panels)}"))
+    return {"name": trace.name, "panels": panels, "fates": fates}
 
 
 def _by_head(title: str, values_TH: Tensor) -> Panel:

@@ -1,6 +1,6 @@
 """Publish the report of a study: render it as one HTML page, write it to its folder, log it to MLflow.
 
-Also the page of all the paper's tables, and `render` for other pages of the same style.
+Also the page of all the paper's tables, and `html` for other pages of the same style.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from rich.console import Console
 
 from titans_platform.errors import UsageError
 from titans_platform.files import write_text
 from titans_platform.provenance import commands
-from titans_platform.report import export
+from titans_platform.report import export, render
 from titans_platform.report.export import cells_csv, latex, summary_csv
-from titans_platform.report.figures.picture import DARK, LIGHT, Line, Picture, save, svg
+from titans_platform.report.figures.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import Result, RunFolder
@@ -31,7 +29,7 @@ from titans_platform.runs.reporter import curve
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import Item
-from titans_platform.text import NONE, commit, count, number, plural
+from titans_platform.text import plural
 
 if TYPE_CHECKING:
     from titans_platform.study.grid import StudyRun
@@ -42,34 +40,17 @@ CROWDED = 4
 """With more columns the paper's numbers are below ours, not beside them."""
 WIDTH = 5.7
 """Width of a figure on the page, in rem per inch."""
-MARKS = {
-    "o": '<circle cx="12" cy="5" r="2.6"/>',
-    "s": '<rect x="9.6" y="2.6" width="4.8" height="4.8"/>',
-    "^": '<path d="M12 1.8 15 7.6H9z"/>',
-    "D": '<path d="M12 1.6 15.4 5 12 8.4 8.6 5z"/>',
-    "v": '<path d="M12 8.2 9 2.4h6z"/>',
-    "P": '<path d="M10.8 2h2.4v1.8H15v2.4h-1.8V8h-2.4V6.2H9V3.8h1.8z"/>',
-}
 
 
-def render(template: str, **values: Any) -> str:
-    """Render a template of this folder with ``values``, the palettes and the time."""
+def html(template: str, **values: Any) -> str:
+    """A page of ``templates/`` with ``values``, the palettes and the time."""
     written = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
-    return _templates().get_template(template).render(light=LIGHT, dark=DARK, written=written, **values)
-
-
-@cache
-def _templates() -> Environment:
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(number=number, count=count, commit=commit)
-    environment.globals.update(none_sign=NONE)
-    return environment
+    return render(template, light=LIGHT, dark=DARK, written=written, **values)
 
 
 def report_page(report: Report) -> str:
     """The page of one study."""
-    return render(
+    return html(
         "report.html",
         report=report,
         table=report.table,
@@ -77,7 +58,7 @@ def report_page(report: Report) -> str:
         results_table=results_table(report),
         links=report.links,
         seeds=plural(len(report.table.seeds), "seed").partition(" ")[2],
-        figures=list(map(figure, report.pictures)),
+        figures=[figure(picture, i + 1) for i, picture in enumerate(report.pictures)],
         sources={
             "LaTeX (booktabs)": latex(report),
             "CSV, a line a row and column": summary_csv(report),
@@ -91,7 +72,7 @@ def results_table(report: Report, heading: str = "Table 1") -> Markup:
     columns = report.table.columns
     crowded = len(columns) > CROWDED
     spreads = {key: max((len(row.numbers[key].sd) for row in report.rows), default=0) for key in columns}
-    text = render(
+    text = html(
         "results_table.html",
         report=report,
         table=report.table,
@@ -116,23 +97,11 @@ def _caption(report: Report, crowded: bool) -> str:
     return f"{spread}{paper}. {report.bold_note}{linked}"
 
 
-def figure(picture: Picture) -> dict[str, Any]:
-    """Template values of a figure: its panels as SVG, and the legend."""
+def figure(picture: Picture, number: int | None = None) -> Markup:
+    """A figure: its panels as SVG, the legend, the caption with its number on the page."""
     drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
-    return {
-        "picture": picture,
-        "width": round(WIDTH * picture.size[0], 1),
-        "kind": "small" if picture.size[0] < 3 and len(picture.panels) > 1 else "",
-        "panels": list(map(Markup, drawn)),
-        "legend": [(_mark(line), line.label) for line in picture.legend],
-    }
-
-
-def _mark(line: Line) -> Markup:
-    """A line with its marker, as in the figure."""
-    stroke = f'<path d="M0 5H24" stroke="var(--{line.colour})" stroke-width="1.6"/>'
-    mark = f'<g fill="var(--{line.colour})">{stroke}{MARKS.get(line.marker, "")}</g>'
-    return Markup(f'<svg viewBox="0 0 24 10" aria-hidden="true">{mark}</svg>')
+    panels, width = list(map(Markup, drawn)), round(WIDTH * picture.size[0], 1)
+    return Markup(render("figure.html", picture=picture, panels=panels, width=width, number=number))
 
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
@@ -292,7 +261,7 @@ def _cell_links(store: Store, report: Report) -> Iterator[str]:
 def paper_page(items: Sequence[Item], root: Path) -> str:
     """The page of all the paper's tables and figures: ours as far as they have been run under ``root``."""
     sections = [_section(item, root) for item in items]
-    return render("paper.html", source=read_paper().source, sections=sections)
+    return html("paper.html", source=read_paper().source, sections=sections)
 
 
 def _section(item: Item, root: Path) -> dict[str, Any]:

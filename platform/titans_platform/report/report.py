@@ -47,20 +47,13 @@ class Number:
         return f"{self.mean}{spread} {self.seeds}".rstrip()
 
 
-class PathwayLine(NamedTuple):
-    """A row's values with everything on, or with one part off: of each column, as text."""
-
-    row: str
-    part: str
-    values: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class PathwayTable:
     """Which part of a model its answers came from, as text."""
 
     heads: tuple[str, ...]
-    lines: tuple[PathwayLine, ...]
+    lines: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """A row's name, the part that is off, or `all on`, and the value of each column."""
     explained: str = PATHWAYS_EXPLAINED
 
 
@@ -183,6 +176,8 @@ def build_report(
         links: Addresses of the runs; None where the tracking store could not be read.
     """
     search = search or {}
+    seeds = plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
+    found = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
     made = {result.commit for result in table.results}
     only = made.pop() if len(made) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
@@ -192,14 +187,14 @@ def build_report(
     rows = tuple(_row(table, row, best, marks) for row in table.rows)
     return Report(
         table=table,
-        title=f"{table.study} at scale {table.scale}: mean ± sd over {_seeds(table)}",
+        title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
         rows=rows,
         paper_columns=frozenset(
             key for row in table.rows for key, entry in row.entries.items() if entry.paper is not None
         ),
         chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
         bold_note=_bold_note(table),
-        notes=(*_notes(table, marks, only), *_search_notes(search)),
+        notes=(*_notes(table, marks, only), *filter(None, found)),
         failures=tuple(cell for row in rows for cell in row.cells if cell.reason),
         comparisons=tuple(comparisons),
         verdict=verdict_table(comparisons, table.columns),
@@ -218,10 +213,9 @@ def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mappi
     gaps = {(gap.cell.row, gap.cell.seed): gap for gap in row.unfinished}
     cells = []
     for cell in row.cells:
+        line = CellLine(cell.name, cell.row, cell.seed, results.get(cell.name or ""))
         gap = gaps.get((cell.row, cell.seed))
-        state, reason = (gap.state, gap.reason or "") if gap else ("", "")
-        result = None if gap else results.get(cell.name or "")
-        cells.append(CellLine(cell.name, cell.row, cell.seed, result, state, reason))
+        cells.append(line._replace(result=None, state=gap.state, reason=gap.reason) if gap else line)
     numbers = {}
     for key, entry in row.entries.items():
         decimals, missing = table.columns[key].decimals, "failed" if row.failures else NONE
@@ -240,32 +234,25 @@ def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mappi
 
 def _pathways(table: Table) -> PathwayTable | None:
     """Means over the seeds that measured pathways; None where no cell did."""
-    measured = {row.row.name: [r for r in row.results if r.pathways] for row in table.rows}
-    found = [part for results in measured.values() for r in results for part in r.pathways.values()]
-    columns = [key for key in table.columns if any(key in part for part in found)]
+    measured = [(row.row.name, r) for row in table.rows for r in row.results if r.pathways]
+    found = [part for _, result in measured for part in result.pathways.values()]
+    columns = {key: column for key, column in table.columns.items() if any(key in part for part in found)}
     lines = []
-    for name, results in measured.items():
-        values = {"all on": [r.columns for r in results]}
-        values |= {
-            title: [r.pathways[part] for r in results if part in r.pathways]
-            for part, title in PATHWAY_TITLES.items()
-        }
-        for part, cells in values.items():
+    for name in dict.fromkeys(name for name, _ in measured):
+        results = [result for row, result in measured if row == name]
+        parts = {"all on": [result.columns for result in results]}
+        for part, title in PATHWAY_TITLES.items():
+            parts[title] = [result.pathways[part] for result in results if part in result.pathways]
+        for part, cells in parts.items():
+            shown = []
+            for key, column in columns.items():
+                values = [cell[key] for cell in cells if key in cell]
+                shown.append(number(column.factor * fmean(values) if values else None, column.decimals))
             if cells:
-                means = [_mean_of(table, key, cells) for key in columns]
-                lines.append(PathwayLine(name, part, tuple(means)))
+                lines.append((name, part, tuple(shown)))
     if not lines:
         return None
-    return PathwayTable(tuple(table.columns[key].titled() for key in columns), tuple(lines))
-
-
-def _mean_of(table: Table, key: str, cells: Sequence[Mapping[str, float]]) -> str:
-    column, values = table.columns[key], [cell[key] for cell in cells if key in cell]
-    return number(column.factor * fmean(values) if values else None, column.decimals)
-
-
-def _seeds(table: Table) -> str:
-    return plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
+    return PathwayTable(tuple(column.titled() for column in columns.values()), tuple(lines))
 
 
 def _bold_note(table: Table) -> str:
@@ -273,11 +260,6 @@ def _bold_note(table: Table) -> str:
     references = ", ".join(row.row.name for row in table.rows if row.row.reference)
     note = "Bold: the best row of a column, where it is better than chance"
     return f"{note}; {references} left out, for reference only." if references else f"{note}."
-
-
-def _search_notes(search: Mapping[str, Any]) -> list[str]:
-    found = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
-    return [line for line in found if line]
 
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
@@ -304,9 +286,8 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     for made, mark in marks.items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale runs them again.")
     if only not in ("", table.commit):
-        lines.append(
-            f"All cells were made by commit {commit(only)}; the code here is {commit(table.commit)}."
-        )
+        here = commit(table.commit)
+        lines.append(f"All cells were made by commit {commit(only)}; the code here is {here}.")
     if table.missing:
         has = "has" if table.missing == 1 else "have"
         cells = plural(table.missing, "cell")

@@ -131,12 +131,10 @@ def build_table(run: StudyRun) -> Table:
         names = {row.name for row in (first, *others)}
         if cells := [cell for cell in run.whole if cell.row in names]:
             rows.append(_table_row(run, first.as_line(), cells))
-    levels: dict[str, set[float]] = {}
-    for result in (result for row in rows for result in row.results):
-        for key in columns:
-            if finite(level := result.chance.get(key)):
-                levels.setdefault(key, set()).add(level)
-    finished = {result.cell for row in rows for result in row.results}
+    results = [result for row in rows for result in row.results]
+    chances = {key: {result.chance.get(key) for result in results} for key in columns}
+    levels = {key: [level for level in found if finite(level)] for key, found in chances.items()}
+    finished = {result.cell for result in results}
     seeds = ",".join(map(str, sorted({cell.seed for row in rows for cell in row.cells})))
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
     study, scale = run.study, run.study.scales[run.scale_name]
@@ -151,7 +149,7 @@ def build_table(run: StudyRun) -> Table:
         columns=columns,
         rows=tuple(rows),
         # cells of one row may have different levels
-        chance={key: columns[key].factor * statistics.fmean(levels[key]) for key in levels},
+        chance={key: columns[key].factor * statistics.fmean(found) for key, found in levels.items() if found},
         side_by_side=_side_by_side(run),
         commit=run.commit,
         command=f"titans sweep run {study.name} --scale {run.scale_name} --seeds {seeds}{changed}",
@@ -167,17 +165,16 @@ def _side_by_side(run: StudyRun) -> bool:
 
 def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     found = [(cell, cell.folder(run.root).shown_result()) for cell in cells]
-    results = [result for _, result in found if result is not None]
+    results = tuple(result for _, result in found if result is not None)
     unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
+    stale = sorted({result.commit for result in results} - {run.commit})
+    made = TableRow(row, tuple(cells), results, tuple(unfinished), stale=tuple(stale))
     entries = {}
     for key, column in run.columns.items():
-        kept = measured_by_seed(cells, results, key).values()
-        means = [[result.columns[key] for result in part] for part in kept]
-        values = tuple(column.factor * statistics.fmean(part) for part in means)
+        values = by_seed(made, key, column.factor).values()
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
-        entries[key] = Entry(values, wanted, row.paper.get(key))
-    stale = sorted({result.commit for result in results} - {run.commit})
-    return TableRow(row, tuple(cells), tuple(results), tuple(unfinished), entries, tuple(stale))
+        entries[key] = Entry(tuple(values), wanted, row.paper.get(key))
+    return replace(made, entries=entries)
 
 
 def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str) -> dict[int, list[Result]]:

@@ -214,15 +214,11 @@ class Worker:
         with self.phases.phase("build"):
             self.objective.check(self.data)
             stream = self.objective.train_stream(self.data, *data_shard(self.cfg.optim))
+            length, seed = self.cfg.data.sequence_length, self.cfg.seed
             trainer = Trainer(
-                self.objective.build_model(),
-                self.cfg.optim,
-                stream,
-                self.device,
-                self.objective,
-                sequence_length=self.cfg.data.sequence_length,
-                seed=self.cfg.seed,
-            )
+                self.objective.build_model(), self.cfg.optim, stream, self.device, self.objective,
+                sequence_length=length, seed=seed,
+            )  # fmt: skip
         checkpoints = self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("checkpoint"):
             restored = checkpoint.restore(checkpoints, trainer)
@@ -303,17 +299,9 @@ class Worker:
             measured = self._measure(trainer)
         if not self.reporter:
             return {}
-        result = self._result(trainer, measured, time.perf_counter() - started)
-        with self.phases.phase("record"):
-            self.reporter.finish(result)
-        return result
-
-    def _result(self, trainer: Trainer, measured: dict[str, Any], eval_seconds: float) -> Result:
-        """The run's numbers, and everything they depend on."""
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
         assert isinstance(model, Model)
-        assert self.reporter
-        return Result(
+        result = Result(
             cell=self.spec.name,
             seed=cfg.seed,
             config=cfg.model_dump(mode="json"),
@@ -329,7 +317,7 @@ class Worker:
             state_bytes=model.state_bytes(cfg.data.sequence_length),
             peak_rss_bytes=peak_rss(),
             train_seconds=progress.seconds,
-            eval_seconds=eval_seconds,
+            eval_seconds=time.perf_counter() - started,
             tokens=progress.step * trainer.tokens_per_step,
             final_train_loss=progress.final_loss,
             telemetry=progress.telemetry,
@@ -342,6 +330,9 @@ class Worker:
             study=self.spec.labels.get("study", ""),
             row=self.spec.labels.get("row", ""),
         )
+        with self.phases.phase("record"):
+            self.reporter.finish(result)
+        return result
 
 
 def peak_rss(reset: bool = False) -> int:

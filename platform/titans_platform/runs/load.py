@@ -67,14 +67,10 @@ def find_checkpoint(run: str, root: Path) -> Path:
         older = next((point for point in points[1:] if find_corruption(point) is None), None)
         fix = f"to use an older checkpoint, give {older}" if older else "no older checkpoint is intact"
         raise UsageError(f"{run}: checkpoint {points[0]} is damaged: {damage}; {fix}")
-    return _measured(points[0]).resolve()
-
-
-def _measured(newest: Path) -> Path:
-    if read_config(newest).eval.at == "last":
-        return newest
-    best = read_manifest(newest).progress.best_step
-    return at_step(newest.parent, best) if best else newest
+    best = read_manifest(points[0]).progress.best_step
+    if best and read_config(points[0]).eval.at == "best":
+        return at_step(points[0].parent, best).resolve()
+    return points[0].resolve()
 
 
 def located(cfg: RunConfig, root: Path) -> RunConfig:

@@ -52,13 +52,13 @@ QUIET = {
 }
 """Settings that Ray reads from the environment when it is imported."""
 ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**26),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-    "MALLOC_TOP_PAD_": str(2**28),
-    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": (2**26, -3),
+    "MALLOC_TRIM_THRESHOLD_": (2**31 - 1, -1),
+    "MALLOC_TOP_PAD_": (2**28, -2),
+    "MALLOC_ARENA_MAX": (2, -8),
 }
 """Settings that glibc's malloc reads when a process starts, so that memory freed by one step is reused by the
-next.
+next; with the number that `mallopt` has for each (malloc.h), for a process already running.
 
 By default glibc maps every block above 32 MiB anew, which took over half of a step of Mamba on rows of 501
 tokens. Blocks of 64 MiB and more are still mapped: a study trains its cells in threads, whose arenas have no
@@ -66,13 +66,6 @@ room for them, and with a single arena (`MALLOC_ARENA_MAX` of 1), which has, a p
 memory. Without a limit, the threads of each cell create arenas of their own, up to 8 per core, which keep
 what they freed: a worker grew from 0.8 to 2.0 GB over ten cells of 137K parameters.
 """
-MALLOPT = {
-    "MALLOC_MMAP_THRESHOLD_": -3,
-    "MALLOC_TRIM_THRESHOLD_": -1,
-    "MALLOC_TOP_PAD_": -2,
-    "MALLOC_ARENA_MAX": -8,
-}
-"""`mallopt` parameter numbers of these settings (glibc's malloc.h), for a process already running."""
 
 
 def return_freed_memory() -> None:
@@ -87,12 +80,13 @@ def quiet() -> None:
 
     Variables that the user has set are kept. The allocator settings are applied to this process too.
     """
-    given = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
-    os.environ.update(given)
     told = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    if platform.libc_ver()[0] == "glibc" and not told:
-        for name in MALLOPT.keys() & given.keys():
-            ctypes.CDLL(None).mallopt(MALLOPT[name], int(given[name]))
+    for name, (value, number) in ALLOCATOR.items():
+        if name not in os.environ and platform.libc_ver()[0] == "glibc" and not told:
+            ctypes.CDLL(None).mallopt(number, value)
+        os.environ.setdefault(name, str(value))
+    for name, setting in QUIET.items():
+        os.environ.setdefault(name, setting)
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
@@ -253,15 +247,11 @@ def check_reach(root: Path) -> None:
         raise ClusterError(f"storage {root}: cannot be written on the head node: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    # group nodes by fault
-    reasons: dict[str, list[str]] = {}
-    for node, fault in faults.items():
-        if fault:
-            reasons.setdefault(fault, []).append(node[:8])
-    if reasons:
-        text = "; ".join(f"{fault} (nodes {', '.join(nodes)})" for fault, nodes in reasons.items())
-        wrong = sum(map(len, reasons.values()))
-        raise ClusterError(f"{wrong} of {len(faults)} nodes cannot work on the study: {text}")
+    wrong = {node: fault for node, fault in faults.items() if fault}
+    if wrong:
+        named = {fault: ", ".join(n[:8] for n in wrong if wrong[n] == fault) for fault in wrong.values()}
+        text = "; ".join(f"{fault} (nodes {nodes})" for fault, nodes in named.items())
+        raise ClusterError(f"{len(wrong)} of {len(faults)} nodes cannot work on the study: {text}")
 
 
 def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, str]:
@@ -270,13 +260,10 @@ def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, s
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     look = ray.remote(num_cpus=0, max_retries=0)(_look)
-    pending = {
-        node["NodeID"]: look.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(folder, node["NodeID"], uri)
-        for node in nodes
-    }
-    faults: dict[str, str] = {}
+    pending, faults = {}, {}
+    for node in (node["NodeID"] for node in nodes):
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        pending[node] = look.options(scheduling_strategy=there).remote(folder, node, uri)
     for node, answer in pending.items():
         try:
             faults[node] = ray.get(answer, timeout=120)

@@ -44,6 +44,8 @@ _LOSSES = 200
 DETAILED = 50
 """Number of steps per run whose other metrics are logged too, the inner memory's telemetry among them."""
 LOSSES = frozenset({"loss", "validation_loss"})
+SIZES = ["parameters", "state_bytes", "peak_rss_bytes"]
+TIMES = ["train_seconds", "eval_seconds", "final_train_loss"]
 _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
@@ -175,15 +177,11 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
 
     ``ended`` is the end time in seconds since the epoch; None: now.
     """
-    tasks = {name: task.value for name, task in result.tasks.items()}
-    errors = {f"{name}/stderr": task.stderr for name, task in result.tasks.items()}
-    others = (
-        *("parameters", "state_bytes", "peak_rss_bytes"),
-        *("train_seconds", "eval_seconds", "final_train_loss"),
-    )
-    numbers: dict[str, Any] = errors | {name: getattr(result, name) for name in others}
-    values = result.columns | tasks | {name: value for name, value in numbers.items() if value is not None}
-    run.summary(values, result.steps)
+    values: dict[str, Any] = dict(result.columns)
+    for name, task in result.tasks.items():
+        values |= {name: task.value, f"{name}/stderr": task.stderr}
+    values |= {name: getattr(result, name) for name in SIZES + TIMES}
+    run.summary({name: value for name, value in values.items() if value is not None}, result.steps)
     made = {f"titans.{name}": value for name, value in result.environment.items()}
     made |= {
         "titans.commit": result.commit,

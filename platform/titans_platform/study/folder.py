@@ -247,12 +247,9 @@ class SearchState:
 
 def set_line(params: dict[str, Any]) -> str:
     """Parameters as options of the command line."""
-    return " ".join(f"--set {key}={_shown(value)}" for key, value in params.items())
-
-
-def _shown(value: Any) -> str:
-    # all digits: the config must be the trial's own
-    return repr(value) if isinstance(value, float) else json.dumps(value).strip('"')
+    # floats with all digits: the config must be the trial's own
+    values = [repr(v) if isinstance(v, float) else json.dumps(v).strip('"') for v in params.values()]
+    return " ".join(f"--set {key}={value}" for key, value in zip(params, values, strict=True))
 
 
 def number_trial(folder: StudyFolder, name: str, params: dict[str, Any]) -> int:

@@ -285,19 +285,13 @@ def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = 
     fragment: dict[str, Any] = {}
     try:
         for layer in (study.base, study.scales[scale_name].fragment(), row.set):
-            fragment = _lay(fragment, layer)
+            layer = overlay({}, layer)
+            if isinstance(model := layer.get("model"), dict) and "preset" in model:
+                # a preset replaces the whole model below
+                fragment.pop("model", None)
+            fragment = overlay(fragment, layer)
         for override in overrides:
             apply_override(fragment, override)
-        config = validate(RunConfig, complete(fragment))
+        return validate(RunConfig, complete(fragment))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    return config
-
-
-def _lay(below: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge one more layer; a ``model.preset`` in it replaces the whole model below."""
-    layer = overlay({}, layer)
-    model = layer.get("model")
-    if isinstance(model, dict) and "preset" in model:
-        below = {key: value for key, value in below.items() if key != "model"}
-    return overlay(below, layer)

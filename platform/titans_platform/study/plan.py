@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -95,42 +95,35 @@ def check_space(study: StudyRun) -> list[RunConfig]:
 
 def check(cells: Iterable[Cell]) -> None:
     """Check each row's variant, tasks and options. Raises UsageError."""
-    for row, config in _by_row(cells).items():
-        with _naming(row):
-            build_objective(config).check()
+    _check_rows(cells, lambda config: build_objective(config).check())
 
 
 def check_without_data(study: StudyRun) -> None:
     """Check sources, batch and resources without the data. Raises UsageError, ClusterError."""
-    for row, config in _by_row(study.cells).items():
-        with _naming(row):
-            check_resources(config, study.resources)
-    for row, config in _by_row(cell for cell in study.cells if not cell.name).items():
-        with _naming(row):
-            build_objective(config).check_sources()
+    _check_rows(study.cells, lambda config: check_resources(config, study.resources))
+    unnamed = (cell for cell in study.cells if not cell.name)
+    _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
 
 def check_with_data(study: StudyRun) -> None:
     """Run a worker's checks before any cell starts. Raises UsageError."""
-    for row, config in _by_row(study.cells).items():
-        with _naming(row):
-            check_batch(config, study.resources)
-            check_start(config)
-            objective = build_objective(config)
-            objective.check(objective.open(study.root))
+
+    def check(config: RunConfig) -> None:
+        check_batch(config, study.resources)
+        check_start(config)
+        objective = build_objective(config)
+        objective.check(objective.open(study.root))
+
+    _check_rows(study.cells, check)
 
 
-def _by_row(cells: Iterable[Cell]) -> dict[str, RunConfig]:
-    return {cell.row: cell.config for cell in cells}
-
-
-@contextmanager
-def _naming(row: str) -> Iterator[None]:
-    """Prefix a UsageError with the row's name."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"row {row!r}: {error}") from None
+def _check_rows(cells: Iterable[Cell], check: Callable[[RunConfig], None]) -> None:
+    """Call ``check`` with the config of each row. Raises UsageError that names the row."""
+    for row, config in {cell.row: cell.config for cell in cells}.items():
+        try:
+            check(config)
+        except UsageError as error:
+            raise UsageError(f"row {row!r}: {error}") from None
 
 
 Prepare = Callable[[RunConfig], Data]
@@ -163,7 +156,9 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             found.append(cell)
         return tuple(found)
 
-    at_hand = lambda config: build_objective(config).open(study.root)  # noqa: E731
+    def at_hand(config: RunConfig) -> Data:
+        return build_objective(config).open(study.root)
+
     cells = all_named(study.cells, prepare or at_hand)
     return replace(study, cells=cells, whole=all_named(study.whole, at_hand))
 

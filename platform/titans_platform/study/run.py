@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from titans_core.config import ModelConfig
-from titans_platform.config import RunConfig
+from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective
 from titans_platform.runs.execute import execute, last_checkpoint_step
@@ -50,8 +50,8 @@ ALWAYS = {
 class Display(Protocol):
     """Displays the progress of a study."""
 
-    def preparing(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Display while data are prepared; the callable takes a line."""
+    def preparing(self) -> AbstractContextManager[Progress]:
+        """Display while data are prepared; the callable takes a source and how far it is."""
         ...
 
     def searching(self, plan: Plan, state: SearchState) -> AbstractContextManager[None]:
@@ -85,18 +85,9 @@ def run_plan(plan: Plan, display: Display) -> Plan:
 def _prepare(plan: Plan, display: Display) -> Plan:
     """Prepare the data of all requested cells, name the cells, and check them against the data."""
     root = plan.study.root
-    with display.preparing() as show:
-
-        def progress(label: str, documents: int, tokens: int, done: float | None) -> None:
-            share = "" if done is None else f" ({done:.0%})"
-            show(f"preparing data: {label}: {documents:,} documents, {tokens:,} tokens{share}")
-
-        def prepare(config: RunConfig) -> Any:
-            return build_objective(config).prepare(root, progress)
-
-        study = name_cells(plan.study, prepare)
-        show("checking every row against the data")
-        check_with_data(study)
+    with display.preparing() as progress:
+        study = name_cells(plan.study, lambda config: build_objective(config).prepare(root, progress))
+    check_with_data(study)
     return replace(plan, study=study)
 
 

@@ -7,6 +7,7 @@ study that is ``like`` another overrides that study's file: mappings key by key,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -51,15 +52,9 @@ class Axis(Frozen):
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
         """Each value with the fields it sets; a point named by a number has that number as its value."""
         if self.points:
-            return [(_number(name), change) for name, change in self.points.items()]
+            named = [(int(name) if name.lstrip("+-").isdecimal() else name) for name in self.points]
+            return list(zip(named, self.points.values(), strict=True))
         return [(value, {self.field: value}) for value in self.values]
-
-
-def _number(name: str) -> JsonValue:
-    try:
-        return int(name)
-    except ValueError:
-        return name
 
 
 class Parameter(Frozen):
@@ -119,10 +114,7 @@ class Search(Frozen):
     def corners(self) -> Iterator[dict[str, Any]]:
         """Parameters at the corners of the space, which together have every boundary value."""
         ends = {key: parameter.ends() for key, parameter in self.space.items()}
-        count = 1
-        for values in ends.values():
-            count *= len(values)
-        if count <= MAX_CORNERS:
+        if math.prod(map(len, ends.values())) <= MAX_CORNERS:
             yield from (dict(zip(ends, point, strict=True)) for point in product(*ends.values()))
             return
         first = {key: values[0] for key, values in ends.items()}
@@ -386,13 +378,12 @@ def printed(
         row: a row's name in the paper.
         columns: for each column the paper's columns to average.
     """
-    found: dict[str, float | None] = {}
+    numbers: dict[str, float | None] = {}
     for table in tables:
-        found |= read_paper().tables[table].numbers(row, size)
-    taken = {key: [found.get(name) for name in names] for key, names in columns.items()}
-    return {key: _mean(values) for key, values in taken.items() if any(v is not None for v in values)}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return round(fmean(numbers), 3) if len(numbers) == len(values) else None
+        numbers |= read_paper().tables[table].numbers(row, size)
+    found: dict[str, float | None] = {}
+    for key, names in columns.items():
+        values = [value for name in names if (value := numbers.get(name)) is not None]
+        if values:
+            found[key] = round(fmean(values), 3) if len(values) == len(names) else None
+    return found

@@ -30,6 +30,7 @@ from titans_platform.runs.folder import RESULT, TIME, RunFolder
 from titans_platform.study.folder import StudyFolder, StudyRecord
 from titans_platform.study.grid import Cell, StudyRun, known_studies, load_study
 from titans_platform.study.spec import Printed, Study, read_paper
+from titans_platform.text import texts
 
 TRAINING_SHARE = 0.9
 """Assumed fraction of a cell's time spent in training; the rest is evaluation."""
@@ -231,11 +232,13 @@ class Item:
         head = f"{' and '.join(self.names)}: {self.title}"
         if self.study is None:
             return [head, f"  study {self.printed[0].study} does not exist yet"]
-        return [head, f"  study {self.study.name}; scales {', '.join(map(self._scale, self.study.scales))}"]
-
-    def _scale(self, name: str) -> str:
-        done, cells = self.ran.get(name, (0, 0))
-        return f"{name} ({done} of {cells} cells done)" if cells else name
+        ran = {
+            name: f"{name} ({done} of {cells} cells done)"
+            for name, (done, cells) in self.ran.items()
+            if cells
+        }
+        scales = ", ".join(ran.get(name, name) for name in self.study.scales)
+        return [head, f"  study {self.study.name}; scales {scales}"]
 
 
 def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
@@ -249,8 +252,12 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
     items = []
     for name, found in by_study.items():
         names, printed = zip(*found, strict=True)
-        study = studies.get(name)
-        items.append(Item(names, printed, study, _ran(study, root) if study else {}))
+        study, ran = studies.get(name), {}
+        for scale in study.scales if study else ():
+            if record := StudyFolder(root, f"{name}-{scale}").record():
+                states = [RunFolder(root, cell.cell).state() for cell in record.cells if cell.cell]
+                ran[scale] = states.count("done"), len(record.cells)
+        items.append(Item(names, printed, study, ran))
     return items
 
 
@@ -258,15 +265,6 @@ def studies_of_the_paper() -> dict[str, Study]:
     """The studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
     wanted = {each.study for each in read_paper().items.values()}
     return {name: load_study(name) for name in known_studies() if name in wanted}
-
-
-def _ran(study: Study, root: Path) -> dict[str, tuple[int, int]]:
-    ran = {}
-    for scale in study.scales:
-        if record := StudyFolder(root, f"{study.name}-{scale}").record():
-            states = [RunFolder(root, cell.cell).state() for cell in record.cells if cell.cell]
-            ran[scale] = states.count("done"), len(record.cells)
-    return ran
 
 
 SHOWN = "shown.json"
@@ -314,26 +312,17 @@ def _files(run: StudyRun) -> list[Path] | None:
     None if the inputs may change elsewhere: a bucket, or another run's checkpoint to start from.
     """
     configs = {cell.row: cell.config for cell in run.whole}.values()
-    texts = {text for config in configs for text in _texts(config.model_dump(mode="json"))}
-    if any("://" in text for text in texts) or any(config.start_from for config in configs):
+    found = {text for config in configs for text in texts(config.model_dump(mode="json"))}
+    if any("://" in text for text in found) or any(config.start_from for config in configs):
         return None
     folder = run.folder.path
     return [
         *(cell.folder(run.root).path / RESULT for cell in run.whole),
         *(path for path in folder.iterdir() if path.suffix in (".html", ".md", ".tex", ".csv")),
         *(folder / "cells.json", *(folder / "figures").glob("*")),
-        *filter(None, map(source_file, texts)),
-        *(path for text in texts for path in _at(text)),
+        *filter(None, map(source_file, found)),
+        *(path for text in found for path in _at(text)),
     ]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys apart."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
 
 
 def _at(text: str) -> Iterator[Path]:

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from titans_platform.evals.tasks.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report.figures import plot
-from titans_platform.report.figures.data import Axis, FigureData, Series
+from titans_platform.report.figures.data import Axis, FigureData
 from titans_platform.report.figures.picture import (
     KINDS,
     LIGHT,
@@ -24,10 +24,11 @@ from titans_platform.report.figures.picture import (
     Line,
     Panel,
     Picture,
+    ends,
     panel,
 )
 from titans_platform.report.table import TableRow, task_of
-from titans_platform.text import plural, short, tokens
+from titans_platform.text import plural, tokens
 
 PER_ROW = 24
 """Maximum rows with a panel each; of more, the first ones."""
@@ -55,10 +56,10 @@ Places = Mapping[str, Mapping[float, tuple[float, ...]]]
 
 
 class Gain(NamedTuple):
-    """Gain of the carried state by position: mean and error."""
+    """Gain of the carried state by position, and the error of each mean."""
 
-    look: Line
-    points: Mapping[float, tuple[float, float]]
+    line: Line
+    errors: Sequence[float]
 
 
 def middle(first: int, last: int) -> float:
@@ -75,9 +76,11 @@ def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
     }
     lines = _lines(places, found.best_window)
     gains = {x: found.gain(*bucket) for x, bucket in buckets.items() if x > found.row}
+    line = Line("gain", {x: (mean,) for x, (mean, _) in gains.items()})
+    gain = Gain(line, [error for _, error in gains.values()])
     panels = [
         _panel(title, lines, found.row, "nats a token"),
-        _gain_panel([Gain(Line("gain", {}), gains)], "bars: standard error"),
+        _gain_panel([gain], "bars: standard error"),
     ]
     return Picture(key, title, f"{CAPTION} {GAIN_CAPTION}", panels, ALONE, lines)
 
@@ -106,27 +109,27 @@ def _gain_picture(key: str, gains: list[Gain]) -> Picture:
     """The gains of all rows in one panel; of many rows only the highest and the lowest are coloured."""
     coloured, others, caption = gains, [], GAIN_CAPTION
     if len(gains) > MANY:
-        ordered = sorted(gains, key=lambda gain: -list(gain.points.values())[-1][0] if gain.points else 0.0)
-        ends = MANY // 2
-        coloured, others = ordered[:ends] + ordered[-ends:], ordered[ends:-ends]
+        ordered = sorted(gains, key=lambda gain: -next(reversed(gain.line.means.values()), 0.0))
+        half = MANY // 2
+        coloured, others = ordered[:half] + ordered[-half:], ordered[half:-half]
         caption += (
-            f" Coloured: the {ends} highest and the {ends} lowest at the last position; grey: the others."
+            f" Coloured: the {half} highest and the {half} lowest at the last position; grey: the others."
         )
     looks = zip(coloured, KINDS, MARKERS, strict=False)
-    drawn = [gain._replace(look=replace(gain.look, colour=c, marker=m)) for gain, c, m in looks]
+    drawn = [gain._replace(line=replace(gain.line, colour=c, marker=m)) for gain, c, m in looks]
     panels = [_gain_panel(drawn, "bars: sd over seeds", others)]
-    return Picture(key, f"{GAIN}, by position", caption, panels, ALONE, [gain.look for gain in drawn])
+    return Picture(key, f"{GAIN}, by position", caption, panels, ALONE, [gain.line for gain in drawn])
 
 
 def _gain(row: TableRow, places: Places) -> Gain:
     """The gain of each seed from its own perplexities."""
-    points = {}
+    points: dict[float, tuple[float, ...]] = {}
     for x in sorted(places[CARRIED]):
-        pairs = zip(places[FRESH][x], places[CARRIED][x], strict=True)
-        gains = [math.log(fresh / carried) for fresh, carried in pairs]
         if x > _trained(row):
-            points[x] = statistics.fmean(gains), statistics.stdev(gains) if len(gains) > 1 else 0.0
-    return Gain(Line(row.row.name, {}), points)
+            pairs = zip(places[FRESH][x], places[CARRIED][x], strict=True)
+            points[x] = tuple(math.log(fresh / carried) for fresh, carried in pairs)
+    errors = [statistics.stdev(gains) if len(gains) > 1 else 0.0 for gains in points.values()]
+    return Gain(Line(row.row.name, points), errors)
 
 
 def _measured(row: TableRow, column: str) -> Places:
@@ -162,22 +165,15 @@ def _lines(places: Places, window: str | None = None) -> list[Line]:
 def _panel(
     title: str, lines: Sequence[Line], row: int, y: str, limits: tuple[float, float] | None = None
 ) -> Panel:
-    ends = [(line.label, list(line.means.values())) for line in lines]
-    draw = partial(_draw_lines, row=row, limits=limits)
-    return panel(title, f"{title}: {_in_words(ends, y)}", draw, X, y, shown=lines)
+    alt = f"{title}: {y} from the first to the last position: {ends(lines, 3)}"
+    return panel(title, alt, partial(_draw_lines, row=row, limits=limits), X, y, shown=lines)
 
 
 def _gain_panel(gains: Sequence[Gain], bars: str, others: Sequence[Gain] = ()) -> Panel:
     """The gains in one panel, ``others`` behind them in grey."""
-    ends = [(gain.look.label, [mean for mean, _ in gain.points.values()]) for gain in gains]
-    title = f"{GAIN} ({bars})"
-    alt, draw = f"{GAIN}: {_in_words(ends, 'nats')}", partial(_draw_gains, others=others)
-    return panel(title, alt, draw, X, "nats a token", gains=gains)
-
-
-def _in_words(ends: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
-    told = [f"{label} {short(of[0], 3)} to {short(of[-1], 3)}" for label, of in ends if of]
-    return f"{unit} from the first to the last position: {'; '.join(told) or 'nothing measured yet'}"
+    lines = [gain.line for gain in gains]
+    alt = f"{GAIN}: nats from the first to the last position: {ends(lines, 3)}"
+    return panel(f"{GAIN} ({bars})", alt, _draw_gains, X, "nats a token", gains=gains, others=others)
 
 
 def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: tuple[float, float] | None) -> None:
@@ -188,14 +184,14 @@ def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: tuple[float
     _logarithmic(axis)
 
 
-def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain] = ()) -> None:
+def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain]) -> None:
     axis.axhline(0, color=LIGHT["reference"], linewidth=1)
-    for _, points in others:
-        axis.plot([*points], [mean for mean, _ in points.values()], color=LIGHT["ghost"], linewidth=0.7)
-    for look, points in gains:
-        means, errors = zip(*points.values(), strict=True) if points else ((), ())
-        axis.errorbar([*points], means, yerr=errors, color=LIGHT[look.colour], marker=look.marker,
-                      linewidth=1.3, markersize=3.4, elinewidth=0.8, capsize=1.8)  # fmt: skip
+    for means in (gain.line.means for gain in others):
+        axis.plot([*means], [*means.values()], color=LIGHT["ghost"], linewidth=0.7)
+    for line, errors in gains:
+        style = {"color": LIGHT[line.colour], "marker": line.marker, "linewidth": 1.3, "markersize": 3.4}
+        xs, means = [*line.means], [*line.means.values()]
+        axis.errorbar(xs, means, yerr=errors, elinewidth=0.8, capsize=1.8, **style)
     _logarithmic(axis)
 
 
@@ -208,27 +204,24 @@ def _logarithmic(axis: Axes) -> None:
 
 def depth_maps(data: FigureData) -> Iterator[Picture]:
     """A heat map of depth against length for each task that has buckets of depth."""
-    rows = [row for row in data.table.rows if row.results]
-    found = {row.row.name: depths(row) for row in rows}
-    for task in dict.fromkeys(task for tiles in found.values() for task in tiles):
-        shown = {name: tiles[task] for name, tiles in found.items() if task in tiles}
-        owner = next(key for key in data.table.columns if _has(rows, key, task))
-        places = [place for tiles in shown.values() for place in tiles]
+    keys = {key for result in data.table.results for key in result.buckets}
+    found = {row.row.name: depths(row) for row in data.table.rows}
+    for task in dict.fromkeys(task for by_task in found.values() for task in by_task):
+        names = [name for name, by_task in found.items() if task in by_task]
+        places = {place for name in names for place in found[name][task]}
         across = Axis("length", tuple(sorted({length for length, _ in places})), "tokens")
-        down = Axis("depth", tuple(sorted({depth for _, depth in places}, key=_start)), "depth")
-        shown = dict(list(shown.items())[:PER_ROW])
-        column = data.table.columns[owner]
-        scale = plot.heat_scale([0.0, column.factor], column, None)
-        panels = []
-        for name, tiles in shown.items():
-            at = {
-                place: Series(name, {}, {task: tuple(column.factor * value for value in values)}, {})
-                for place, values in tiles.items()
-            }
-            grid = [[at.get((float(x), str(y))) for x in across.values] for y in down.values]
-            draw = partial(plot.heat, tiles=grid, key=task, column=column, scale=scale)
-            means = [series.means[task] for series in at.values()]
-            alt = f"{name}: from {min(means):.0f} to {max(means):.0f} {column.unit}"
+        order = sorted({depth for _, depth in places}, key=lambda depth: int(depth.partition("-")[0]))
+        down = Axis("depth", tuple(order), "depth")
+        owners = (
+            c for key, c in data.table.columns.items() if any(k.startswith(f"{key}/{task}@") for k in keys)
+        )
+        column = next(owners)
+        scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
+        for name in names[:PER_ROW]:
+            means = {at: column.factor * statistics.fmean(values) for at, values in found[name][task].items()}
+            tiles = [[means.get((float(x), str(y)), "") for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
+            alt = f"{name}: from {min(means.values()):.0f} to {max(means.values()):.0f} {column.unit}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
         caption = (
             "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in tokens; "
@@ -238,29 +231,14 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
         yield Picture(f"depth-{task}", f"{task} over depth and length", caption, panels, size)
 
 
-def depths(row: TableRow) -> dict[str, dict[tuple[float, str], tuple[float, ...]]]:
+def depths(row: TableRow) -> dict[str, dict[tuple[float, str], list[float]]]:
     """By task, accuracy at (tokens, depth), a number for each seed."""
-    found: dict[str, dict[tuple[float, str], tuple[float, ...]]] = {}
+    found: dict[str, dict[tuple[float, str], list[float]]] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():
             _, task, length = task_of(key)
-            for depth, value in _by_depth(buckets).items():
-                places = found.setdefault(task, {})
-                places[float(length or 0), depth] = (
-                    *places.get((float(length or 0), depth), ()),
-                    float(value),
-                )
+            for depth, value in buckets.items():
+                if depth.endswith("%"):
+                    at = float(length or 0), depth
+                    found.setdefault(task, {}).setdefault(at, []).append(float(value))
     return found
-
-
-def _by_depth(buckets: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in buckets.items() if name.endswith("%")}
-
-
-def _has(rows: list[TableRow], column: str, task: str) -> bool:
-    keys = (task_of(key) for row in rows for result in row.results for key in result.buckets)
-    return any(owner == column and name == task for owner, name, _ in keys)
-
-
-def _start(depth: str) -> int:
-    return int(depth.partition("-")[0])

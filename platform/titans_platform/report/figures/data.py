@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -173,9 +173,9 @@ def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis,
         values = tuple({at[key]: None for at in places if key in at})
         if len(values) > 1 and all(key in at for at in places):
             # the study's title, or the last part of the field's dotted name
-            title = given[key].title if key in given else ""
-            axis = Axis(key, values, title or key.rpartition(".")[2].replace("_", " "))
-            axes.append(Axis(key, tuple(sorted(values, key=float)), axis.title) if axis.numeric else axis)
+            title = (given[key].title if key in given else "") or key.rpartition(".")[2].replace("_", " ")
+            axis = Axis(key, values, title)
+            axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
     return tuple(axes)
 
 

@@ -20,6 +20,8 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
+from titans_platform.text import short
+
 COLOURS = {
     "page": ("#ffffff", "#14171b"),
     "ink": ("#1f2328", "#e4e7ea"),
@@ -56,41 +58,20 @@ NAMES = {
 } | {value: f"var(--{name})" for name, value in LIGHT.items()}
 """CSS variable of each drawn colour; the page has another value for it in dark mode."""
 
-STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "text.color": LIGHT["ink"],
-    "axes.facecolor": "none",
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
-    "axes.edgecolor": LIGHT["ghost"],
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": LIGHT["faint"],
-    "grid.linewidth": 0.5,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 8,
-    "axes.titleweight": "bold",
-    "axes.titlepad": 5,
-    "axes.labelpad": 2,
-    **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
-    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["muted"]),
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
-    **dict.fromkeys(("xtick.major.pad", "ytick.major.pad"), 2),
-    "hatch.linewidth": 0.4,
-    "legend.frameon": False,
-    "legend.fontsize": 7.5,
-    # keep text as text: in the page's font, and searchable in a PDF
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-}
-"""Matplotlib rcParams: only the lower spine, a light grid, small grey tick labels."""
+STYLE: list[Any] = [
+    Path(__file__).with_name("report.mplstyle"),
+    {"text.color": LIGHT["ink"], "axes.edgecolor": LIGHT["ghost"], "grid.color": LIGHT["faint"]},
+    dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["muted"]),
+]
+"""Style sheet and colours of every panel."""
 
 WIDE, NARROW = (3.5, 2.3), (1.9, 1.4)
 """Width and height of a panel in inches."""
 ACROSS_WIDE, ACROSS_NARROW = 3, 5
 """Panels per row in a PNG or PDF."""
 ANY = (-math.inf, math.inf)
+MAX_DESCRIBED = 8
+"""Maximum lines that a text alternative describes."""
 
 
 def ordered(count: int) -> tuple[str, ...]:
@@ -142,6 +123,17 @@ class Picture:
     legend: Sequence[Line] = ()
 
 
+def ends(lines: Sequence[Line], decimals: int) -> str:
+    """First and last value of each line in words, for a text alternative."""
+    found = [(line.label, list(line.means.values())) for line in lines if line.points]
+    words = [
+        f"{name} from {short(means[0], decimals)} to {short(means[-1], decimals)}"
+        for name, means in found[:MAX_DESCRIBED]
+    ]
+    words += [f"and {len(found) - MAX_DESCRIBED} more"] if len(found) > MAX_DESCRIBED else []
+    return "; ".join(words) or "nothing measured yet"
+
+
 def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Panel:
     """A panel with one set of axes and its labels; calls ``draw(axes, **drawn)``."""
 
@@ -158,7 +150,7 @@ def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str
 def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
     """One panel as inline SVG with the page's font, its CSS colour variables and a text alternative."""
     # ids come from the salt: unique on a page, the same in every run
-    with style.context([STYLE, {"svg.hashsalt": ident}]):
+    with style.context([*STYLE, {"svg.hashsalt": ident}]):
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04))
         panel.draw(figure)
         out = io.StringIO()

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from titans_platform.report.figures.data import Axis, Series, Value
 from titans_platform.report.figures.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
 from titans_platform.study.spec import Column
-from titans_platform.text import NONE, short, tokens
+from titans_platform.text import short, tokens
 
 
 def bounds(column: Column) -> tuple[float, float]:
@@ -34,7 +34,7 @@ def dots(
     key: str,
     column: Column,
     chance: float | None,
-    comparable: bool = False,
+    comparable: bool,
 ) -> None:
     """A column's rows: mean and standard deviation, single seeds, and the paper's numbers.
 
@@ -50,9 +50,8 @@ def dots(
     if chance is not None and column.higher_is_better:
         # of a perplexity chance is far away and would compress the rows
         axes[0].axvline(chance, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
-    for axis, title, colour, ticks in zip(
-        axes, ("ours", "the paper's"), ("accent", "paper"), (4, 2), strict=False
-    ):
+    titles = ("ours", "accent", 4), ("the paper's", "paper", 2)
+    for axis, (title, colour, ticks) in zip(axes, titles, strict=False):
         axis.grid(axis="x")
         axis.set_title(title, fontsize=TEXT, fontweight="normal", color=LIGHT[colour], pad=3)
         axis.xaxis.set_major_locator(MaxNLocator(ticks))
@@ -61,7 +60,6 @@ def dots(
         # a closed frame: this scale has nothing to do with the one beside it
         axes[1].spines[:].set(visible=True, color=LIGHT["paper"], linewidth=0.7)
         axes[1].tick_params(axis="x", labelcolor=LIGHT["paper"])
-        axes[1].tick_params(axis="y", length=0)
     if not any(row.values.get(key) for row in rows):
         axes[0].set_xticks([])
     axes[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=TEXT)
@@ -164,15 +162,14 @@ def heat_scale(means: Sequence[float], column: Column, chance: float | None) -> 
 
 def heat(
     axis: Axes,
-    tiles: Sequence[Sequence[Series | None]],
+    tiles: Sequence[Sequence[float | str]],
     across: Axis,
     down: Axis,
-    key: str,
     column: Column,
     scale: Normalize,
 ) -> None:
-    """A heat map with its numbers; the better, the stronger the colour. Missing cells are hatched."""
-    means = np.array([[row.means.get(key, np.nan) if row else np.nan for row in line] for line in tiles])
+    """A heat map with its numbers; the better, the stronger the colour. A tile with a text is hatched."""
+    means = np.array([[np.nan if isinstance(tile, str) else tile for tile in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
     shades = 0.5 + 0 * means if scale.vmin == scale.vmax else shades
     shades = shades if column.higher_is_better else 1 - shades
@@ -182,19 +179,15 @@ def heat(
     filled = np.ma.masked_invalid(shades)
     axis.pcolormesh(filled, cmap=HEAT, vmin=0, vmax=1, edgecolors=LIGHT["page"], linewidth=2)
     for (i, j), shade in np.ndenumerate(shades):
-        row, colour, size = tiles[i][j], "page" if shade > 0.68 else "ink", TEXT
-        text = short(float(means[i, j]), column.decimals)
-        if np.isnan(shade):
-            text, colour, size = "failed" if row and row.failed else NONE, "muted", SMALL
-        axis.text(j + 0.5, i + 0.5, text if row else "", ha="center", va="center", fontsize=size,
-                  color=LIGHT[colour])  # fmt: skip
-    axis.set_xticks(np.arange(len(across.values)) + 0.5, [*map(_label, across.values)])
-    axis.set_yticks(np.arange(len(down.values)) + 0.5, [*map(_label, down.values)])
+        text, colour, size = tiles[i][j], "muted", SMALL
+        if not isinstance(text, str):
+            text, colour, size = short(text, column.decimals), "page" if shade > 0.68 else "ink", TEXT
+        style = {"ha": "center", "va": "center", "fontsize": size, "color": LIGHT[colour]}
+        axis.text(j + 0.5, i + 0.5, text, **style)
+    for place, ticks in ((axis.xaxis, across.values), (axis.yaxis, down.values)):
+        names = [f"{value:g}" if isinstance(value, float) else str(value) for value in ticks]
+        place.set_ticks(np.arange(len(ticks)) + 0.5, names)
     axis.invert_yaxis()
-
-
-def _label(value: Value) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 Points = Sequence[tuple[Value, float]]

@@ -21,18 +21,17 @@ from titans_platform.report.figures.picture import (
     Line,
     Panel,
     Picture,
+    ends,
     ordered,
     panel,
 )
 from titans_platform.study.spec import Column
-from titans_platform.text import short
+from titans_platform.text import NONE, short
 
 ROWS = 24
 """Maximum rows with a panel or a dot each."""
 MANY = 6
 """Maximum lines in one panel; of more, each has its own panel with the others in grey."""
-MAX_DESCRIBED = 8
-"""Maximum lines that a text alternative describes."""
 MIN_LOG_RATIO = 4.0
 """Ratio of largest to smallest value from which a scale is logarithmic."""
 
@@ -44,14 +43,8 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
         return
     panels = []
     for key, column in columns.items():
-        draw = partial(
-            plot.dots,
-            rows=data.rows,
-            key=key,
-            column=column,
-            chance=chance.get(key),
-            comparable=data.table.comparable,
-        )
+        of = {"rows": data.rows, "key": key, "column": column, "chance": chance.get(key)}
+        draw = partial(plot.dots, **of, comparable=data.table.comparable)
         panels.append(Panel(_best_in_words(data, key), draw))
     caption = (
         "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
@@ -77,8 +70,8 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
         scale, panels = plot.heat_scale(means, column, data.table.chance.get(key)), []
         for name, rows in groups:
             at = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
-            tiles = [[at.get((x, y)) for x in across.values] for y in down.values]
-            draw = partial(plot.heat, tiles=tiles, key=key, column=column, scale=scale)
+            tiles = [[_tile(at.get((x, y)), key) for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
             alt = f"{name or column.title}: {_best_in_words(replace(data, rows=tuple(rows)), key)}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
         caption = (
@@ -87,6 +80,10 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
         )
         title = f"{column.titled()} over {down.title} and {across.title}"
         yield Picture(f"grid-{key}", title, caption, panels, size)
+
+
+def _tile(row: Series | None, key: str) -> float | str:
+    return "" if row is None else row.means.get(key, "failed" if row.failed else NONE)
 
 
 def against_a_field(data: FigureData) -> Iterator[Picture]:
@@ -128,23 +125,22 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
         ]
         draw = partial(plot.lines, logarithmic=True)
         if key in together:
-            styled = [(line, *looks[line.label]) for line in lines]
-            shown = [replace(line, colour=colour, marker=marker) for line, colour, marker in styled]
+            styled = [(line, looks[line.label]) for line in lines]
+            shown = [replace(line, colour=colour, marker=marker) for line, (colour, marker) in styled]
             few.append(panel(column.heading, _trend(column, "length", lines), draw, "tokens", shown=shown))
             dashed |= any(line.printed for line in lines)
         elif len(lines) <= ROWS:
             draw = partial(draw, ghosts=lines, limits=plot.span(lines))
+            alts = [_trend(column, "length", [line]) for line in lines]
             panels = [
-                panel(line.label, _trend(column, "length", [line]), draw, "tokens", shown=[line])
-                for line in lines
+                panel(x.label, alt, draw, "tokens", shown=[x]) for x, alt in zip(lines, alts, strict=True)
             ]
             caption = (
                 f"Measured at each length in tokens; {column.better}. "
                 "Band: one standard deviation over seeds; grey: the other rows."
             )
-            many.append(
-                Picture(f"length-{key}", f"{column.titled()} against length", caption, panels, NARROW)
-            )
+            title = f"{column.titled()} against length"
+            many.append(Picture(f"length-{key}", title, caption, panels, NARROW))
     if few:
         caption = "Measured at each length in tokens; mean over seeds, bars: one standard deviation."
         caption += " Dashed: the paper's." * dashed
@@ -212,7 +208,7 @@ def learning_curves(data: FigureData) -> Iterator[Picture]:
     last = max((x for line in drawn for x in line.points), default=0.0)
     draw = partial(plot.lines, ghosts=ghosts, limits=plot.span(drawn, 0.05 * last))
     panels = [
-        panel(name, f"Training loss: {_ends(lines, 2)}.", draw, "step", shown=lines) for name, lines in groups
+        panel(name, f"Training loss: {ends(lines, 2)}.", draw, "step", shown=lines) for name, lines in groups
     ]
     caption = f"Training loss (nats), a running mean over a twentieth of the steps; {rest}"
     yield Picture("curves", "Learning curves", caption, panels, NARROW, legend)
@@ -223,9 +219,10 @@ def _shaded(data: FigureData, hue: Axis) -> tuple[list[tuple[str, list[Line]]], 
     shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
     rest = [axis for axis in data.axes if axis is not hue]
     groups = groups_of(data, [axis for axis in rest if not axis.numeric] or rest[:1])
-    panels = []
-    for name, rows in groups:
-        panels.append((name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves]))
+    panels = [
+        (name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves])
+        for name, rows in groups
+    ]
     return panels, [Line(_named(hue, value), {}, shade, "") for value, shade in shades.items()]
 
 
@@ -293,13 +290,4 @@ def _best_in_words(data: FigureData, key: str) -> str:
 
 
 def _trend(column: Column, x: str, drawn: Sequence[Line]) -> str:
-    return f"{column.titled()} from the smallest to the largest {x}: {_ends(drawn, column.decimals)}."
-
-
-def _ends(drawn: Sequence[Line], decimals: int) -> str:
-    """First and last value of each line, in words."""
-    ends = [(line.label, [short(mean, decimals) for mean in line.means.values()]) for line in drawn]
-    ends = [(name, means) for name, means in ends if means]
-    words = [f"{name} from {means[0]} to {means[-1]}" for name, means in ends[:MAX_DESCRIBED]]
-    words += [f"and {len(ends) - MAX_DESCRIBED} more"] if len(ends) > MAX_DESCRIBED else []
-    return "; ".join(words) or "nothing measured yet"
+    return f"{column.titled()} from the smallest to the largest {x}: {ends(drawn, column.decimals)}."
