@@ -293,8 +293,8 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        names = ("alpha", "eta", "theta", "extra")
-        gates = {name: gate for name in names if (gate := getattr(self, name)) is not None}
+        gates = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
+        gates = {name: gate for name, gate in gates.items() if gate is not None}
         found = dict(zip(gates, project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
         none = theta.new_zeros(*theta.shape[:2], self.heads)

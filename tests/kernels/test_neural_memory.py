@@ -169,7 +169,11 @@ BAD = {
     "v heads": (lambda a: {"v": shorter(a["v"], 2)}, "v: shape (1, 20, 1, 4)"),
     "alpha": (lambda a: {"alpha": shorter(a["alpha"], 1)}, "alpha: shape (1, 19, 2)"),
     "eta": (lambda a: {"eta": shorter(a["eta"], 2)}, "eta: shape (1, 20, 1)"),
-    "theta": (lambda a: {"theta": a["theta"][..., None]}, "theta: shape (1, 20, 2, 1)"),
+    "theta": (lambda a: {"theta": a["theta"][:, :5]}, "theta: shape (1, 5, 2) is not [B, T, H]"),
+    "theta of one matrix": (
+        lambda a: {"theta": a["theta"][..., None]},
+        "theta: 1 per token and head, but the memory has 2 matrices",
+    ),
     "k wide": (lambda a: {"k": shorter(a["k"], 3)}, "k, v: widths"),
     "v wide": (lambda a: {"v": shorter(a["v"], 3)}, "k, v: widths"),
     "weights": (lambda a: {"weights": (a["weights"][0], shorter(a["weights"][1], 1))}, "weights[1]: shape"),

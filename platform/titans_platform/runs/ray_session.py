@@ -52,13 +52,13 @@ QUIET = {
 }
 """Settings that Ray reads from the environment when it is imported."""
 ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": (2**26, -3),
-    "MALLOC_TRIM_THRESHOLD_": (2**31 - 1, -1),
-    "MALLOC_TOP_PAD_": (2**28, -2),
-    "MALLOC_ARENA_MAX": (2, -8),
+    "MALLOC_MMAP_THRESHOLD_": str(2**26),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(2**28),
+    "MALLOC_ARENA_MAX": "2",
 }
 """Settings that glibc's malloc reads when a process starts, so that memory freed by one step is reused by the
-next; with the number that `mallopt` has for each (malloc.h), for a process already running.
+next.
 
 By default glibc maps every block above 32 MiB anew, which took over half of a step of Mamba on rows of 501
 tokens. Blocks of 64 MiB and more are still mapped: a study trains its cells in threads, whose arenas have no
@@ -66,6 +66,13 @@ room for them, and with a single arena (`MALLOC_ARENA_MAX` of 1), which has, a p
 memory. Without a limit, the threads of each cell create arenas of their own, up to 8 per core, which keep
 what they freed: a worker grew from 0.8 to 2.0 GB over ten cells of 137K parameters.
 """
+MALLOPT = {
+    "MALLOC_MMAP_THRESHOLD_": -3,
+    "MALLOC_TRIM_THRESHOLD_": -1,
+    "MALLOC_TOP_PAD_": -2,
+    "MALLOC_ARENA_MAX": -8,
+}
+"""`mallopt` parameter numbers of these settings (glibc's malloc.h), for a process already running."""
 
 
 def return_freed_memory() -> None:
@@ -80,13 +87,12 @@ def quiet() -> None:
 
     Variables that the user has set are kept. The allocator settings are applied to this process too.
     """
+    given = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
+    os.environ.update(given)
     told = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    for name, (value, number) in ALLOCATOR.items():
-        if name not in os.environ and platform.libc_ver()[0] == "glibc" and not told:
-            ctypes.CDLL(None).mallopt(number, value)
-        os.environ.setdefault(name, str(value))
-    for name, setting in QUIET.items():
-        os.environ.setdefault(name, setting)
+    if platform.libc_ver()[0] == "glibc" and not told:
+        for name in MALLOPT.keys() & given.keys():
+            ctypes.CDLL(None).mallopt(MALLOPT[name], int(given[name]))
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
