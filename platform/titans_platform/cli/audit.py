@@ -29,9 +29,11 @@ WIDTH = 80
 @click.argument("target", required=False)
 @click.option("--variant", metavar="NAME", help="A variant of this library instead of TARGET.")
 @click.option("--dim", type=click.IntRange(1), default=32, help="Width of the layer.")
-@click.option("--length", type=click.IntRange(8), default=144, help="Tokens; more than two chunks.")
-@click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of the layer or the model config.")
-@click.option("--adapter", metavar="MODULE:FUNCTION", help="From the layer to a titans_core.audit.Adapter.")
+@click.option(
+    "--length", type=click.IntRange(8), default=144, help="Tokens of the inputs, more than two chunks."
+)
+@click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of the layer, or of the config.")
+@click.option("--adapter", metavar="MODULE:FUNCTION", help="A function that wraps the layer in an Adapter.")
 @click.option("--only", multiple=True, metavar="CHECK", help="Run this check only. May be repeated.")
 @click.option("--skip", multiple=True, metavar="CHECK", help="Leave this check out. May be repeated.")
 @click.option("--json", "json_file", type=file_type, help="Write the results as JSON; - prints them.")

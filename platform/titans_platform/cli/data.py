@@ -27,7 +27,7 @@ def data() -> None:
 
 @data.command(short_help="Tokenise sources into shards.")
 @config_options
-@click.option("--processes", type=click.IntRange(1), help="Tokenising processes  [default: all cores]")
+@click.option("--processes", type=click.IntRange(1), help="Processes that tokenise  [default: all cores]")
 @cluster_option
 @dry_run_option
 @json_option
@@ -76,7 +76,7 @@ def prepare(
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
 @click.option("--verify", is_flag=True, help="Verify the checksum of every shard.")
-@click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also a regression on k-mers, k up to K.")
+@click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also fit a k-mer regression, k up to K.")
 @json_option
 def info(
     config: Path, overrides: tuple[str, ...], root: Path, verify: bool, kmer: int | None, as_json: bool

@@ -34,10 +34,10 @@ Asked = tuple[str, "TaskConfig", int, Any]
 
 @click.command("eval")
 @click.argument("run")
-@click.option("--by-position", is_flag=True, help="Loss by position in long texts, carried and fresh state.")
-@click.option("--pathways", is_flag=True, help="Answers with memory, attention or decay off.")
-@click.option("--rows", type=int, help="Of --by-position: training rows of a text  [default: at most 64]")
-@click.option("--read", "file", metavar="FILE", help="Of --by-position: your own file, folder or glob.")
+@click.option("--by-position", is_flag=True, help="Loss by position in long texts, state carried or new.")
+@click.option("--pathways", is_flag=True, help="Measure answers with memory, attention or decay off.")
+@click.option("--rows", type=int, help="Length of a --by-position text in rows  [default: at most 64]")
+@click.option("--read", "file", metavar="FILE", help="Text for --by-position: a file, folder or glob.")
 @set_option
 @root_option
 @json_option
@@ -223,7 +223,7 @@ def as_numbers(found: ByPosition) -> dict[str, Any]:
 @click.command()
 @click.argument("study", required=False)
 @click.option("--scale", help="Scale of the study  [default: the smallest except smoke]")
-@click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task instead of a study's.")
+@click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task, instead of a study's.")
 @click.option("--length", type=click.IntRange(2), default=64, help="Row length for --task, in bytes.")
 @json_option
 def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: int, as_json: bool) -> None:

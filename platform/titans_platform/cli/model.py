@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run")
-@click.option("--prompt", default="", show_default=False, metavar="TEXT", help="Follows --read's text.")
+@click.option(
+    "--prompt", default="", show_default=False, metavar="TEXT", help="Prompt, after the text of --read."
+)
 @click.option("--read", "file", metavar="FILE", help="Text file to read first; - is stdin.")
-@click.option("--max-new-tokens", type=click.IntRange(0), default=200, help="Most new tokens; 0 only reads.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.8, help="Of sampling; 0 is greedy.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(0), default=200, help="Maximum new tokens; 0 only reads."
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.8, help="Sampling temperature; 0 is greedy."
+)
 @click.option("--top-k", type=click.IntRange(1), help="Sample from the K most likely tokens.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus: total probability.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling probability.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
 @click.option("--stream/--no-stream", default=True, help="Print tokens as they are generated, or at the end.")
 @click.option("--memory-in", type=click.Path(path_type=Path), help="Resume from this memory file.")

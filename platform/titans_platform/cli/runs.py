@@ -250,7 +250,7 @@ QUIET = {
 
 @click.command()
 @root_option
-@click.option("--store", metavar="ADDRESS", help="MLflow server or sqlite:/// address instead of the root's.")
+@click.option("--store", metavar="ADDRESS", help="Another MLflow store: a server or sqlite:/// address.")
 @click.option("--adopt", is_flag=True, help="Take over a root that was copied or moved here.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000)
