@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm
+from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm, is_plain
 from titans_core.projections import (
     ConvState,
     PolynomialFeatures,
@@ -279,7 +279,7 @@ class NeuralMemory(Projections):
 
         A copy of those weights once the memory has been updated since, and the convolution state of q.
         """
-        moved = length % segment >= self.config.chunk_size
+        moved = length % segment >= self.rule.parts(self.config.chunk_size)[0]
         weights = sum(W.numel() for W in self.start_weights) if moved else 0
         return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes(self.read_names)
 
@@ -418,8 +418,11 @@ class NeuralMemory(Projections):
         y, gate = y_BTHE, None
         if self.output_gate is not None:
             gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
-        if self.output_norm is not None:
-            y = rms_norm(y, self.output_norm.weight, EPS, gate)
+        norm = self.output_norm
+        if norm is not None and not is_plain(norm):
+            y, norm = norm(y), None
+        if norm is not None:
+            y = rms_norm(y, norm.weight, EPS, gate)
         elif gate is not None:
             y = y.to(gate.dtype) * F.silu(gate)
         return self.w_o(y.flatten(-2).to(x_BTD.dtype))

@@ -175,7 +175,9 @@ def project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     """Gates in [0, 1], in the state's precision: in bfloat16, 1 - alpha would round to 1."""
     with without_autocast(x):
         if not is_plain(*linears):
-            found = [f(x.to(next(f.parameters()).dtype)) for f in linears]
+            # quantised weights are integers, and take activations as they are
+            dtypes = [[p.dtype for p in f.parameters() if p.is_floating_point()] for f in linears]
+            found = [f(x.to(kinds[0]) if kinds else x) for f, kinds in zip(linears, dtypes, strict=True)]
             return [torch.sigmoid(y.to(state_dtype(y))) for y in found]
         dtype, sizes = state_dtype(linears[0].weight), [n.out_features for n in linears]
         weight, bias = (

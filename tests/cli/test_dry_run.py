@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from titans_platform import cli
+from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.runs import check
 from titans_platform.runs.spec import Resources
@@ -61,6 +62,21 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
         found = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))
         tokens[parallel, micro] = int(found[1].replace(",", "")) / 2**24
     assert tokens == {("ddp", None): 2, ("ddp", 1): 1, ("sequence", None): 2, ("sequence", 1): 0.5}
+
+
+def test_states_of_streams_that_take_turns_need_memory(tiny_run, monkeypatch):
+    def run(groups: int) -> RunConfig:
+        optim = tiny_run.optim.model_copy(update={"stream_groups": groups})
+        data = tiny_run.data.model_copy(update={"rows": "streams"})
+        return tiny_run.model_copy(update={"optim": optim, "data": data})
+
+    one, many = (check.least_memory(run(groups), Resources()) for groups in (1, 5))
+    state = check.sizes(tiny_run).state_bytes * tiny_run.optim.global_batch_size
+    assert (one.streams, many.streams) == (state, 5 * state)
+    monkeypatch.setattr(check, "machine_memory", lambda: one.total + state)
+    check.check_resources(run(2), Resources(), shared=True)
+    with pytest.raises(UsageError, match=r"^optim\.stream_groups: the states of 5 groups of streams take"):
+        check.check_resources(run(5), Resources(), shared=True)
 
 
 @pytest.mark.parametrize(("words", "rows", "bytes_"), [(1000, 200_000, "11,000"), (0, 64, "0")])

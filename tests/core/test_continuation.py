@@ -60,6 +60,7 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
     [
         *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
         *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation"]),
+        *product(["lmm", "mac"], ["memora_lag"]),
     ],
 )
 def test_state_bytes_are_those_of_the_state(variant, switch):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.core.small import model, tokens
-from titans_core import LanguageModel
+from titans_core import LanguageModel, NeuralMemory
 from titans_core.layers import Linear, is_plain
+from titans_core.projections import project_gates
 
 
 class LoRA(Linear):
@@ -97,6 +98,37 @@ def test_a_changed_layer_is_called(variant, change):
             run(m, targets=False).flatten(0, 1), tokens(2, 65)[:, 1:].flatten(), reduction="none"
         )
         torch.testing.assert_close(from_logits, changed.flatten(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag"])
+def test_a_hook_of_the_memory_s_norm_is_called(variant):
+    m = model(variant)
+    norm = next(x for x in m.modules() if isinstance(x, NeuralMemory)).output_norm
+    plain, doubled = run(m), norm.register_forward_hook(lambda module, given, y: 2 * y)
+    assert (run(m) - plain).abs().max() > 1e-9
+    doubled.remove()
+    norm.register_forward_hook(lambda module, given, y: None)
+    torch.testing.assert_close(run(m), plain, rtol=1e-9, atol=1e-10)
+
+
+class Int8(nn.Module):
+    """A layer whose weight is quantised, and takes activations as they are."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.scale = layer.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((layer.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("bias", layer.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale).T.to(x.dtype) + self.bias
+
+
+def test_gates_of_quantised_layers_take_the_input_as_it_is():
+    torch.manual_seed(0)
+    layers, x = [Int8(nn.Linear(8, 3)), nn.Linear(8, 2)], torch.randn(2, 5, 8)
+    for layer, gate in zip(layers, project_gates(layers, x), strict=True):
+        torch.testing.assert_close(gate, torch.sigmoid(layer(x)))
 
 
 def test_plain_layers_are_those_of_their_own_class_without_hooks():

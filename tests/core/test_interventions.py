@@ -177,6 +177,16 @@ def test_which_interventions_have_an_effect(variant, expected):
     assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
 
 
+def test_a_decay_that_is_not_alpha_s_is_not_switched_off():
+    m = model("lmm", rule="mdn", rule_options={"angle": 2.0})
+    assert not has_effect(m, OFF["decay"])
+    with (
+        pytest.raises(ValueError, match=r"^decay: the rule mdn .* decays without alpha"),
+        intervene(m, OFF["decay"]),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("variant", "window", "why"), [("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer")]
 )

@@ -109,6 +109,15 @@ def test_workers_share_the_streams(tmp_path, world_size):
                 assert torch.equal(part, all_rows[rank::world_size])
 
 
+def test_streams_that_take_turns_ask_for_a_shard_when_they_reach_it(tmp_path, monkeypatch):
+    data, asked = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS)), []
+    streams = Streams(data.sources, 2, 8, 7, groups=3)
+    monkeypatch.setattr(data.sources[0].train, "prefetch", asked.append)
+    for step in range(12):
+        streams.batch(step)
+    assert len(asked) == 6  # the source has one shard
+
+
 def test_a_batch_is_a_function_of_seed_and_step(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     one, other = Streams(data.sources, 3, 8, 0), Streams(data.sources, 3, 8, 4)

@@ -33,6 +33,13 @@ def test_chunked_is_the_recurrence(depth, chunk_size):
         assert_same(expected, case.whole(backend="chunked", **options), case.leaves)
 
 
+def test_a_single_layer_has_no_activation():
+    case, options = Case(20, 1), {"chunk_size": 7}
+    expected = case.whole(backend="reference", **options)
+    for backend in ("reference", "autograd", "chunked", "auto"):
+        assert_same(expected, case.whole(backend=backend, activation="swiglu", **options), case.leaves)
+
+
 def test_linear_online_memory_is_the_delta_rule():
     case = Case(40, 1)
     with torch.no_grad():

@@ -78,6 +78,8 @@ def test_columns_of_numbers_are_read(tmp_path):
     assert only.values_NC.tolist() == [[4.5], [5.5], [6.5]]
     np.save(tmp_path / "s.npy", np.arange(4))
     assert read_series(str(tmp_path / "s.npy"), (), "f").values_NC.shape == (4, 1)
+    np.save(tmp_path / "one.npy", np.float64(3))
+    assert read_series(str(tmp_path / "one.npy"), (), "f").values_NC.tolist() == [[3]]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,8 @@ def test_columns_of_numbers_are_read(tmp_path):
         ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
         ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
         ("s.csv", "a\nx\n", (), "has no numbers"),
+        ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
+        ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
         ("s.csv.xz", "not xz", (), "cannot be read"),
         ("s.npy", "not numpy", (), "cannot be read"),
         ("s.parquet", "not parquet", (), "cannot be read"),

@@ -10,6 +10,7 @@ from titans_core import LanguageModel
 from titans_platform.errors import UsageError
 from titans_platform.loading import overlay
 from titans_platform.study.grid import expand, find_study, load_study
+from titans_platform.study.spec import Axis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUDY = {
@@ -53,6 +54,11 @@ def test_layers_override_each_other(study):
     assert (lmm.model.d_model, lmm.optim.steps, lmm.optim.lr) == (64, 9, 0.01)
     assert (lmm.model.memory.depth, linear.model.memory.depth) == (2, 1)
     assert (lmm.model.memory.decay, without.model.memory.decay) == (True, False)
+
+
+def test_a_point_named_by_an_integer_is_a_number():
+    axis = Axis(points={"12": {}, "-3": {}, "--5": {}, "1.5": {}})
+    assert [value for value, _ in axis.steps()] == [12, -3, "--5", "1.5"]
 
 
 def test_cells_are_ordered_by_seed(study):
@@ -150,6 +156,11 @@ def test_a_study_like_another_has_only_the_differences(tmp_path):
     # rows of its own: what the scales of the other study set for rows that are left out goes with them
     other.write_text(yaml.safe_dump({**laid, "rows": [{"name": "New"}]}))
     assert {cell.row for cell in expand(load_study(str(other)), "small")} == {"New at 0.1", "New at 0.2"}
+    for given in (None, {"small": None}, {"small": {"rows": None}}, {"small": {"rows": ["LMM"]}}):
+        write(tmp_path, scales=given)
+        with pytest.raises(UsageError, match="scales"):
+            load_study(str(other))
+    write(tmp_path)
     other.write_text(yaml.safe_dump({**laid, "scales": scales}))
     study = load_study(str(other))
     assert (study.name, [*study.scales]) == ("rates", ["small"])

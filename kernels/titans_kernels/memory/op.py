@@ -270,6 +270,8 @@ def neural_memory(
     """
     documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens, activation)
     check_options(chunk_size, activation, surprise_bound, write_budget)
+    if len(weights) == 1 and ACTIVATIONS[activation].gated:  # there is nothing between layers
+        activation = "identity"
     rule = find_rule(rule) if isinstance(rule, str) else rule
     check_rule(rule, extra, eta, theta, chunk_size, weights, residual, write_budget)
     dtype = state_dtype(q)

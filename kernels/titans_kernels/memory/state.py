@@ -155,9 +155,9 @@ def after_lag_token(state: MemoryState, token: Inputs, rule: Rule) -> DecodeStat
     etas = eta.clone() if rule.ends_chunks else eta[..., :0]
     if not has_factors(rule, token.forgets_by_column):
         return OpenChunk.of(state, rule)._replace(alpha=torch.zeros_like(alpha), etas=etas)
-    opened, none = DecodeState.of(state), torch.zeros_like(eta)
+    opened, c, n = DecodeState.of(state), torch.zeros_like(eta), torch.zeros_like(eta)
     X, d = (tuple(x.new_zeros(*x.shape[:2], 1, x.shape[-1]) for x in part) for part in opened[2:4])
-    return opened._replace(inputs=(k.clone(), *X[1:]), errors=d, c=none, n=none, etas=etas)
+    return opened._replace(inputs=(k.clone(), *X[1:]), errors=d, c=c, n=n, etas=etas)
 
 
 def with_steps(state: AnyState, k: Tensor, steps: Tensor) -> AnyState:

@@ -216,6 +216,8 @@ LONG_ROW = 1 / 64
 would drop too much at the end of each."""
 OPEN_SHARDS = 16
 """Minimum size of the LRU cache of mapped shards of a split; larger if more places are read at once."""
+MOST_OPEN = 256
+"""Its maximum for streams that take turns: each mapped shard is an open file."""
 
 
 class Span(NamedTuple):

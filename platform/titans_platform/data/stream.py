@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titans_platform.data.encode import interleave
-from titans_platform.data.shards import OPEN_SHARDS, Integers, SourceRows, Span, Split
+from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Span, Split
 from titans_platform.errors import UsageError
 
 WINDOW = 8
@@ -358,9 +358,9 @@ class Streams:
                 raise UsageError(f"data.sources.{i}: {few}; {fix}")
             base = int(uniform(1, f"{seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
-            # each stream of a group reads a shard of its own
-            source.train.max_open = max(OPEN_SHARDS, 2 * len(streams))
-        self._prefetched: dict[int, int] = {}
+            # each stream reads a shard of its own
+            source.train.max_open = max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN))
+        self._prefetched: dict[tuple[int, int], int] = {}
 
     def rows(self, step: int) -> Integers:
         """[B] the row of its source that each stream of the step's group is at."""
@@ -389,8 +389,8 @@ class Streams:
             table, split = self.tables[s], self.sources[s].train
             first, length = int(table.first[row]), int(table.length[row])
             shard = int(split.shard_of(np.array([first]))[0])
-            if self._prefetched.get(b) != shard:
-                self._prefetched[b] = shard
+            if self._prefetched.get(stream := (step % self.groups, b)) != shard:
+                self._prefetched[stream] = shard
                 split.prefetch([shard, (shard + 1) % len(split.held)])
             span = split.read(first, first + length + 1)
             tokens[b, : length + 1], loss[b, :length] = span.tokens, span.loss[1:]

@@ -40,7 +40,7 @@ def read_opened(path: Path, read: Callable[[Any], R], field: str) -> R:
 
 
 def _read_npy(file: Any) -> pa.Table:
-    values = np.load(file, allow_pickle=False)
+    values = np.atleast_1d(np.load(file, allow_pickle=False))
     values_NC = values.astype(np.float64).reshape(len(values), -1)
     return pa.table({str(i): column for i, column in enumerate(values_NC.T)})
 
@@ -152,10 +152,15 @@ def read_series(name: str, columns: Sequence[str], field: str) -> Table:
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if missing := next((column for column in columns if column not in numbers), ""):
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")
+    if twice := next((column for column in numbers if table.column_names.count(column) > 1), ""):
+        raise UsageError(f"{where} has the column {twice} more than once; rename one")
     chosen = tuple(columns or numbers)
     if not chosen or not len(table):
         raise UsageError(f"{where} has no numbers")
-    values_NC = np.stack([table.column(key).to_numpy().astype(np.float64) for key in chosen], 1)
+    try:
+        values_NC = np.stack([table.column(key).cast(pa.float64()).to_numpy() for key in chosen], 1)
+    except pa.ArrowInvalid as error:  # integers that float64 would round
+        raise UsageError(f"{where} cannot be read: {one_line(error)}") from None
     wrong = np.argwhere(~np.isfinite(values_NC))
     if len(wrong):
         step, channel = wrong[0]

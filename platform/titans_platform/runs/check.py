@@ -114,6 +114,8 @@ class Needed(NamedTuple):
     process: int
     activations: int
     """Activations saved for the backward pass of a micro-batch."""
+    streams: int
+    """Carried states of the worker's streams, of all groups (`data.rows: streams`)."""
 
     @property
     def total(self) -> int:
@@ -131,11 +133,14 @@ def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Lower bound on the memory of each worker, in bytes."""
     rows, parts = rows_at_once(cfg, resources)
+    streams = cfg.optim.stream_groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
+    streams = streams if cfg.data.rows == "streams" else 0
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     return Needed(
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
         0 if resources.gpus_per_worker else PROCESS_BYTES,
         4 * build_objective(cfg).least_activations(rows) // parts,
+        streams * (sizes(cfg).state_bytes or 0),
     )
 
 
@@ -261,6 +266,13 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     needed = least_memory(cfg, resources)
     if needed.total <= have:
         return
+    if needed.total - needed.streams <= have:
+        groups = f"the states of {cfg.optim.stream_groups} groups of streams"
+        raise UsageError(
+            f"optim.stream_groups: {groups} take {needed.streams / 2**30:,.1f} GiB beside "
+            f"{(needed.total - needed.streams) / 2**30:,.1f} to train, a worker here has {have / 2**30:,.1f} "
+            "GiB; lower it, or train on a cluster"
+        )
     if needed.model + needed.process > have:
         field, tokens = "model" if needed.model > have else "workers", ""
     else:

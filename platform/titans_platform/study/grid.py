@@ -184,8 +184,10 @@ def _read(path: Path, *readers: Path) -> dict[str, Any]:
     below = _read(find_study(other), *readers, path)
     if isinstance(rows := study.get("rows"), list):  # the other study's scales may set rows that are not here
         names = [row.get("name") for row in rows if isinstance(row, dict)]
-        for scale in below.get("scales", {}).values():
-            scale["rows"] = {name: fields for name, fields in scale.get("rows", {}).items() if name in names}
+        scales = below.get("scales")
+        for scale in scales.values() if isinstance(scales, dict) else ():
+            if isinstance(scale, dict) and isinstance(given := scale.get("rows"), dict):
+                scale["rows"] = {name: fields for name, fields in given.items() if name in names}
     study = overlay(below, study)
     scales = study.get("scales")
     if isinstance(scales, dict):  # null removes a scale of the other study

@@ -52,9 +52,15 @@ class Axis(Frozen):
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
         """Each value with the fields it sets; a point named by a number has that number as its value."""
         if self.points:
-            named = [(int(name) if name.lstrip("+-").isdecimal() else name) for name in self.points]
-            return list(zip(named, self.points.values(), strict=True))
+            return [(_number(name), fields) for name, fields in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
+
+
+def _number(name: str) -> JsonValue:
+    try:
+        return int(name)
+    except ValueError:
+        return name
 
 
 class Parameter(Frozen):

@@ -47,6 +47,11 @@ class Rule:
     layerwise: ClassVar[bool] = False
     """Whether each layer has an inner loss of its own, as in `DeltaTTT`."""
 
+    @property
+    def decays_without_alpha(self) -> bool:
+        """Whether `gates` make a decay of other gates than alpha."""
+        return False
+
     def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Inner loss ``||M(k) - v||^2`` per token (eq. 12): two [..., D] to [...]."""
         return (prediction - v).square().sum(-1)

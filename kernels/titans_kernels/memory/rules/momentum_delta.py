@@ -52,6 +52,10 @@ class MomentumDelta(GatedDelta):
         """Whether decay, one per head, depends on it."""
         return self.angle > 0
 
+    @property
+    def decays_without_alpha(self) -> bool:
+        return self.angle > 0
+
     def gates(self, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.angle:
             tangent = (2 * self.angle * theta).square()
