@@ -98,8 +98,8 @@ def out_of_range(seen: dict[str, float], limits: dict[str, float]) -> str | None
     if not over:
         return None
     return (
-        f"memory out of range: {', '.join(over)}; it has probably overshot: set model.memory.write_budget="
-        "1, or lower model.memory.max_theta"
+        f"memory out of range: {', '.join(over)}; it has probably overshot: set model.memory.write_budget, "
+        "and lower model.memory.surprise_bound or max_theta"
     )
 
 

@@ -20,10 +20,10 @@ from matplotlib import pyplot
 from titans_platform.files import read_json
 
 LINES = {
-    ("LMM, forgets to zero, shuffled rows", "carried"): ("before: state carried", "#b4471f", "-"),
-    ("LMM, forgets to zero, shuffled rows", "fresh"): ("before: new state every 64 bytes", "#b4471f", ":"),
-    ("LMM", "carried"): ("now: state carried", "#1f5fb4", "-"),
-    ("LMM", "fresh"): ("now: new state every 64 bytes", "#1f5fb4", ":"),
+    ("LMM, forgets to zero, shuffled rows", "carried"): ("decay towards zero, shuffled rows: state carried", "#b4471f", "-"),
+    ("LMM, forgets to zero, shuffled rows", "fresh"): ("the same, a new state every 64 bytes", "#b4471f", ":"),
+    ("LMM", "carried"): ("decay towards M_0, streams: state carried", "#1f5fb4", "-"),
+    ("LMM", "fresh"): ("the same, a new state every 64 bytes", "#1f5fb4", ":"),
 }
 """By row and way of reading: label, colour, style."""
 
@@ -51,7 +51,7 @@ def main(root: Path, out: Path) -> None:
     axis.annotate(" training row", (64, axis.get_ylim()[1]), va="top", fontsize=8, color="#666666")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0.36, 0.9))
     figure.savefig(out, dpi=150)
 
 
