@@ -15,7 +15,8 @@ from tests.docs.test_ablation import table
 TOP = Path(__file__).parents[2]
 TABLES = {
     "babilong.csv": ("docs/results.md", "Questions to a book"),
-    "carried.csv": ("docs/carried.md", "All rows"),
+    "carried.csv": ("docs/carried.md", "Streams that are all read at every step"),
+    "carried-groups.csv": ("docs/carried.md", "Streams that take turns"),
     "drift.csv": ("docs/depth.md", "Drift: decay with an answer known in advance"),
     "oscillation.csv": ("docs/depth.md", "Oscillation: momentum with an answer known in advance"),
     "outliers.csv": ("docs/depth.md", "Outliers: a rule with an answer known in advance"),
