@@ -15,6 +15,7 @@ import base64
 import math
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 import torch
@@ -81,10 +82,10 @@ def main(runs: tuple[str, ...], files: tuple[str, ...], tokens: int | None, stre
     torch.set_num_threads(1)
     sources = [SourceConfig(kind="files", path=file) for file in files] or [SourceConfig(kind="corpus")]
     documents: list[str] = []
-    for source in sources:
-        documents += [
-            document.text for document in SOURCES[source.kind](source, "--text", Path()).documents()
-        ]
+    with TemporaryDirectory() as cache:
+        for source in sources:
+            found = SOURCES[source.kind](source, "--text", Path(cache)).documents()
+            documents += [document.text for document in found]
     text = "".join(documents)
     text = stress_text(text) if stress else text
     click.echo("| run | tokens | carried, by tenths | fresh | largest norm | largest surprise |")

@@ -20,8 +20,16 @@ from matplotlib import pyplot
 from titans_platform.files import read_json
 
 LINES = {
-    ("LMM, forgets to zero, shuffled rows", "carried"): ("decay towards zero, shuffled rows: state carried", "#b4471f", "-"),
-    ("LMM, forgets to zero, shuffled rows", "fresh"): ("the same, a new state every 64 bytes", "#b4471f", ":"),
+    ("LMM, forgets to zero, shuffled rows", "carried"): (
+        "decay towards zero, shuffled rows: state carried",
+        "#b4471f",
+        "-",
+    ),
+    ("LMM, forgets to zero, shuffled rows", "fresh"): (
+        "the same, a new state every 64 bytes",
+        "#b4471f",
+        ":",
+    ),
     ("LMM", "carried"): ("decay towards M_0, streams: state carried", "#1f5fb4", "-"),
     ("LMM", "fresh"): ("the same, a new state every 64 bytes", "#1f5fb4", ":"),
 }
