@@ -268,9 +268,8 @@ class NeuralMemory(Projections):
         per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget, length - opened)
         if not self.carries_momentum:
             per_head -= sum(D * F for D, F in shapes) - len(shapes)
-        per_head += (
-            1 + c.thetas + (groups or 1) + self.rule.extra_gates if c.gates_per == "chunk" and opened else 0
-        )
+        gates_held = c.gates_per == "chunk" and opened > 0
+        per_head += gates_held * (1 + c.thetas + (groups or 1) + self.rule.extra_gates)
         state = state_dtype(self.theta.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -415,10 +414,8 @@ class NeuralMemory(Projections):
         """Reads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
-        y, gate = y_BTHE, None
-        if self.output_gate is not None:
-            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
-        norm = self.output_norm
+        y, norm = y_BTHE, self.output_norm
+        gate = None if self.output_gate is None else self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
         if norm is not None and not is_plain(norm):
             y, norm = norm(y), None
         if norm is not None:
