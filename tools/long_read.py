@@ -50,6 +50,8 @@ def read(run: str, text: str, tokens: int | None) -> dict[str, object]:
         raise UsageError(f"{run}: does not train on text")
     ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text)][: tokens and tokens + 1])
     row, state = cfg.data.sequence_length, None
+    if PIECE % row:
+        raise UsageError(f"{run}: data.sequence_length {row} does not divide the pieces of {PIECE:,} tokens")
     carried, norms, surprises = [], [0.0], [0.0]
     pieces = range(0, (len(ids) - 1) // PIECE * PIECE, PIECE)
     for at in pieces:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.data.small import config
-from titans_platform.data import PreparedData, prepare
+from titans_platform.data import PreparedData, prepare, shards
 from titans_platform.data.stream import RowTable, Streams, document_starts
 from titans_platform.errors import UsageError
 
@@ -110,12 +110,20 @@ def test_workers_share_the_streams(tmp_path, world_size):
 
 
 def test_streams_that_take_turns_ask_for_a_shard_when_they_reach_it(tmp_path, monkeypatch):
-    data, asked = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS)), []
-    streams = Streams(data.sources, 2, 8, 7, groups=3)
-    monkeypatch.setattr(data.sources[0].train, "prefetch", asked.append)
-    for step in range(12):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 64)
+    data, asked, groups = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS)), [], 3
+    split = data.sources[0].train
+    assert len(split.held) > 6
+    streams = Streams(data.sources, 2, 8, 7, groups=groups)
+    monkeypatch.setattr(split, "prefetch", asked.append)
+    reached: dict[tuple[int, int], list[int]] = {}
+    for step in range(18):
         streams.batch(step)
-    assert len(asked) == 6  # the source has one shard
+        at = split.shard_of(streams.tables[0].first[streams.rows(step)])
+        for b, shard in enumerate(at.tolist()):
+            seen = reached.setdefault((step % groups, b), [])
+            seen += [shard] if seen[-1:] != [shard] else []
+    assert len(asked) == sum(map(len, reached.values())) < 2 * 18
 
 
 def test_a_batch_is_a_function_of_seed_and_step(tmp_path):

@@ -140,7 +140,7 @@ def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
         0 if resources.gpus_per_worker else PROCESS_BYTES,
         4 * build_objective(cfg).least_activations(rows) // parts,
-        streams * (sizes(cfg).state_bytes or 0),
+        streams * sizes(cfg).state_bytes,
     )
 
 
