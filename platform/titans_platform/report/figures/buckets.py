@@ -78,10 +78,7 @@ def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
     gains = {x: found.gain(*bucket) for x, bucket in buckets.items() if x > found.row}
     line = Line("gain", {x: (mean,) for x, (mean, _) in gains.items()})
     gain = Gain(line, [error for _, error in gains.values()])
-    panels = [
-        _panel(title, lines, found.row, "nats a token"),
-        _gain_panel([gain], "bars: standard error"),
-    ]
+    panels = [_panel(title, lines, found.row, "nats a token"), _gain_panel([gain], "bars: standard error")]
     return Picture(key, title, f"{CAPTION} {GAIN_CAPTION}", panels, ALONE, lines)
 
 
