@@ -51,12 +51,12 @@ class Workers(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         least, _, most = str(value).partition(":")
         try:
-            found = int(least), int(most or least)
+            low, high = int(least), int(most or least)
         except ValueError:
             self.fail(f"{value}: give a number, or the minimum and maximum, as 2:8")
-        if found[0] < 1 or found[0] > found[1]:
+        if not 1 <= low <= high:
             self.fail(f"{value}: give a number of at least 1, or the minimum and then the maximum, as 2:8")
-        return found if found[0] < found[1] else found[0]
+        return (low, high) if low < high else low
 
 
 @click.command()
@@ -98,17 +98,14 @@ def train(
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
         console.print("this machine has a GPU that the run does not use; --gpus 1 trains on it")
     if dry_run:
-        _plan(objective, root, resources, resume_from, as_json, console)
-        return
+        return _plan(objective, root, resources, resume_from, as_json, console)
     result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
-        echo_json(result.record())
-        return
+        return echo_json(result.record())
     console.print(measures_table(result))
     console.print(
-        f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} "
-        f"{objective.positions}, {result.train_seconds:.0f} s, final loss "
-        f"{result.final_train_loss:.4f} {objective.loss_unit}"
+        f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} {objective.positions}, "
+        f"{result.train_seconds:.0f} s, final loss {result.final_train_loss:.4f} {objective.loss_unit}"
     )
     console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
 
@@ -117,7 +114,7 @@ def _run(
     objective: Objective[Any], root: Path, resources: Resources, name: str, profile: bool,
     resume_from: str | None, console: Console,
 ) -> Result:  # fmt: skip
-    from titans_platform.cli.live import preparing, run_display
+    from titans_platform.cli.live import StudyDisplay, run_display
     from titans_platform.provenance import commit
     from titans_platform.runs.check import check_resources, check_start, spec_for
     from titans_platform.runs.execute import execute
@@ -135,7 +132,7 @@ def _run(
     check_start(cfg)
     check_store(root)
     send_left(root)
-    with preparing(console) as progress:
+    with StudyDisplay(console).preparing() as progress:
         data = objective.prepare(root, progress)
     spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:
@@ -211,8 +208,7 @@ def _plan(
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
         plan["seconds"] = each * cfg.tokens
     if as_json:
-        echo_json(plan)
-        return
+        return echo_json(plan)
     written = {
         "flops_per_token": lambda value: f"{value:.3g}",
         "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",

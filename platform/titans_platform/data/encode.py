@@ -45,12 +45,9 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(
-    documents: Iterator[Document],
-    tokenizer: Tokenizer,
-    config: SourceConfig,
-    seed: int,
+    documents: Iterator[Document], tokenizer: Tokenizer, config: SourceConfig, seed: int,
     several: bool = False,
-) -> Iterator[Encoded]:
+) -> Iterator[Encoded]:  # fmt: skip
     """Documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut).
 
     ``several``: the documents are one part of a source whose parts share one split threshold.

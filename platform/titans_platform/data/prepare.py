@@ -116,13 +116,9 @@ class PreparedData:
 
 
 def prepare(
-    data: DataConfig,
-    root: Path,
-    *,
-    progress: Progress | None = None,
-    repair: bool = False,
+    data: DataConfig, root: Path, *, progress: Progress | None = None, repair: bool = False,
     run: Runner | None = None,
-) -> PreparedData:
+) -> PreparedData:  # fmt: skip
     """Tokenise the sources that are not prepared yet and open all of them. Idempotent.
 
     ``repair`` rewrites corrupt shards; without it they raise. ``run`` tokenises the parts of large sources,

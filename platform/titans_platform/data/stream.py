@@ -319,19 +319,10 @@ class Streams:
     """
 
     def __init__(
-        self,
-        sources: Sequence[SourceRows],
-        batch_size: int,
-        width: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        reset_probability: float = 0.0,
-        carry_after: int = 0,
-        state_passing: float = 0.0,
-        groups: int = 1,
-    ):
+        self, sources: Sequence[SourceRows], batch_size: int, width: int, seed: int, rank: int = 0,
+        world_size: int = 1, *, reset_probability: float = 0.0, carry_after: int = 0,
+        state_passing: float = 0.0, groups: int = 1,
+    ):  # fmt: skip
         check_shared(batch_size, "streams", world_size)
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)

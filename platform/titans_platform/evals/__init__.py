@@ -31,40 +31,21 @@ from titans_platform.evals.registry import (
 from titans_platform.evals.scoring import Request, Score, Scorer, sharded_modules
 
 __all__ = [
-    "TASKS",
-    "GeneratedTask",
-    "Item",
-    "Measurement",
-    "Request",
-    "Score",
-    "Scorer",
-    "Task",
-    "build_generated",
-    "build_task",
-    "encode_item",
-    "eval_version",
-    "evaluate",
-    "register",
-    "row_length",
-]
+    "TASKS", "GeneratedTask", "Item", "Measurement", "Request", "Score", "Scorer", "Task", "build_generated",
+    "build_task", "encode_item", "eval_version", "evaluate", "register", "row_length",
+]  # fmt: skip
 
 PATHWAYS = {
-    "memory": Intervention(memory=False),
-    "attention": Intervention(attention="off"),
-    "cut": Intervention(attention="cut"),
-    "decay": Intervention(decay=False),
-}
+    "memory": Intervention(memory=False), "attention": Intervention(attention="off"),
+    "cut": Intervention(attention="cut"), "decay": Intervention(decay=False),
+}  # fmt: skip
 """What `EvalConfig.pathways` switches off."""
 
 
 def evaluate(
-    model: nn.Module,
-    prepared: Any,
-    config: EvalConfig,
-    sequence_length: int,
-    *,
+    model: nn.Module, prepared: Any, config: EvalConfig, sequence_length: int, *,
     device: str | torch.device = "cpu",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Measure every column of `config` on `model`; the model's training mode is restored.
 
     A task is measured at each of its lengths (multiples of `sequence_length` tokens); its value is their

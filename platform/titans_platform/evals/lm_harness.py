@@ -102,12 +102,10 @@ class HarnessModel:
         scorer, tokenizer = self.scorer, self.scorer.tokenizer
         made: list[list[int]] = [[] for _ in batch]
         writing = Writing(
-            scorer.model,
-            [prompt.context for prompt in batch],
-            max(prompt.max_new_tokens for prompt in batch),
-            stop=(tokenizer.bos, tokenizer.pad),
+            scorer.model, [prompt.context for prompt in batch],
+            max(prompt.max_new_tokens for prompt in batch), stop=(tokenizer.bos, tokenizer.pad),
             device=scorer.device,
-        )
+        )  # fmt: skip
         for row, token in writing:
             made[row].append(token)
             full = len(made[row]) == batch[row].max_new_tokens
@@ -182,14 +180,10 @@ class LmEval(Task):
                 hint = nearest(name, manager.all_tasks, otherwise="list them with `lm-eval ls tasks`")
                 raise UsageError(f"options.names: lm_eval has no task {name!r}; {hint}")
         found = lm_eval.simple_evaluate(
-            model=model,
-            tasks=list(self.options.names),
-            task_manager=manager,
-            num_fewshot=self.options.num_fewshot,
-            limit=context.config.items,
-            bootstrap_iters=BOOTSTRAPS,
+            model=model, tasks=list(self.options.names), task_manager=manager,
+            num_fewshot=self.options.num_fewshot, limit=context.config.items, bootstrap_iters=BOOTSTRAPS,
             random_seed=context.config.seed,
-        )
+        )  # fmt: skip
         if found is None:
             raise UsageError("task: lm_eval returns results on rank 0 only; evaluate in one process")
         values, errors = [], []

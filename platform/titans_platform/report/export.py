@@ -18,23 +18,12 @@ from titans_platform.report.report import DAGGERS, SIZES, Number, Report
 from titans_platform.report.table import Table
 from titans_platform.text import NONE, count
 
-ESCAPES = str.maketrans(
-    {
-        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "↑": r"$\uparrow$",
-        "↓": r"$\downarrow$",
-        "±": r"$\pm$",
-        "·": r"$\cdot$",
-        NONE: "--",
-        "<": "$<$",
-        ">": "$>$",
-        "³": "$^3$",
-        **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
-    }
-)
+ESCAPES = str.maketrans({
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "·": r"$\cdot$",
+    NONE: "--", "<": "$<$", ">": "$>$", "³": "$^3$",
+    **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
+})  # fmt: skip
 SHORTEST = 12
 """Minimum width of a row's name in a terminal, where longer ones are wrapped."""
 
@@ -105,13 +94,9 @@ def as_record(table: Table) -> dict[str, Any]:
         for row in table.rows
     ]
     return {
-        "study": table.study,
-        "scale": table.scale,
-        "comparable": table.comparable,
-        "rows": rows,
-        "chance": table.chance,
-        "missing": table.missing,
-    }
+        "study": table.study, "scale": table.scale, "comparable": table.comparable, "rows": rows,
+        "chance": table.chance, "missing": table.missing,
+    }  # fmt: skip
 
 
 def body(
@@ -135,13 +120,12 @@ def latex(report: Report) -> str:
     """The table with booktabs: mean and sd, the best of a column in bold, the paper's; the verdict."""
     found, lines = report.verdict, body(report, ours=_tex_number)
     return render(
-        "table.tex",
-        report=report,
+        "table.tex", report=report,
         body=[[each if each.startswith("$") else tex(each) for each in line] for line in lines],
         chance=[tex(each) for each in _chance(report)[1:]],
         verdict=[[tex(each) for each in line] for line in (found.heads, *found.body)] if found else [],
         tex=tex,
-    )
+    )  # fmt: skip
 
 
 def tex(plain: str) -> str:

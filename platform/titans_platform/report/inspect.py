@@ -42,13 +42,9 @@ FAR_APART = 20.0
 AROUND = 8
 """Tokens of context shown before and after a retrieved token."""
 CHARTS = {
-    "surprise": "Surprise",
-    "alpha": "Forgetting alpha",
-    "eta": "Momentum eta",
-    "theta": "Step theta",
-    "weight_norm": "Norm of the weights",
-    "momentum_norm": "Norm of the momentum",
-}
+    "surprise": "Surprise", "alpha": "Forgetting alpha", "eta": "Momentum eta", "theta": "Step theta",
+    "weight_norm": "Norm of the weights", "momentum_norm": "Norm of the momentum",
+}  # fmt: skip
 
 _READ = pa.list_(pa.struct([("position", pa.int32()), ("similarity", pa.float32()), ("share", pa.float32())]))
 SCHEMA = pa.schema(
@@ -129,11 +125,9 @@ def arrow_table(found: Inspected) -> pa.Table:
     """A row for each memory, token and head, in this order; unknown numbers are null."""
     parts = [_memory_table(found, i, trace) for i, trace in enumerate(found.traces)]
     metadata = {
-        "titans.format": FORMAT,
-        "titans.run": found.title,
-        "titans.variant": found.variant,
+        "titans.format": FORMAT, "titans.run": found.title, "titans.variant": found.variant,
         "titans.memories": ",".join(trace.name for trace in found.traces),
-    }
+    }  # fmt: skip
     return pa.concat_tables(parts).replace_schema_metadata(metadata)
 
 
@@ -210,21 +204,13 @@ def page(found: Inspected, source: str, position: int | None = None, warning: st
     shares, found_reads = [round(x, 2) for x in kept], [vars(read) for read in reads]
     heads = range(max(trace.alpha.shape[1] for trace in found.traces))
     return html(
-        "inspect.html",
-        found=found,
-        source=source,
-        warning=warning,
-        shades=shades(found),
-        chosen=chosen,
+        "inspect.html", found=found, source=source, warning=warning, shades=shades(found), chosen=chosen,
         around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),
-        reads=reads,
-        kept=kept,
-        summary=[summary(trace) for trace in found.traces],
+        reads=reads, kept=kept, summary=[summary(trace) for trace in found.traces],
         memories=[charts(i, trace) for i, trace in enumerate(found.traces)],
         heads=[(head, KINDS[head % len(KINDS)]) for head in heads],
-        data={"texts": found.texts, "kept": shares, "reads": found_reads},
-        spread=AROUND,
-    )
+        data={"texts": found.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
+    )  # fmt: skip
 
 
 def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:

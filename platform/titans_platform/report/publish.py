@@ -130,12 +130,9 @@ def make(
     table = build_table(run)
     store = _open_store(run) if link or table.results else None
     report = build_report(
-        table,
-        _curves(table, run.root, store),
-        run.folder.search(),
-        commands(run.folder.path),
+        table, _curves(table, run.root, store), run.folder.search(), commands(run.folder.path),
         _links(store, address),
-    )
+    )  # fmt: skip
     paths = write_report(report, run.folder.path, redraw)
     if link and store:
         log_report(store, report, paths)
@@ -283,10 +280,7 @@ def _section(item: Item, root: Path) -> dict[str, Any]:
         for report in sorted(reports, key=lambda report: -len(report.table.results))
     ]
     return {
-        "name": name,
-        "item": item,
-        "reports": [view["report"] for view in views],
-        "views": views,
+        "name": name, "item": item, "reports": [view["report"] for view in views], "views": views,
         "numbers": [] if reports else [printed for printed in item.printed if printed.columns],
         "finished": sum(done for done, _ in item.ran.values()),
-    }
+    }  # fmt: skip

@@ -160,12 +160,9 @@ class Report:
 
 
 def build_report(
-    table: Table,
-    curves: Mapping[str, Curve] | None = None,
-    search: Mapping[str, Any] | None = None,
-    commands: Sequence[str] = (),
-    links: Links | None = None,
-) -> Report:
+    table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None,
+    commands: Sequence[str] = (), links: Links | None = None,
+) -> Report:  # fmt: skip
     """The report of a table.
 
     Args:

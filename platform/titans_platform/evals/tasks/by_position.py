@@ -218,13 +218,9 @@ class ByPositionTask(Task):
 
 
 def read_by_position(
-    scorer: Scorer,
-    texts: Sequence[LongText],
-    row: int,
-    ways: Sequence[str] = (CARRIED, FRESH),
-    windows: Sequence[int] = WINDOWS,
-    report: Callable[[int], None] = lambda tokens: None,
-) -> ByPosition:
+    scorer: Scorer, texts: Sequence[LongText], row: int, ways: Sequence[str] = (CARRIED, FRESH),
+    windows: Sequence[int] = WINDOWS, report: Callable[[int], None] = lambda tokens: None,
+) -> ByPosition:  # fmt: skip
     """Losses of texts of equal length, computed in these ways and with these windows.
 
     Memory does not grow with the length, but for the tokens, their losses and the state itself. Windows that
@@ -320,12 +316,9 @@ def _stretches(prepared: Any) -> list[tuple[Any, int, int]]:
 
 
 def long_texts(
-    prepared: Any,
-    rows: int,
-    budget: int,
-    field: str = "lengths",
+    prepared: Any, rows: int, budget: int, field: str = "lengths",
     remedy: str = "raise a text source's validation_fraction",
-) -> list[LongText]:
+) -> list[LongText]:  # fmt: skip
     """Texts of ``rows`` training rows, spread evenly over the held-out text; each begins where a document
     does, where there is room to choose.
 

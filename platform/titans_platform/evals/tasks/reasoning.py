@@ -102,12 +102,9 @@ class Reasoning(GeneratedTask):
         """Accuracy of the most frequent answer; a place in the question is never the answer."""
         places = self.options.places
         return {
-            "one_fact": 1 / places,
-            "two_facts": 1 / places,
-            "three_facts": 1 / (places - 1),
-            "yes_no": 1 / 2,
-            "counting": 1 / (self.options.max_count + 1),
-        }[self.options.kind]
+            "one_fact": 1 / places, "two_facts": 1 / places, "three_facts": 1 / (places - 1),
+            "yes_no": 1 / 2, "counting": 1 / (self.options.max_count + 1),
+        }[self.options.kind]  # fmt: skip
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
@@ -151,12 +148,9 @@ class Reasoning(GeneratedTask):
         """Number of distinct answers that questions at the end of a story should have."""
         options = self.options
         return {
-            "one_fact": min(options.people, options.places),
-            "two_facts": min(3, options.things),
-            "three_facts": 4,
-            "yes_no": 2,
-            "counting": min(options.people, options.max_count + 1),
-        }[options.kind]
+            "one_fact": min(options.people, options.places), "two_facts": min(3, options.things),
+            "three_facts": 4, "yes_no": 2, "counting": min(options.people, options.max_count + 1),
+        }[options.kind]  # fmt: skip
 
     def _open_story(
         self, rng: random.Random, length: int, tokenizer: Tokenizer

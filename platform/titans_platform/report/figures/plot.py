@@ -29,13 +29,9 @@ def within(values: Sequence[float], limits: tuple[float, float]) -> tuple[float,
 
 
 def dots(
-    figure: FigureBase,
-    rows: Sequence[Series],
-    key: str,
-    column: Column,
-    chance: float | None,
+    figure: FigureBase, rows: Sequence[Series], key: str, column: Column, chance: float | None,
     comparable: bool,
-) -> None:
+) -> None:  # fmt: skip
     """A column's rows: mean and standard deviation, single seeds, and the paper's numbers.
 
     The paper's are on the same scale where they are ``comparable``, else in a frame of their own.
@@ -89,13 +85,9 @@ def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float])
 
 
 def lines(
-    axis: Axes,
-    shown: Sequence[Line],
-    ghosts: Sequence[Line] = (),
-    logarithmic: bool = False,
-    limits: tuple[float, float] | None = None,
-    log_y: bool = False,
-) -> None:
+    axis: Axes, shown: Sequence[Line], ghosts: Sequence[Line] = (), logarithmic: bool = False,
+    limits: tuple[float, float] | None = None, log_y: bool = False,
+) -> None:  # fmt: skip
     """Lines through the means with their standard deviations; ``ghosts`` in light grey behind.
 
     The scale is their own, or ``limits``.
@@ -161,13 +153,9 @@ def heat_scale(means: Sequence[float], column: Column, chance: float | None) -> 
 
 
 def heat(
-    axis: Axes,
-    tiles: Sequence[Sequence[float | str]],
-    across: Axis,
-    down: Axis,
-    column: Column,
+    axis: Axes, tiles: Sequence[Sequence[float | str]], across: Axis, down: Axis, column: Column,
     scale: Normalize,
-) -> None:
+) -> None:  # fmt: skip
     """A heat map with its numbers; the better, the stronger the colour. A tile with a text is hatched."""
     means = np.array([[np.nan if isinstance(tile, str) else tile for tile in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
