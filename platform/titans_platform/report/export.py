@@ -24,6 +24,7 @@ ESCAPES = str.maketrans({
     NONE: "--", "<": "$<$", ">": "$>$", "³": "$^3$",
     **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
 })  # fmt: skip
+COMPACT: dict[str, Any] = {"vertical": "bottom", "padding": (0, 1, 0, 0), "show_edge": False}
 SHORTEST = 12
 """Minimum width of a row's name in a terminal, where longer ones are wrapped."""
 
@@ -45,7 +46,7 @@ def cells_csv(report: Report) -> str:
     lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
     for row in report.rows:
         for result in row.results:
-            values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
+            values = ((column.factor, result.columns.get(key)) for key, column in columns.items())
             numbers = [value if value is None else factor * value for factor, value in values]
             # the cell's own row, where a row of the table joins several
             lines.append([result.row or row.name, *(getattr(result, name) for name in names), *numbers])
@@ -79,20 +80,15 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
 
 def as_record(table: Table) -> dict[str, Any]:
     """The table as a JSON value: means, spreads, the paper's numbers, cells."""
-    rows = [
-        {
-            "row": row.row.name,
-            "columns": {
-                key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
-                for key, e in row.entries.items()
-            },
-            "parameters": row.size_of("parameters"),
-            "state_bytes": row.size_of("state_bytes"),
-            "cells": [cell.name for cell in row.cells],
-            "failures": list(row.failures),
+    rows = []
+    for row in table.rows:
+        columns = {
+            key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
+            for key, e in row.entries.items()
         }
-        for row in table.rows
-    ]
+        sizes = {key: row.size_of(key) for key in SIZES}
+        cells = {"cells": [cell.name for cell in row.cells], "failures": list(row.failures)}
+        rows.append({"row": row.row.name, "columns": columns, **sizes, **cells})
     return {
         "study": table.study, "scale": table.scale, "comparable": table.comparable, "rows": rows,
         "chance": table.chance, "missing": table.missing,
@@ -148,9 +144,8 @@ def markdown(report: Report, figures: str = "") -> str:
     """
     columns = report.table.columns
     heads = ["paper" if paper else columns[key].heading for key, paper in report.fields()]
-    heads = ["", *heads, "parameters", "state bytes"]
-    values = {"heads": heads, "body": body(report), "chance": _chance(report), "figures": figures}
-    return render("table.md", report=report, **values)
+    values = {"body": body(report), "chance": _chance(report), "figures": figures}
+    return render("table.md", report=report, heads=["", *heads, "parameters", "state bytes"], **values)
 
 
 def terminal(report: Report, width: int = 80) -> RenderableType:
@@ -166,9 +161,7 @@ def terminal(report: Report, width: int = 80) -> RenderableType:
 def _pathways(report: Report) -> list[RenderableType]:
     if (found := report.pathways) is None:
         return []
-    heads = "", "", *found.heads
-    grid = text.table(*heads, left=2, vertical="bottom", padding=(0, 1, 0, 0), show_edge=False)
-    before = ""
+    grid, before = text.table("", "", *found.heads, left=2, **COMPACT), ""
     for row, part, values in found.lines:
         grid.add_row("" if row == before else row, part, *values)
         before = row
@@ -178,8 +171,7 @@ def _pathways(report: Report) -> list[RenderableType]:
 def _verdict(report: Report) -> list[RenderableType]:
     if (found := report.verdict) is None:
         return []
-    words = len(found.heads)
-    grid = text.table(*found.heads, left=words, vertical="bottom", padding=(0, 1, 0, 0), show_edge=False)
+    grid = text.table(*found.heads, left=len(found.heads), **COMPACT)
     for row, cells in found.rows:
         # without the interval, which 80 columns do not hold
         shown = [" ".join(filter(None, (each.difference, each.p, each.outcome))) for each in cells]
@@ -203,8 +195,7 @@ def _grid(report: Report, keys: Sequence[str], width: int) -> RichTable:
     longest = max((len(row.name + row.marks) for row in report.rows), default=0)
     grid.add_column("", vertical="bottom", min_width=min(SHORTEST, longest))
     heads = []
-    for key, paper in report.fields(keys):
-        column = columns[key]
+    for column, paper in ((columns[key], paper) for key, paper in report.fields(keys)):
         # a word a line, to fit 80 columns
         stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
         heads.append(("paper", "dim") if paper else (stacked, ""))

@@ -145,14 +145,10 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     head, _, body = out.getvalue().partition("<svg")[2].partition(">")
     view = re.findall(r'viewBox="[^"]+"', head)[0]
+    body = re.sub(r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", "", body, flags=re.S)
     # ids of groups are the same in every drawing, so they are removed
-    for pattern, new in (
-        (r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", ""),
-        (r'<g id="[^"]*"', "<g"),
-        (r"xlink:href=", "href="),
-        (r">\s+<", "><"),
-    ):
-        body = re.sub(pattern, new, body, flags=re.S)
+    for pattern, new in ((r'<g id="[^"]*"', "<g"), (r"xlink:href=", "href="), (r">\s+<", "><")):
+        body = re.sub(pattern, new, body)
     body = re.sub("#[0-9a-f]{6}", lambda match: NAMES.get(match[0], match[0]), body).strip()
     title = f'<title id="{ident}-t">{escape(panel.alt)}</title>'
     return f'<svg {view} role="img" aria-labelledby="{ident}-t">{title}{body}'
@@ -187,9 +183,7 @@ def _composed(picture: Picture) -> Figure:
     for part, panel in zip(parts, picture.panels, strict=False):
         panel.draw(part)
     if picture.legend:
-        handles = [
-            Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
-            for line in picture.legend
-        ]
+        looks = [{"color": LIGHT[x.colour], "marker": x.marker, "label": x.label} for x in picture.legend]
+        handles = [Line2D([], [], **look) for look in looks]
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     return figure

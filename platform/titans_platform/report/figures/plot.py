@@ -42,7 +42,7 @@ def dots(
     for y, row in enumerate(rows):
         _dot(axes[0], y, row, key, bounds(column))
         if row.paper.get(key) is not None:
-            axes[-1].plot(row.paper[key], y, "D", color=LIGHT[_colour(row, "paper")], markersize=3.4)
+            axes[-1].plot(row.paper[key], y, "D", color=_colour(row, "paper"), markersize=3.4)
     if chance is not None and column.higher_is_better:
         # of a perplexity chance is far away and would compress the rows
         axes[0].axvline(chance, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
@@ -67,11 +67,11 @@ def dots(
 
 
 def _colour(row: Series, name: str) -> str:
-    return "reference" if row.reference else name
+    return LIGHT["reference" if row.reference else name]
 
 
 def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float]) -> None:
-    values, colour = row.values.get(key, ()), LIGHT[_colour(row, "accent")]
+    values, colour = row.values.get(key, ()), _colour(row, "accent")
     if not values:
         text, place = "failed" if row.failed else "missing", axis.get_yaxis_transform()
         axis.text(0.01, y, text, transform=place, fontsize=SMALL, color=LIGHT["muted"], va="center")
@@ -79,8 +79,8 @@ def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float])
     if len(values) > 1:
         axis.scatter(values, [y + 0.26] * len(values), s=5, color=colour, alpha=0.55, linewidths=0)
         low, high = within(values, limits)
-        axis.errorbar((low + high) / 2, y, xerr=(high - low) / 2, fmt="none", color=colour, elinewidth=1.2,
-                      capsize=1.8)  # fmt: skip
+        style = {"fmt": "none", "color": colour, "elinewidth": 1.2, "capsize": 1.8}
+        axis.errorbar((low + high) / 2, y, xerr=(high - low) / 2, **style)
     axis.plot(statistics.fmean(values), y, "o", color=colour, markersize=4)
 
 
