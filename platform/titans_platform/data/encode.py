@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -59,8 +60,7 @@ def encode_documents(
     for document, validation, ids in _tokenise(placed, tokenizer):
         limit = None if left is None else math.ceil(left * document.share)
         tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
-        loss = np.ones(len(tokens), np.bool_)
-        loss[:1] = False
+        loss = np.arange(len(tokens)) > 0
         done = document.done
         if config.max_tokens is not None and left is not None:
             left -= len(tokens)
@@ -80,11 +80,9 @@ def split_documents(
     is split by position: the last ``fraction`` of its text is held out.
     """
     window: list[Document] = []
-    characters = 0
     for document in islice(documents, WINDOW_DOCUMENTS):
         window.append(document)
-        characters += len(document.text)
-        if characters >= WINDOW_CHARACTERS:
+        if sum(len(one.text) for one in window) >= WINDOW_CHARACTERS:
             break
     following = list(islice(documents, 1))
     threshold = fraction
@@ -111,11 +109,11 @@ def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Do
     end = (start + len(text)) // 2 + 1
     borders = (text.find(character, start, end) for character in "\n ")
     cut = next((border for border in borders if border >= 0), start)
-    if not text[:cut].strip() or not text[cut:].strip():
+    if text[:cut].strip() and text[cut:].strip():
+        yield document._replace(text=text[:cut], share=1 - fraction), False
+        yield document._replace(text=text[cut:]), True
+    else:
         yield document, False
-        return
-    yield document._replace(text=text[:cut], share=1 - fraction), False
-    yield document._replace(text=text[cut:]), True
 
 
 def _unit(seed: int, key: str) -> float:
@@ -168,8 +166,8 @@ def task_identity(config: SourceConfig) -> list[Any]:
 
     identity = []
     for task in config.tasks:
-        files = [Path(value) for value in task.options.values() if isinstance(value, str)]
-        stats = [path.stat() for path in files if path.is_file()]
+        files = (Path(value) for value in task.options.values() if isinstance(value, str))
+        stats = (path.stat() for path in files if path.is_file())
         stamps = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
         identity.append([task.task, build_task(task).version, stamps])
     return identity
@@ -190,8 +188,7 @@ def generate_items(
     names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
     cycle = interleave([task.weight for task in config.tasks])
     length, rows = data.item_tokens(config), config.rows or 0
-    for i in range(rows):
-        which = cycle[i % len(cycle)]
+    for i, which in zip(range(rows), itertools.cycle(cycle), strict=False):
         # from strings: the same on every machine, and independent of the other tasks of the source
         rng = random.Random(f"{data.seed}/{names[which]}/{i}")
         with within(f"{field}.tasks.{which}"):

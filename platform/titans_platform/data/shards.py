@@ -112,17 +112,13 @@ class SplitWriter:
         self.folder, self.split = folder, split
         self.shard_tokens = shard_tokens or SHARD_BYTES // np.dtype(dtype).itemsize
         self.content = hashlib.sha256()
-        self.documents = self.tokens = 0
+        self.documents = self.tokens = self._filled = 0
         self._shards: list[ShardInfo] = []
-        self._filled = 0
-        flags = (np.empty(self.shard_tokens, np.bool_) for _ in range(2))
-        self._buffer = (np.empty(self.shard_tokens, dtype), *flags)
+        self._buffer = tuple(np.empty(self.shard_tokens, kind) for kind in (dtype, np.bool_, np.bool_))
 
     def add(self, tokens: NDArray[np.integer], loss: BoolArray) -> None:
         """Append one document: its ids, bos first, and which of them count as targets."""
-        starts = np.zeros(len(tokens), np.bool_)
-        starts[:1] = True
-        done = 0
+        starts, done = np.arange(len(tokens)) == 0, 0
         while done < len(tokens):
             n = min(len(tokens) - done, self.shard_tokens - self._filled)
             for buffer, values in zip(self._buffer, (tokens, starts, loss), strict=True):
@@ -198,8 +194,7 @@ def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
         return f"{path}: missing shard"
     if stat.st_size != info.bytes:
         return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
-    touched = verify or stat.st_mtime_ns != info.mtime_ns
-    if touched and _file_sha256(path) != info.sha256:
+    if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
         return f"{path}: corrupted shard, its hash is not the manifest's"
     return None
 
@@ -309,8 +304,7 @@ class Split:
         crossing = inside + width > self.held[shards]
         for number in np.unique(shards[~crossing]).tolist():
             mine = np.flatnonzero((shards == number) & ~crossing)
-            found = self.shard(number).rows(inside[mine], width)
-            _copy(found, out, into[mine])
+            _copy(self.shard(number).rows(inside[mine], width), out, into[mine])
         for i in np.flatnonzero(crossing).tolist():
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 

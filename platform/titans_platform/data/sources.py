@@ -218,8 +218,7 @@ class FilesSource(RecordSource):
     def files(self) -> list[File]:
         """The files at the path, sorted. Raises UsageError if there are none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
-        remote = "://" in self.path
-        found, one = self._remote() if remote else self._local()
+        found, one = self._remote() if "://" in self.path else self._local()
         if one and kind_of(Path(self.path)) is None:
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         if not found and not os.path.isdir(os.path.expanduser(self.path)):
@@ -297,11 +296,11 @@ class FilesSource(RecordSource):
         for i, file in list(enumerate(files))[first:last]:
             # the position within a file is unknown
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
-            builder = BUILDERS.get(kind_of(Path(file.name)) or "", "text")
-            text_field = "text" if builder == "text" else self.source.text_field
-            whole = {"sample_by": "document"} if builder == "text" else {}
+            builder, text_field = BUILDERS.get(kind_of(Path(file.name)) or ""), self.source.text_field
             # the library treats the name as a pattern
-            options = {"data_files": [glob.escape(file.name)], "split": "train"} | whole
+            options: dict[str, Any] = {"data_files": [glob.escape(file.name)], "split": "train"}
+            if builder is None:
+                builder, text_field, options["sample_by"] = "text", "text", "document"
             with self.opened(file.name, builder, **options) as records:
                 for text in self.texts(file.name, records, text_field):
                     # keyed by text, so that duplicates go to the same split
@@ -355,17 +354,12 @@ class HubSource(RecordSource):
             return None
 
 
-SOURCES = Registry(
-    "data.sources.kind",
-    TextSource,
-    {
-        "corpus": "titans_platform.data.sources:CorpusSource",
-        "stdlib": "titans_platform.data.sources:StdlibSource",
-        "files": "titans_platform.data.sources:FilesSource",
-        "hub": "titans_platform.data.sources:HubSource",
-    },
-    UsageError,
-)
+SOURCES = Registry("data.sources.kind", TextSource, {
+    "corpus": "titans_platform.data.sources:CorpusSource",
+    "stdlib": "titans_platform.data.sources:StdlibSource",
+    "files": "titans_platform.data.sources:FilesSource",
+    "hub": "titans_platform.data.sources:HubSource",
+}, UsageError)  # fmt: skip
 """Text sources by `SourceConfig.kind`."""
 
 
