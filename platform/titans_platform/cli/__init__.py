@@ -23,11 +23,8 @@ from titans_platform.provenance import checkout
 
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
-AFTER_INTERRUPT = {
-    "train": RESUME,
-    "sweep": RESUME,
-    "data": "finished parts are kept; run the same command again for the rest",
-}
+PARTS = "finished parts are kept; run the same command again for the rest"
+AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
 """How to resume an interrupted command; the others leave nothing behind."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)

@@ -97,15 +97,13 @@ class StudyDisplay:
         numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
         columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
         with _bars(self.console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
-            tasks: dict[str, TaskID] = {}
+            ids: dict[str, TaskID] = {}
 
             def show(source: str, documents: int, tokens: int, done: float | None) -> None:
-                if source not in tasks:
-                    tasks[source] = bars.add_task(source, total=None, documents=0, tokens=0)
+                if source not in ids:
+                    ids[source] = bars.add_task(source, total=None, documents=0, tokens=0)
                 total = 1.0 if done else None
-                bars.update(
-                    tasks[source], total=total, completed=done or 0.0, documents=documents, tokens=tokens
-                )
+                bars.update(ids[source], total=total, completed=done or 0, documents=documents, tokens=tokens)
 
             yield show
 

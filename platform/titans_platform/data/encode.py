@@ -30,6 +30,8 @@ PIECE_CHARACTERS = 2**20
 GROUP_CHARACTERS = 4 * 2**20
 CYCLE = 10_000
 T = TypeVar("T")
+Placed = Iterator[tuple[Document, bool]]
+"""Documents, each with whether it is held out for validation."""
 
 
 class Encoded(NamedTuple):
@@ -70,9 +72,7 @@ def encode_documents(
             return
 
 
-def split_documents(
-    documents: Iterator[Document], fraction: float, seed: int
-) -> Iterator[tuple[Document, bool]]:
+def split_documents(documents: Iterator[Document], fraction: float, seed: int) -> Placed:
     """Each document with whether it is held out for validation, by the hash of its key.
 
     Documents of a small source are ranked by that hash, and a ``fraction`` of them (at least one, never all)
@@ -96,12 +96,12 @@ def split_documents(
     yield from _by_hash(chain(window, following, documents), threshold, seed)
 
 
-def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Iterator[tuple[Document, bool]]:
+def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Placed:
     for document in documents:
         yield document, _unit(seed, document.key) < threshold
 
 
-def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Document, bool]]:
+def _split_by_position(document: Document, fraction: float) -> Placed:
     """Split a document near a line or word boundary; yields it whole if a part would be blank."""
     text = document.text
     start = round(len(text) * (1 - fraction))
@@ -122,9 +122,7 @@ def _unit(seed: int, key: str) -> float:
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
 
 
-def _tokenise(
-    placed: Iterator[tuple[Document, bool]], tokenizer: Tokenizer
-) -> Iterator[tuple[Document, bool, list[NDArray[np.uint32]]]]:
+def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, bool, list[NDArray]]]:
     """Tokenise a few million characters at a time, so that the tokenizer can use several threads."""
     for group in _groups(placed, lambda one: len(one[0].text)):
         pieces = [list(_pieces(document.text)) for document, _ in group]

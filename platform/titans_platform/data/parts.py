@@ -188,11 +188,8 @@ def _joined(parts: dict[str, Manifest]) -> Manifest:
     def split(which: str) -> SplitInfo:
         infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
         sums = {key: sum(getattr(x, key) for x in infos.values()) for key in ("documents", "tokens")}
-        shards = [
-            shard.model_copy(update={"file": f"{name}/{shard.file}"})
-            for name, info in infos.items()
-            for shard in info.shards
-        ]
+        held = ((name, shard) for name, info in infos.items() for shard in info.shards)
+        shards = [shard.model_copy(update={"file": f"{name}/{shard.file}"}) for name, shard in held]
         largest = max(info.shard_tokens for info in infos.values())
         return SplitInfo(**sums, shard_tokens=largest, shards=tuple(shards))
 

@@ -241,9 +241,8 @@ class Shard:
     def __init__(self, batch: pa.RecordBatch):
         self.tokens = batch.column("token").to_numpy(zero_copy_only=True)
         # the file stores flags as a bitmap
-        self.starts, self.loss = (
-            np.frombuffer(batch.column(name).buffers()[1], np.uint8) for name in ("start", "loss")
-        )
+        bitmaps = (batch.column(name).buffers()[1] for name in ("start", "loss"))
+        self.starts, self.loss = (np.frombuffer(bitmap, np.uint8) for bitmap in bitmaps)
 
     def span(self, first: int, last: int) -> Span:
         """Tokens ``first`` to ``last``, exclusive."""

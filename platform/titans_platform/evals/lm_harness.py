@@ -60,12 +60,9 @@ class HarnessModel:
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood in nats of each whole `(text,)`, in windows that do not overlap."""
-        totals = []
-        for request in requests:
-            tokens = self.scorer.tokenizer.encode(request.args[0])
-            scores = self.scorer.score(list(self._windows(tokens)), self.max_length)
-            totals.append(math.fsum(score.logprob for score in scores))
-        return totals
+        texts = (self.scorer.tokenizer.encode(request.args[0]) for request in requests)
+        scored = (self.scorer.score(self._windows(tokens), self.max_length) for tokens in texts)
+        return [math.fsum(score.logprob for score in scores) for scores in scored]
 
     def _windows(self, tokens: list[int]) -> list[Request]:
         """Windows that score every token once; the context of each is the last token of the window before."""
@@ -83,11 +80,10 @@ class HarnessModel:
         beyond `max_length`.
         """
         prompts = [self._prompt(*request.args) for request in requests]
-        texts = [""] * len(prompts)
+        texts: dict[int, str] = {}
         for batch in self.scorer.batches([len(one.context) for one in prompts]):
-            for i, text in zip(batch, self._generate([prompts[i] for i in batch]), strict=True):
-                texts[i] = text
-        return texts
+            texts.update(zip(batch, self._generate([prompts[i] for i in batch]), strict=True))
+        return [texts[i] for i in range(len(prompts))]
 
     def _prompt(self, context: str, settings: dict[str, Any]) -> _Prompt:
         if settings.get("do_sample") or settings.get("temperature", 0):
@@ -101,11 +97,9 @@ class HarnessModel:
     def _generate(self, batch: list[_Prompt]) -> list[str]:
         scorer, tokenizer = self.scorer, self.scorer.tokenizer
         made: list[list[int]] = [[] for _ in batch]
-        writing = Writing(
-            scorer.model, [prompt.context for prompt in batch],
-            max(prompt.max_new_tokens for prompt in batch), stop=(tokenizer.bos, tokenizer.pad),
-            device=scorer.device,
-        )  # fmt: skip
+        contexts, most = [prompt.context for prompt in batch], max(prompt.max_new_tokens for prompt in batch)
+        stop = (tokenizer.bos, tokenizer.pad)
+        writing = Writing(scorer.model, contexts, most, stop=stop, device=scorer.device)
         for row, token in writing:
             made[row].append(token)
             full = len(made[row]) == batch[row].max_new_tokens

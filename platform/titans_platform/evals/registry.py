@@ -167,7 +167,7 @@ class GeneratedTask(Task):
         stderr = (pvariance(shares) / len(shares)) ** 0.5
         means = {bucket: fmean(buckets[bucket]) for bucket in sorted(buckets, key=_natural)}
         floor = self.floor(context.length, context.scorer.tokenizer)
-        value, heuristic = (floor.value, floor.heuristic) if floor else (None, None)
+        value, heuristic, _ = floor or (None, None, None)
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
     def _fresh_items(self, context: Context) -> Iterable[Item]:
@@ -178,8 +178,8 @@ class GeneratedTask(Task):
         Raises:
             UsageError: not one unseen item was found.
         """
-        config, length, data = context.config, context.length, context.prepared
-        fingerprint, tokenizer = getattr(data, "fingerprint", None), context.scorer.tokenizer
+        config, length, tokenizer = context.config, context.length, context.scorer.tokenizer
+        fingerprint = getattr(context.prepared, "fingerprint", None)
         if fingerprint is None or length * config.items > KEPT_TOKENS:
             return self._draw(context)
         key = type(self), self.options, length, tokenizer, config.seed, config.items, fingerprint
@@ -192,14 +192,13 @@ class GeneratedTask(Task):
     def _draw(self, context: Context) -> Iterator[Item]:
         config, length, options = context.config, context.length, self.options.model_dump(mode="json")
         about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
-        rng = random.Random(digest(about))
+        rng, misses = random.Random(digest(about)), 0
         given: set[str] = set()
-        misses = 0
         while len(given) < config.items and misses < PATIENCE:
             item = self.item(rng, length, context.scorer.tokenizer)
-            known = item.hash in given or item.hash in context.prepared.item_hashes
-            misses = misses + 1 if known else 0
-            if not known:
+            misses += 1
+            if item.hash not in given and item.hash not in context.prepared.item_hashes:
+                misses = 0
                 given.add(item.hash)
                 yield item
         if not given:
@@ -244,9 +243,8 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Toke
     scores = {name: fmean(values) for name, values in shares.items()}
     best = max(scores, key=scores.__getitem__)
     stderr = (pvariance(shares[best]) / len(shares[best])) ** 0.5
-    if scores[best] - 3 * stderr <= task.chance:
-        return Floor(task.chance, None, scores)
-    return Floor(scores[best], best, scores)
+    beaten = scores[best] - 3 * stderr > task.chance
+    return Floor(scores[best], best, scores) if beaten else Floor(task.chance, None, scores)
 
 
 PROTOCOL = 1
@@ -254,31 +252,26 @@ PROTOCOL = 1
 
 T = TypeVar("T", bound=type[Task])
 
-TASKS = Registry(
-    "task",
-    Task,
-    {
-        "babi": "titans_platform.evals.tasks.babi:Babi",
-        "babilong": "titans_platform.evals.tasks.babi:Babilong",
-        "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
-        "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
-        "composition": "titans_platform.evals.tasks.recall:Composition",
-        "episodes": "titans_platform.evals.tasks.recall:Episodes",
-        "functions": "titans_platform.evals.tasks.synthetic:Functions",
-        "fuzzy_recall": "titans_platform.evals.tasks.synthetic:FuzzyRecall",
-        "lm_eval": "titans_platform.evals.lm_harness:LmEval",
-        "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
-        "memorisation": "titans_platform.evals.tasks.synthetic:Memorisation",
-        "needle": "titans_platform.evals.tasks.needle:Needle",
-        "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
-        "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
-        "recall": "titans_platform.evals.tasks.recall:Recall",
-        "resets": "titans_platform.evals.tasks.recall:Resets",
-        "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
-        "words": "titans_platform.evals.tasks.synthetic:Words",
-    },
-    UsageError,
-)
+TASKS = Registry("task", Task, {
+    "babi": "titans_platform.evals.tasks.babi:Babi",
+    "babilong": "titans_platform.evals.tasks.babi:Babilong",
+    "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
+    "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
+    "composition": "titans_platform.evals.tasks.recall:Composition",
+    "episodes": "titans_platform.evals.tasks.recall:Episodes",
+    "functions": "titans_platform.evals.tasks.synthetic:Functions",
+    "fuzzy_recall": "titans_platform.evals.tasks.synthetic:FuzzyRecall",
+    "lm_eval": "titans_platform.evals.lm_harness:LmEval",
+    "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
+    "memorisation": "titans_platform.evals.tasks.synthetic:Memorisation",
+    "needle": "titans_platform.evals.tasks.needle:Needle",
+    "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
+    "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
+    "recall": "titans_platform.evals.tasks.recall:Recall",
+    "resets": "titans_platform.evals.tasks.recall:Resets",
+    "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
+    "words": "titans_platform.evals.tasks.synthetic:Words",
+}, UsageError)  # fmt: skip
 """Every task by name, which is its class's `name`; objectives add those that need their data."""
 
 

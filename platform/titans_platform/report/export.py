@@ -25,6 +25,8 @@ ESCAPES = str.maketrans({
     **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
 })  # fmt: skip
 COMPACT: dict[str, Any] = {"vertical": "bottom", "padding": (0, 1, 0, 0), "show_edge": False}
+Keys = Sequence[str] | None
+"""Some of the table's columns; None: all."""
 SHORTEST = 12
 """Minimum width of a row's name in a terminal, where longer ones are wrapped."""
 
@@ -82,10 +84,9 @@ def as_record(table: Table) -> dict[str, Any]:
     """The table as a JSON value: means, spreads, the paper's numbers, cells."""
     rows = []
     for row in table.rows:
-        columns = {
-            key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
-            for key, e in row.entries.items()
-        }
+        columns = {}
+        for key, e in row.entries.items():
+            columns[key] = {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
         sizes = {key: row.size_of(key) for key in SIZES}
         cells = {"cells": [cell.name for cell in row.cells], "failures": list(row.failures)}
         rows.append({"row": row.row.name, "columns": columns, **sizes, **cells})
@@ -95,9 +96,7 @@ def as_record(table: Table) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def body(
-    report: Report, keys: Sequence[str] | None = None, ours: Callable[[Number], str] = str
-) -> list[list[str]]:
+def body(report: Report, keys: Keys = None, ours: Callable[[Number], str] = str) -> list[list[str]]:
     """The lines of the table: name, ours and the paper's number of each column, parameters, state bytes."""
     lines = []
     for row in report.rows:
@@ -107,7 +106,7 @@ def body(
     return lines
 
 
-def _chance(report: Report, keys: Sequence[str] | None = None) -> list[str]:
+def _chance(report: Report, keys: Keys = None) -> list[str]:
     """The chance level of each column, laid out as a line of the body."""
     return ["chance", *("" if paper else report.chance[key] for key, paper in report.fields(keys)), "", ""]
 

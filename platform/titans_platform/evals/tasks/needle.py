@@ -106,9 +106,8 @@ class Needle(GeneratedTask):
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)
         depths = sorted(rng.random() for _ in values)
-        depth_of = dict(zip(values, depths, strict=True))
-        tenths = (10 * int(10 * depth_of[key]) for key in queried)
-        buckets = tuple(f"{tenth}-{tenth + 10}%" for tenth in tenths)
+        tenth_of = {key: 10 * int(10 * depth) for key, depth in zip(values, depths, strict=True)}
+        buckets = tuple(f"{tenth_of[key]}-{tenth_of[key] + 10}%" for key in queried)
         seed = rng.getrandbits(64)
         opening, needle, question, answer = self._templates()
         needles = [[(needle.format(key=key, value=value), False)] for key, value in values.items()]

@@ -141,8 +141,8 @@ def _buckets(rows: list[_Row]) -> dict[str, float]:
     sums: dict[int, tuple[float, int]] = {}
     for row in rows:
         for exponent, (nll, count) in row.buckets.items():
-            before = sums.get(exponent, (0.0, 0))
-            sums[exponent] = before[0] + nll, before[1] + count
+            total, tokens = sums.get(exponent, (0.0, 0))
+            sums[exponent] = total + nll, tokens + count
     return {f"{2**e}-{2 ** (e + 1) - 1}": math.exp(nll / n) for e, (nll, n) in sorted(sums.items())}
 
 

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.evals.items import Item, Tokenizer, fill, make_item, scatter
+from titans_platform.evals.items import Item, Piece, Tokenizer, fill, make_item, scatter
 from titans_platform.evals.registry import GeneratedTask, Heuristic
 
 BLANK = "."
@@ -160,7 +160,7 @@ class Associative(GeneratedTask):
 
         def build(characters: int) -> Item:
             noise = random.Random(seed)
-            pieces: list[tuple[str, bool]] = []
+            pieces: list[Piece] = []
             for i, (block, queries, depths) in enumerate(parts):
                 share = characters * (i + 1) // len(parts) - characters * i // len(parts)
                 offsets = sorted(int(depth * (share + 1)) for depth in depths)
@@ -236,9 +236,9 @@ class Composition(Associative):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Also guesses from one letter of the key."""
-        first, second = partial(sharing, 0), partial(sharing, 1)
-        letters = {"any value of the same first letter": first, "any value of the same second letter": second}
-        return {**super().heuristics, **letters}
+        letters = enumerate(("first", "second"))
+        same = {f"any value of the same {name} letter": partial(sharing, place) for place, name in letters}
+        return {**super().heuristics, **same}
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """All keys of a grid, in random order."""
@@ -266,8 +266,7 @@ class EpisodeOptions(PairOptions):
 
     @model_validator(mode="after")
     def _long_enough(self) -> EpisodeOptions:
-        if self.tokens < self.characters:
-            needed = self.characters
+        if self.tokens < (needed := self.characters):
             raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of an episode")
         if self.pairs + round(self.renewed * self.pairs) > self.keys:
             raise ValueError(f"renewed: an episode of {self.pairs} pairs needs more than {self.keys} keys")
@@ -310,8 +309,7 @@ class ResetOptions(PairOptions):
     def _long_enough(self) -> ResetOptions:
         if 2 * self.pairs > self.keys:
             raise ValueError(f"pairs: of {self.keys} keys at most half are bound at a time, not {self.pairs}")
-        needed = 1 + self.characters
-        if self.tokens < needed:
+        if self.tokens < (needed := 1 + self.characters):
             raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of a block and its queries")
         return self
 

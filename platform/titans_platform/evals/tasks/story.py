@@ -20,12 +20,9 @@ VERBS: dict[Action, tuple[str, ...]] = {
     "drop": ("dropped", "put down", "left", "discarded"),
 }
 MARKS: dict[Action, str] = {"move": "", "get": "+", "drop": "-"}
-ACTIONS: dict[str, Action] = {
-    word: action for action, mark in MARKS.items() for word in (*VERBS[action], mark)
-}
-PROSE_FACT = re.compile(
-    rf"({'|'.join(PEOPLE)}) ({'|'.join(word for word in ACTIONS if len(word) > 1)}) the (\w+)\.\n"
-)
+ACTIONS: dict[str, Action] = {word: a for a, mark in MARKS.items() for word in (*VERBS[a], mark)}
+_PROSE_VERBS = "|".join(word for words in VERBS.values() for word in words)
+PROSE_FACT = re.compile(rf"({'|'.join(PEOPLE)}) ({_PROSE_VERBS}) the (\w+)\.\n")
 NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
 
 
@@ -137,14 +134,8 @@ def commonest(names: Iterable[str]) -> list[str]:
 
 def _place_before(told: Told, target: str) -> list[str]:
     """The place named last before the last fact about ``target``."""
-    places: list[str] = []
-    found: list[str] = []
-    for fact in told.facts:
-        if fact.target == target:
-            found = places[-1:]
-        if fact.action == "move":
-            places.append(fact.target)
-    return found
+    last = max((i for i, fact in enumerate(told.facts) if fact.target == target), default=0)
+    return [fact.target for fact in told.facts[:last] if fact.action == "move"][-1:]
 
 
 def _picked_up(told: Told, less: int) -> list[str]:

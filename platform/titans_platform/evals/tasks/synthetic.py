@@ -312,20 +312,16 @@ class Words(GeneratedTask):
 
         With one question no answer is shown before it, and the floor is chance.
         """
-        return {
-            f"last answer shown, then the last {plural(k, 'letter')}": partial(self._from_last_answer, k)
-            for k in LAST_LETTERS
-        }
+        name = "last answer shown, then the last {}"
+        return {name.format(plural(k, "letter")): partial(self._from_last_answer, k) for k in LAST_LETTERS}
 
     def _from_last_answer(self, k: int, before: str) -> list[str]:
         """Product of the answer shown last (the identity at first) and of the last k letters after it."""
         shown, _, text = before.rpartition("=")[0].rpartition("=")
         digits = len(text) - len(text.lstrip(string.digits)) if shown else 0
         width = len(self._letters[0])
-        letters = text[digits:].lstrip(BLANK)
-        state = self._state(text[:digits])
-        start = max(0, len(letters) - k * width)
-        for place in range(start, len(letters), width):
+        letters, state = text[digits:].lstrip(BLANK), self._state(text[:digits])
+        for place in range(max(0, len(letters) - k * width), len(letters), width):
             state = self._product(state, self._elements[self._letters.index(letters[place : place + width])])
         return [self._said(state)]
 

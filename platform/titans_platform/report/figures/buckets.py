@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from titans_platform.evals.tasks.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report.figures import plot
@@ -29,7 +29,7 @@ from titans_platform.report.figures.picture import (
     panel,
 )
 from titans_platform.report.table import TableRow, task_of
-from titans_platform.text import plural, tokens
+from titans_platform.text import plural
 
 PER_ROW = 24
 """Maximum rows with a panel each; of more, the first ones."""
@@ -156,9 +156,7 @@ def _lines(places: Places, window: str | None = None) -> list[Line]:
     return lines
 
 
-def _panel(
-    title: str, lines: Sequence[Line], row: int, y: str, limits: tuple[float, float] | None = None
-) -> Panel:
+def _panel(title: str, lines: Sequence[Line], row: int, y: str, limits: plot.Limits = None) -> Panel:
     alt = f"{title}: {y} from the first to the last position: {ends(lines, 3)}"
     return panel(title, alt, partial(_draw_lines, row=row, limits=limits), X, y, shown=lines)
 
@@ -170,12 +168,12 @@ def _gain_panel(gains: Sequence[Gain], bars: str, others: Sequence[Gain] = ()) -
     return panel(f"{GAIN} ({bars})", alt, _draw_gains, X, "nats a token", gains=gains, others=others)
 
 
-def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: tuple[float, float] | None) -> None:
+def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: plot.Limits) -> None:
     plot.lines(axis, shown, limits=limits)
     axis.axvline(row, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
     above = axis.get_xaxis_transform()
     axis.text(row, 0.98, " end of row 1", transform=above, fontsize=SMALL, color=LIGHT["muted"], va="top")
-    _logarithmic(axis)
+    plot.across_tokens(axis, LogLocator(base=2, numticks=6))
 
 
 def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain]) -> None:
@@ -186,14 +184,7 @@ def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain]) -> No
         style = {"color": LIGHT[line.colour], "marker": line.marker, "linewidth": 1.3, "markersize": 3.4}
         xs, means = [*line.means], [*line.means.values()]
         axis.errorbar(xs, means, yerr=errors, elinewidth=0.8, capsize=1.8, **style)
-    _logarithmic(axis)
-
-
-def _logarithmic(axis: Axes) -> None:
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
+    plot.across_tokens(axis, LogLocator(base=2, numticks=6))
 
 
 def depth_maps(data: FigureData) -> Iterator[Picture]:

@@ -9,12 +9,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from titans_platform.report.figures.data import Axis, Series, Value
 from titans_platform.report.figures.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
 from titans_platform.study.spec import Column
 from titans_platform.text import short, tokens
+
+Limits = tuple[float, float] | None
 
 
 def bounds(column: Column) -> tuple[float, float]:
@@ -86,7 +88,7 @@ def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float])
 
 def lines(
     axis: Axes, shown: Sequence[Line], ghosts: Sequence[Line] = (), logarithmic: bool = False,
-    limits: tuple[float, float] | None = None, log_y: bool = False,
+    limits: Limits = None, log_y: bool = False,
 ) -> None:  # fmt: skip
     """Lines through the means with their standard deviations; ``ghosts`` in light grey behind.
 
@@ -107,11 +109,15 @@ def lines(
         axis.set_ylim(*limits)
     if logarithmic:
         # a tick for every measured length
-        places = sorted({x for line in (*shown, *ghosts) for x in line.points})
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_locator(FixedLocator(places))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
+        across_tokens(axis, FixedLocator(sorted({x for line in (*shown, *ghosts) for x in line.points})))
+
+
+def across_tokens(axis: Axes, ticks: Locator) -> None:
+    """Numbers of tokens on a logarithmic x axis."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(ticks)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
 
 
 def _line(axis: Axes, line: Line, band: bool) -> None:
@@ -134,7 +140,7 @@ def _line(axis: Axes, line: Line, band: bool) -> None:
                       capsize=1.5, zorder=3)  # fmt: skip
 
 
-def span(drawn: Iterable[Line], after: float = 0.0) -> tuple[float, float] | None:
+def span(drawn: Iterable[Line], after: float = 0.0) -> Limits:
     """Shared y limits of several panels: all values at x >= ``after``, and a margin."""
     values = [v for line in drawn for x, found in line.points.items() if x >= after for v in found]
     if not values:
