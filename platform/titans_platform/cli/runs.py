@@ -58,19 +58,17 @@ def runs() -> None:
 @runs.command("list")
 @click.option("--state", type=click.Choice(STATES), help="Only runs in this state.")
 @click.option("--study", metavar="NAME", help="Only runs of this study, e.g. ablation or ablation-laptop.")
-@click.option("--tag", "wanted", metavar="TAG", multiple=True, help="Only runs with this tag; repeatable.")
+@click.option("--tag", "tags", metavar="TAG", multiple=True, help="Only runs with this tag; repeatable.")
 @root_option
 @json_option
-def list_runs(
-    state: str | None, study: str | None, wanted: tuple[str, ...], root: Path, as_json: bool
-) -> None:
+def list_runs(state: str | None, study: str | None, tags: tuple[str, ...], root: Path, as_json: bool) -> None:
     """List runs: name, state, variant, steps, size on disk, studies and tags.
 
     \b
     Example:
       titans runs list --study ablation --tag baseline
     """
-    found = [run for run in _runs(root) if state in (None, run.state) and set(wanted) <= set(run.tags)]
+    found = [run for run in _runs(root) if state in (None, run.state) and set(tags) <= set(run.tags)]
     if study is not None:
         found = [run for run in found if any(f"{label}-".startswith(f"{study}-") for label in run.studies)]
     if as_json:
@@ -80,8 +78,7 @@ def list_runs(
         more = " ".join([*run.studies, *(f"#{tag}" for tag in run.tags)])
         line = f"{run.name}  {run.state:<11} {run.variant:<16} {run.steps:>7,} {size:>11}  {more}"
         click.echo(line.rstrip())
-    total = _mb(sum(run.bytes for run in found))
-    click.echo(f"{len(found)} runs, {total} under {root / 'cells'}", err=True)
+    click.echo(f"{len(found)} runs, {_mb(sum(run.bytes for run in found))} under {root / 'cells'}", err=True)
 
 
 @runs.command()
@@ -189,8 +186,7 @@ def _dead_sessions() -> Iterator[Path]:
     alive = subprocess.run(["ps", "-axww", "-o", "command="], capture_output=True, text=True).stdout
     for path in sessions:
         last = max((file.lstat().st_mtime for file in path.rglob("*")), default=path.stat().st_mtime)
-        old = time.time() - last > SESSION_AGE
-        if old and path.stat().st_uid == os.getuid() and path.name not in alive:
+        if time.time() - last > SESSION_AGE and path.stat().st_uid == os.getuid() and path.name not in alive:
             yield path
 
 

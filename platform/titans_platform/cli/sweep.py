@@ -236,20 +236,18 @@ def run(
     return _exit_code(table, as_json)
 
 
-def _dry_run(
-    study: StudyRun, rerun_stale: bool, concurrency: int | None, console: Console, as_json: bool
-) -> int:
+def _dry_run(study: StudyRun, stale: bool, concurrency: int | None, console: Console, as_json: bool) -> int:
     """Print what would run and how long it may take; write nothing. Raises what a run would raise."""
     from titans_platform.runs.check import sizes
     from titans_platform.study.plan import Plan, check_without_data, estimate, make_plan
 
     refusal, guess = None, None
     try:
-        plan = make_plan(study, rerun_stale, concurrency)
+        plan = make_plan(study, stale, concurrency)
         check_without_data(study)
     except TitansError as error:
         # the rest is worth seeing all the same
-        refusal, plan = error, Plan(study, 0, rerun_stale)
+        refusal, plan = error, Plan(study, 0, stale)
     else:
         with console.status("timing an optimiser step of each row"):
             guess = estimate(plan)

@@ -91,8 +91,7 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
             yield from _split_by_position(window[0], fraction)
             return
         kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
-        ranked = sorted(_unit(seed, document.key) for document in window)
-        threshold = ranked[kept] if len(window) > 1 else 0.0
+        threshold = sorted(_unit(seed, document.key) for document in window)[kept] if len(window) > 1 else 0.0
     yield from _by_hash(chain(window, following, documents), threshold, seed)
 
 
@@ -126,8 +125,7 @@ def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, 
     """Tokenise a few million characters at a time, so that the tokenizer can use several threads."""
     for group in _groups(placed, lambda one: len(one[0].text)):
         pieces = [list(_pieces(document.text)) for document, _ in group]
-        batches = _groups(chain.from_iterable(pieces), len)
-        ids = chain.from_iterable(map(tokenizer.encode_batch, batches))
+        ids = chain.from_iterable(map(tokenizer.encode_batch, _groups(chain.from_iterable(pieces), len)))
         for (document, validation), parts in zip(group, pieces, strict=True):
             yield document, validation, list(islice(ids, len(parts)))
 
@@ -188,9 +186,8 @@ def generate_items(
     length, rows = data.item_tokens(config), config.rows or 0
     for i, which in zip(range(rows), itertools.cycle(cycle), strict=False):
         # from strings: the same on every machine, and independent of the other tasks of the source
-        rng = random.Random(f"{data.seed}/{names[which]}/{i}")
         with within(f"{field}.tasks.{which}"):
-            item = tasks[which].item(rng, length, tokenizer)
+            item = tasks[which].item(random.Random(f"{data.seed}/{names[which]}/{i}"), length, tokenizer)
         tokens, answers = encode_item(item, tokenizer, length)
         yield Encoded(np.asarray(tokens), np.asarray(answers, np.bool_), False, item.hash, (i + 1) / rows)
 

@@ -139,8 +139,7 @@ class SplitWriter:
     def _flush(self) -> None:
         tokens, starts, loss = (values[: self._filled] for values in self._buffer)
         name = f"{self.split}-{len(self._shards):05d}.arrow"
-        columns = {"token": tokens, "start": starts, "loss": loss}
-        self._shards.append(write_table(self.folder / name, columns))
+        self._shards.append(write_table(self.folder / name, {"token": tokens, "start": starts, "loss": loss}))
         # as 32-bit little-endian, so that the hash is independent of byte order and of the width on disk
         for first in range(0, len(tokens), HASHED_TOKENS):
             self.content.update(tokens[first : first + HASHED_TOKENS].astype("<u4").tobytes())

@@ -191,8 +191,7 @@ class RecordSource(TextSource):
         where = f"{self.field}.text_field"
         for record in records:
             if text_field not in record:
-                known = ", ".join(record)
-                raise UsageError(f"{where}: {what} has no field {text_field}; it has {known}")
+                raise UsageError(f"{where}: {what} has no field {text_field}; it has {', '.join(record)}")
             if not isinstance(text := record[text_field] or "", str):
                 raise UsageError(f"{where}: {text_field} of {what} is not text")
             yield text

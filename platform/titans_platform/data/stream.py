@@ -268,8 +268,7 @@ class RowTable:
         ends = np.append(starts[1:], tokens)
         # the last token of a document predicts nothing
         rows = -(-(ends - starts - 1) // width)
-        before = np.cumsum(rows) - rows
-        inside = np.arange(int(rows.sum())) - np.repeat(before, rows)
+        inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
         first = np.repeat(starts, rows) + width * inside
         length = np.minimum(width, np.repeat(ends, rows) - 1 - first)
         return RowTable(first, length, inside == 0, int(rows[0]) if item and len(rows) else 1)

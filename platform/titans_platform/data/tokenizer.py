@@ -203,8 +203,7 @@ BUILT_IN: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "dna": DNATokeniz
 def names_hub(spec: str) -> bool:
     """Whether ``spec`` can only be a Hub repository: no local file, and no file suffix."""
     path = Path(spec).expanduser()
-    form = re.fullmatch(r"[\w.-]+/[\w.-]+", spec)
-    return bool(form) and path.suffix not in KINDS and not path.is_file()
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", spec)) and path.suffix not in KINDS and not path.is_file()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

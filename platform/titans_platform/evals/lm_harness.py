@@ -54,8 +54,7 @@ class HarnessModel:
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, greedy decoding gives it) of each `(context, continuation)`."""
-        tokenizer = self.scorer.tokenizer
-        pairs = [encode_pair(request.args[0], request.args[1], tokenizer) for request in requests]
+        pairs = [encode_pair(request.args[0], request.args[1], self.scorer.tokenizer) for request in requests]
         return [(score.logprob, score.greedy) for score in self.scorer.score(pairs, self.max_length)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -156,8 +156,7 @@ class GeneratedTask(Task):
         an item it is sqrt(p (1 - p) / n).
         """
         rows, items = context.scorer.parallel_rows(context.length), iter(self._fresh_items(context))
-        batches = iter(lambda: list(islice(items, rows)), [])
-        measured = measure_distributed(batches, partial(_graded, context))
+        measured = measure_distributed(iter(lambda: list(islice(items, rows)), []), partial(_graded, context))
         shares: list[float] = []
         buckets: dict[str, list[bool]] = {}
         for names, right in chain.from_iterable(measured):
@@ -166,8 +165,7 @@ class GeneratedTask(Task):
                 buckets.setdefault(bucket, []).append(one)
         stderr = (pvariance(shares) / len(shares)) ** 0.5
         means = {bucket: fmean(buckets[bucket]) for bucket in sorted(buckets, key=_natural)}
-        floor = self.floor(context.length, context.scorer.tokenizer)
-        value, heuristic, _ = floor or (None, None, None)
+        value, heuristic, _ = self.floor(context.length, context.scorer.tokenizer) or (None, None, None)
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
     def _fresh_items(self, context: Context) -> Iterable[Item]:
@@ -310,5 +308,4 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
 def eval_version(config: EvalConfig) -> str:
     """Digest of the versions of the tasks `config` uses. Raises UsageError as `build_task` does."""
     names = {task.task for tasks in config.columns.values() for task in tasks}
-    versions = {name: TASKS.find(name).version for name in names}
-    return digest({"protocol": PROTOCOL, "tasks": versions}, 8)
+    return digest({"protocol": PROTOCOL, "tasks": {name: TASKS.find(name).version for name in names}}, 8)

@@ -260,8 +260,7 @@ class Scorer:
         first_B1 = torch.tensor([[row.first] for row in rows], device=self.device)
         last_B1 = torch.tensor([[len(row.tokens) - 1] for row in rows], device=self.device)
         at_BT = (position_T >= first_B1) & (position_T < last_B1)
-        targets_N = tokens_BT[:, 1:][at_BT]
-        scored = self._scored(tokens_BT[:, :-1], at_BT, state, targets_N)
+        scored = self._scored(tokens_BT[:, :-1], at_BT, state, tokens_BT[:, 1:][at_BT])
         logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*scored, strict=True))
         return [
             Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)

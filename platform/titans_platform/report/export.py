@@ -141,8 +141,7 @@ def markdown(report: Report, figures: str = "") -> str:
 
     ``figures`` is the folder of the report's figures; empty: without them.
     """
-    columns = report.table.columns
-    heads = ["paper" if paper else columns[key].heading for key, paper in report.fields()]
+    heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
     values = {"body": body(report), "chance": _chance(report), "figures": figures}
     return render("table.md", report=report, heads=["", *heads, "parameters", "state bytes"], **values)
 

@@ -115,8 +115,7 @@ def make(
     if store := _open_store(run) if link or table.results else None:
         server = address or store.server
         links = Links((server or UI).rstrip("/"), store.experiment, local=not server)
-    curves = _curves(table, run.root, store)
-    report = build_report(table, curves, run.folder.search(), commands(path), links)
+    report = build_report(table, _curves(table, run.root, store), run.folder.search(), commands(path), links)
     paths = write_report(report, path, redraw)
     if link and store:
         log_report(store, report, paths)

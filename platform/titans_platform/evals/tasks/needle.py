@@ -95,8 +95,7 @@ class Needle(GeneratedTask):
         stated = compact if self.options.style == "compact" else ruler
 
         def unanswered(before: str) -> list[str]:
-            answers = re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)
-            said = {"".join(answer) for answer in answers}
+            said = {"".join(answer) for answer in re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)}
             return [value for value in stated.findall(before) if value not in said]
 
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
@@ -154,8 +153,7 @@ class Needle(GeneratedTask):
         if self.options.style == "compact":
             if not passkey:
                 return lowercase_words(rng, characters), range(characters + 1)
-            start = rng.randrange(len(COMPACT_NOISE))
-            return cycle(COMPACT_NOISE, start, characters), range(characters + 1)
+            return cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters), range(characters + 1)
         if passkey:
             # ends with a whole line, so it is truncated at the beginning
             haystack = cycle(NOISE, -characters % len(NOISE), characters)
@@ -165,5 +163,4 @@ class Needle(GeneratedTask):
         else:
             text = load_prose(self.options.path)
             haystack = cycle(text, rng.randrange(len(text)), characters)
-        ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
-        return haystack, [0, *(match.end() for match in ends)]
+        return haystack, [0, *(match.end() for match in re.finditer("\n" if passkey else "[.!?] ", haystack))]

@@ -103,8 +103,7 @@ def _batches(context: Context) -> Iterator[Any]:
     """
     budget, length = context.config.perplexity_tokens, context.length
     rows, wanted = context.scorer.rows(length), math.ceil(budget / length)
-    passes = None if wanted > rows else 1
-    for batch in islice(context.prepared.validation(min(rows, wanted)), passes):
+    for batch in islice(context.prepared.validation(min(rows, wanted)), None if wanted > rows else 1):
         yield batch
         budget -= int(batch.loss[:, :length].sum())
         if budget <= 0:
@@ -197,5 +196,4 @@ class Throughput(Task):
             loss.backward()
             model.zero_grad()
             return
-        trained = [p for p in model.parameters() if p.requires_grad]
-        torch.autograd.grad(loss, trained, allow_unused=True)
+        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)

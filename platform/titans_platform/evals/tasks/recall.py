@@ -291,8 +291,7 @@ class Episodes(KeyValue):
             rng.shuffle(keys)
             bound = dict(zip(keys, spread(rng, self._values, pairs), strict=True))
             found.append(("".join(key + value for key, value in bound.items()), bound))
-            unused = [key for key in self._keys if key not in bound]
-            keys = keys[new:] + rng.sample(unused, new)
+            keys = keys[new:] + rng.sample([key for key in self._keys if key not in bound], new)
         return found
 
 

@@ -163,8 +163,7 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     facts = [Fact(ACTIONS[word], person, target) for person, word, target in found]
     for fact in facts:
         world.apply(fact)
-    history = [fact.target for fact in facts if fact.action == "move"]
-    return Told(facts, history, world, names, words)
+    return Told(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)
 
 
 def _carried(told: Told) -> list[int]:

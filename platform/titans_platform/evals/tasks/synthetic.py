@@ -250,8 +250,7 @@ class Functions(Associative):
         ranks = values.argsort(kind="stable").argsort()
         outputs = ranks * self.options.classes // len(ranks)
         shown, queries = self.options.examples, self.options.queries or self.options.examples
-        drawn = rng.sample(range(len(outputs)), shown + queries)
-        pairs = [(self._names[i], str(outputs[i])) for i in drawn]
+        pairs = [(self._names[i], str(outputs[i])) for i in rng.sample(range(len(outputs)), shown + queries)]
         return [("".join(name + output for name, output in pairs[:shown]), dict(pairs[shown:]))]
 
 

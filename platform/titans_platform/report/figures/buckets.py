@@ -73,8 +73,7 @@ def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
     buckets = {middle(*bucket): bucket for bucket in found.buckets()}
     places = {}
     for way in found.shown:
-        losses = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
-        places[way.partition("-")[0]] = losses
+        places[way.partition("-")[0]] = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
     lines = _lines(places, found.best_window)
     gains = {x: found.gain(*bucket) for x, bucket in buckets.items() if x > found.row}
     line = Line("gain", {x: (mean,) for x, (mean, _) in gains.items()})
@@ -163,8 +162,7 @@ def _panel(title: str, lines: Sequence[Line], row: int, y: str, limits: plot.Lim
 
 def _gain_panel(gains: Sequence[Gain], bars: str, others: Sequence[Gain] = ()) -> Panel:
     """The gains in one panel, ``others`` behind them in grey."""
-    means = ends([gain.line for gain in gains], 3)
-    alt = f"{GAIN}: nats from the first to the last position: {means}"
+    alt = f"{GAIN}: nats from the first to the last position: {ends([gain.line for gain in gains], 3)}"
     return panel(f"{GAIN} ({bars})", alt, _draw_gains, X, "nats a token", gains=gains, others=others)
 
 

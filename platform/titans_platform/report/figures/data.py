@@ -105,8 +105,7 @@ def figure_data(
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Split) -> Series:
     values = {key: entry.values for key, entry in row.entries.items()}
-    columns = table.columns.items()
-    lengths = {key: at for key, c in columns if (at := _by_length(key, c.factor, row.results))}
+    lengths = {key: at for key, c in table.columns.items() if (at := _by_length(key, c.factor, row.results))}
     printed: dict[str, dict[float, float]] = {}
     for task, places in split.items():
         lengths[task] = {length: values[key] for length, key in places.items() if values[key]}

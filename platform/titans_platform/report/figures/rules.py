@@ -51,8 +51,7 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
     if any(row.paper.get(key) is not None for row in data.rows for key in columns):
         where = "on the same scale" if data.table.comparable else "in a frame and on a scale of their own"
         caption += f" Diamonds: the paper's numbers, {where}."
-    size = (3.7, 0.75 + 0.2 * len(data.rows))
-    yield Picture("columns", "The columns of the table", caption, panels, size)
+    yield Picture("columns", "The columns of the table", caption, panels, (3.7, 0.75 + 0.2 * len(data.rows)))
 
 
 def heat_maps(data: FigureData) -> Iterator[Picture]:
