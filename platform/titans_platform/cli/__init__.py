@@ -82,19 +82,16 @@ root_option = click.option(
 )  # fmt: skip
 
 cluster_option = click.option(
-    "--cluster",
-    metavar="NAME",
+    "--cluster", metavar="NAME",
     help="Submit as a job to this cluster (clusters/NAME.yaml, or a file)  [default: this machine]",
-)
+)  # fmt: skip
 
 checkpoint_option = click.option(
-    "--checkpoint-every",
-    type=click.IntRange(1),
-    metavar="STEPS",
+    "--checkpoint-every", type=click.IntRange(1), metavar="STEPS",
     help="Optimiser steps between checkpoints  [default: a tenth of the run, at most 500]",
     # as the equivalent --set override
     callback=lambda ctx, option, steps: () if steps is None else (f"checkpoint.every={steps}",),
-)
+)  # fmt: skip
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")
 

@@ -227,11 +227,8 @@ def _mb(size: int) -> str:
     return f"{size / 2**20:,.1f} MB"
 
 
-QUIET = {
-    # one worker is enough for one user, and starts faster
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    "PYTHONWARNINGS": "ignore",
-}
+# one worker is enough for one user, and starts faster
+QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}
 
 
 @click.command()

@@ -21,20 +21,12 @@ from titans_platform.cli import (
 from titans_platform.text import clock
 
 PLAN_LINES = {
-    "workers": "workers",
-    "threads": "CPU threads per worker",
-    "steps": "optimizer steps",
-    "data": "data",
-    "cell": "run",
-    "state": "state of the run",
-    "resume_from": "resumes from",
-    "tokens": "tokens to train on",
-    "parameters": "parameters",
-    "state_bytes": "state bytes per sequence",
-    "worker_bytes": "memory per worker",
-    "flops_per_token": "training FLOPs per token",
+    "workers": "workers", "threads": "CPU threads per worker", "steps": "optimizer steps", "data": "data",
+    "cell": "run", "state": "state of the run", "resume_from": "resumes from", "tokens": "tokens to train on",
+    "parameters": "parameters", "state_bytes": "state bytes per sequence",
+    "worker_bytes": "memory per worker", "flops_per_token": "training FLOPs per token",
     "seconds": "estimated time",
-}
+}  # fmt: skip
 """Lines of the dry run, by the key that --json has for each."""
 
 if TYPE_CHECKING:
@@ -88,6 +80,7 @@ def train(
     from titans_platform.cli.live import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.check import check_resources, check_start
     from titans_platform.runs.load import located
     from titans_platform.runs.spec import Resources, this_machine
 
@@ -97,6 +90,10 @@ def train(
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
         console.print("this machine has a GPU that the run does not use; --gpus 1 trains on it")
+    # report errors of the config before creating a store and starting a cluster
+    objective.check()
+    check_resources(cfg, resources, shared=True)
+    check_start(cfg)
     if dry_run:
         return _plan(objective, root, resources, resume_from, as_json, console)
     result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
@@ -116,7 +113,7 @@ def _run(
 ) -> Result:  # fmt: skip
     from titans_platform.cli.live import StudyDisplay, run_display
     from titans_platform.provenance import commit
-    from titans_platform.runs.check import check_resources, check_start, spec_for
+    from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.load import checkpoint_of_shorter, start_from_shorter
     from titans_platform.runs.ray_session import ray_session
@@ -127,9 +124,6 @@ def _run(
     from titans_platform.tracking import check_store, open_store
 
     cfg = objective.cfg
-    objective.check()
-    check_resources(cfg, resources, shared=True)
-    check_start(cfg)
     check_store(root)
     send_left(root)
     with StudyDisplay(console).preparing() as progress:
@@ -138,7 +132,6 @@ def _run(
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
-    # report config errors before creating a store and starting a cluster
     objective.check(data)
     shorter = checkpoint_of_shorter(spec, resume_from, data.fingerprint) if resume_from else None
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
@@ -173,8 +166,6 @@ def _plan(
     """Print the plan of a run. Raises what the run itself would raise before it trains."""
     from titans_platform.data import NotPrepared
     from titans_platform.runs.check import (
-        check_resources,
-        check_start,
         least_memory,
         seconds_per_token,
         sizes,
@@ -184,14 +175,11 @@ def _plan(
     from titans_platform.runs.load import checkpoint_of_shorter
 
     cfg = objective.cfg
-    objective.check()
     try:
         data = objective.open(root)
     except NotPrepared:
         data = None
         objective.check_sources()
-    check_resources(cfg, resources, shared=True)
-    check_start(cfg)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     if data is None:
         plan |= {"data": "to be prepared", "state": "missing"}

@@ -281,12 +281,12 @@ class FilesSource(RecordSource):
         if few or sum(file.bytes for file in files) < 2 * PART_BYTES or (limit or PART_TOKENS) < PART_TOKENS:
             return WHOLE
         parts, first, held = [], 0, 0
-        for i, file in enumerate(files):
+        for end, file in enumerate(files, start=1):
             held += file.bytes
-            if held >= PART_BYTES or i == len(files) - 1:
-                parts.append([first, i + 1])
-                first, held = i + 1, 0
-        return Plan(parts) if len(parts) > 1 else Plan()
+            if held >= PART_BYTES or end == len(files):
+                parts.append([first, end])
+                first, held = end, 0
+        return Plan(parts) if len(parts) > 1 else WHOLE
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         files = self.files()

@@ -48,21 +48,14 @@ CHARTS = {
 }  # fmt: skip
 
 _READ = pa.list_(pa.struct([("position", pa.int32()), ("similarity", pa.float32()), ("share", pa.float32())]))
-SCHEMA = pa.schema(
-    [
-        # a row is one token in one head of one memory
-        ("position", pa.int32()),
-        ("token", pa.int32()),
-        ("text", pa.string()),
-        ("loss", pa.float32()),
-        ("memory", pa.int16()),
-        ("head", pa.int16()),
-        *((name, pa.float32()) for name in ("surprise", "written", "final", "alpha", "eta", "theta")),
-        *((name, pa.float32()) for name in ("weight_norm", "momentum_norm", "coefficient")),
-        ("read", _READ),
-        ("context", _READ),
-    ]
-)
+# a row is one token in one head of one memory
+SCHEMA = pa.schema([
+    ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string()), ("loss", pa.float32()),
+    ("memory", pa.int16()), ("head", pa.int16()),
+    *((name, pa.float32()) for name in ("surprise", "written", "final", "alpha", "eta", "theta")),
+    *((name, pa.float32()) for name in ("weight_norm", "momentum_norm", "coefficient")),
+    ("read", _READ), ("context", _READ),
+])  # fmt: skip
 MEASURED = SCHEMA.names[6:15]
 
 
@@ -142,16 +135,11 @@ def _memory_table(found: Inspected, memory: int, trace: MemoryTrace) -> pa.Table
     T, H = trace.surprise.shape
     each = lambda values: np.repeat(np.asarray(values), H)  # noqa: E731
     columns = {
-        "position": each(range(T)),
-        "token": each(found.tokens),
-        "text": each(found.texts),
-        "loss": each(found.loss),
-        "memory": np.full(T * H, memory),
-        "head": np.tile(np.arange(H), T),
-        **{name: getattr(trace, name).flatten().numpy() for name in MEASURED},
-        "read": _reads(trace.own),
+        "position": each(range(T)), "token": each(found.tokens), "text": each(found.texts),
+        "loss": each(found.loss), "memory": np.full(T * H, memory), "head": np.tile(np.arange(H), T),
+        **{name: getattr(trace, name).flatten().numpy() for name in MEASURED}, "read": _reads(trace.own),
         "context": pa.nulls(T * H, _READ) if trace.context is None else _reads(trace.context),
-    }
+    }  # fmt: skip
     # from_pandas: NaN is null
     arrays = [pa.array(columns[field.name], from_pandas=True).cast(field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)

@@ -132,8 +132,7 @@ def build_table(run: StudyRun) -> Table:
         if cells := [cell for cell in run.whole if cell.row in names]:
             rows.append(_table_row(run, part[0].as_line(), cells))
     results = [result for row in rows for result in row.results]
-    chances = {key: {result.chance.get(key) for result in results} for key in columns}
-    levels = {key: [level for level in found if finite(level)] for key, found in chances.items()}
+    levels = {key: [x for x in {r.chance.get(key) for r in results} if finite(x)] for key in columns}
     finished = {result.cell for result in results}
     seeds = ",".join(map(str, sorted({cell.seed for row in rows for cell in row.cells})))
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)

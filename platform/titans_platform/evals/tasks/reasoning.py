@@ -217,12 +217,8 @@ class Reasoning(GeneratedTask):
             case "two_facts":
                 return [Question(thing, "", visits[-1]) for thing, visits in world.visits.items()]
             case "three_facts":
-                return [
-                    Question(thing, place, visits[i])
-                    for thing, visits in world.visits.items()
-                    for i, place in enumerate(visits[1:])
-                    if visits.count(place) == 1
-                ]
+                moved = ((thing, at, i) for thing, at in world.visits.items() for i in range(1, len(at)))
+                return [Question(thing, at[i], at[i - 1]) for thing, at, i in moved if at.count(at[i]) == 1]
             case "yes_no":
                 return self._yes_no(world)
             case _:

@@ -144,8 +144,8 @@ def _picked_up(told: Told, less: int) -> list[str]:
     return [told.words[str(min(max(count - less, 0), 6))]]
 
 
-def _yes(told: Told, answer: bool) -> list[str]:
-    return [told.words["yes" if answer else "no"]]
+def _yes_if(holds: Callable[[Told], bool]) -> Guess:
+    return lambda told: [told.words["yes" if holds(told) else "no"]]
 
 
 def read_story(before: str, world: World, *, compact: bool) -> Told:
@@ -210,12 +210,10 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
         "the place named before the place asked about": lambda told: _place_before(told, told.place),
     },
     "yes_no": {
-        "yes if the person was ever there": lambda told: _yes(
-            told, Fact("move", told.subject, told.place) in told.facts
-        ),
-        "yes if it is the place named last": lambda told: _yes(told, told.place == told.history[-1]),
-        "no if the person moved last": lambda told: _yes(
-            told, [fact.person for fact in told.facts if fact.action == "move"][-1] != told.subject
+        "yes if the person was ever there": _yes_if(lambda t: Fact("move", t.subject, t.place) in t.facts),
+        "yes if it is the place named last": _yes_if(lambda t: t.place == t.history[-1]),
+        "no if the person moved last": _yes_if(
+            lambda t: [fact.person for fact in t.facts if fact.action == "move"][-1] != t.subject
         ),
     },
     "counting": {
