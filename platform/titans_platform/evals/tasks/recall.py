@@ -19,8 +19,7 @@ import random
 import re
 import string
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -30,6 +29,7 @@ from pydantic import Field, model_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Piece, Tokenizer, fill, make_item, scatter
 from titans_platform.evals.registry import GeneratedTask, Heuristic
+from titans_platform.evals.tasks.story import commonest
 
 BLANK = "."
 NOISE = ".,;:-+*/"
@@ -97,6 +97,12 @@ def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
     return drawn
 
 
+def paired(keys: Iterable[str], values: Iterable[str]) -> Block:
+    """A block of keys, each followed by its value."""
+    bound = dict(zip(keys, values, strict=True))
+    return "".join(key + value for key, value in bound.items()), bound
+
+
 _KEY = rf"[A-Z{re.escape(''.join(mark for mark in KEYS if not mark.isalpha()))}]+"
 PAIR, ASKED = re.compile(rf"({_KEY})([0-9a-z]+)"), re.compile(rf"{_KEY}$")
 
@@ -114,8 +120,7 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
 
 def newest_value(before: str) -> list[str]:
     """The last value in the text."""
-    _, bound = key_and_pairs(before)
-    return list(bound.values())[-1:]
+    return list(key_and_pairs(before)[1].values())[-1:]
 
 
 class Associative(GeneratedTask):
@@ -142,9 +147,7 @@ class Associative(GeneratedTask):
 
     def _values_of_block(self, before: str) -> list[str]:
         """The most frequent values of the keys that were bound last."""
-        _, bound = key_and_pairs(before)
-        counts = Counter(list(bound.values())[-self.bound :])
-        return [value for value, count in counts.items() if count == max(counts.values())]
+        return commonest([*key_and_pairs(before)[1].values()][-self.bound :])
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
         """The queried keys, drawn independently."""
@@ -242,12 +245,10 @@ class Composition(Associative):
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """All keys of a grid, in random order."""
-        letters = string.ascii_uppercase
-        keys = [*product(*(rng.sample(half, self.options.side) for half in (letters[:13], letters[13:])))]
+        halves = string.ascii_uppercase[:13], string.ascii_uppercase[13:]
+        keys = ["".join(key) for key in product(*(rng.sample(half, self.options.side) for half in halves))]
         rng.shuffle(keys)
-        values = spread(rng, symbols(VALUES, self.options.values), len(keys))
-        bound = {"".join(key): value for key, value in zip(keys, values, strict=True)}
-        return [("".join(key + value for key, value in bound.items()), bound)]
+        return [paired(keys, spread(rng, symbols(VALUES, self.options.values), len(keys)))]
 
 
 def sharing(place: int, before: str) -> list[str]:
@@ -289,8 +290,8 @@ class Episodes(KeyValue):
         found = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
             rng.shuffle(keys)
-            bound = dict(zip(keys, spread(rng, self._values, pairs), strict=True))
-            found.append(("".join(key + value for key, value in bound.items()), bound))
+            text, bound = paired(keys, spread(rng, self._values, pairs))
+            found.append((text, bound))
             keys = keys[new:] + rng.sample([key for key in self._keys if key not in bound], new)
         return found
 
@@ -354,8 +355,7 @@ class Resets(KeyValue):
         keys, over = drawn[:pairs], drawn[pairs:]
         found = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
-            bound = dict(zip(keys, spread(rng, self._values, pairs), strict=True))
-            text = MARK + "".join(key + value for key, value in bound.items())
-            found.append((text, bound | dict.fromkeys(over, NO_VALUE)))
+            text, bound = paired(keys, spread(rng, self._values, pairs))
+            found.append((MARK + text, bound | dict.fromkeys(over, NO_VALUE)))
             over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
         return found

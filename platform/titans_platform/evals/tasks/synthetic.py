@@ -44,6 +44,7 @@ from titans_platform.evals.tasks.recall import (
     QueryOptions,
     Values,
     key_and_pairs,
+    paired,
     sharing,
     spread,
     symbols,
@@ -108,12 +109,11 @@ class FuzzyRecall(Associative):
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """Distinct keys; the first symbols of the values are evenly distributed, the others random."""
-        first = spread(rng, list(VALUES[: self.options.values]), self.options.pairs)
-        bound: dict[str, str] = {}
-        for key, start in zip(rng.sample(self._keys, len(first)), first, strict=True):
-            rest = rng.choices(VALUES[: self.options.values], k=rng.randint(1, self.options.value_length) - 1)
-            bound[key] = start + "".join(rest)
-        return [("".join(key + value for key, value in bound.items()), bound)]
+        alphabet, longest = VALUES[: self.options.values], self.options.value_length
+        first = spread(rng, list(alphabet), self.options.pairs)
+        keys = rng.sample(self._keys, len(first))
+        values = [start + "".join(rng.choices(alphabet, k=rng.randint(1, longest) - 1)) for start in first]
+        return [paired(keys, values)]
 
 
 class MemorisationOptions(QueryOptions):
