@@ -243,8 +243,8 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
     table.columns[0].no_wrap = True
     for task in found:
         floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
-        name = f"{task['task']}@{task['length']}"
-        table.add_row(f"[bold]{name}", f"{100 * task['chance']:.1f}", f"[bold]{floor}")
+        label = f"[bold]{task['task']}@{task['length']}"
+        table.add_row(label, f"{100 * task['chance']:.1f}", f"[bold]{floor}")
         for name, value in task["heuristics"].items():
             table.add_row(f"  {name}", "", f"{100 * value:.1f}")
     Console().print(table)
