@@ -200,9 +200,9 @@ def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mappi
     gaps = {(gap.cell.row, gap.cell.seed): gap for gap in row.unfinished}
     cells = []
     for cell in row.cells:
-        gap, result = gaps.get((cell.row, cell.seed)), results.get(cell.name or "")
-        shown = (None, gap.state, gap.reason) if gap else (result,)
-        cells.append(CellLine(cell.name, cell.row, cell.seed, *shown))
+        line = CellLine(cell.name, cell.row, cell.seed, results.get(cell.name or ""))
+        gap = gaps.get((cell.row, cell.seed))
+        cells.append(line._replace(result=None, state=gap.state, reason=gap.reason) if gap else line)
     numbers = {}
     for key, entry in row.entries.items():
         decimals, missing = table.columns[key].decimals, "failed" if row.failures else NONE

@@ -183,7 +183,9 @@ def _composed(picture: Picture) -> Figure:
     for part, panel in zip(parts, picture.panels, strict=False):
         panel.draw(part)
     if picture.legend:
-        looks = [{"color": LIGHT[x.colour], "marker": x.marker, "label": x.label} for x in picture.legend]
-        handles = [Line2D([], [], **look) for look in looks]
+        handles = [
+            Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
+            for line in picture.legend
+        ]
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     return figure
