@@ -353,12 +353,17 @@ class HubSource(RecordSource):
             return None
 
 
-SOURCES = Registry("data.sources.kind", TextSource, {
-    "corpus": "titans_platform.data.sources:CorpusSource",
-    "stdlib": "titans_platform.data.sources:StdlibSource",
-    "files": "titans_platform.data.sources:FilesSource",
-    "hub": "titans_platform.data.sources:HubSource",
-}, UsageError)  # fmt: skip
+SOURCES = Registry(
+    "data.sources.kind",
+    TextSource,
+    {
+        "corpus": "titans_platform.data.sources:CorpusSource",
+        "stdlib": "titans_platform.data.sources:StdlibSource",
+        "files": "titans_platform.data.sources:FilesSource",
+        "hub": "titans_platform.data.sources:HubSource",
+    },
+    UsageError,
+)
 """Text sources by `SourceConfig.kind`."""
 
 

@@ -250,26 +250,31 @@ PROTOCOL = 1
 
 T = TypeVar("T", bound=type[Task])
 
-TASKS = Registry("task", Task, {
-    "babi": "titans_platform.evals.tasks.babi:Babi",
-    "babilong": "titans_platform.evals.tasks.babi:Babilong",
-    "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
-    "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
-    "composition": "titans_platform.evals.tasks.recall:Composition",
-    "episodes": "titans_platform.evals.tasks.recall:Episodes",
-    "functions": "titans_platform.evals.tasks.synthetic:Functions",
-    "fuzzy_recall": "titans_platform.evals.tasks.synthetic:FuzzyRecall",
-    "lm_eval": "titans_platform.evals.lm_harness:LmEval",
-    "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
-    "memorisation": "titans_platform.evals.tasks.synthetic:Memorisation",
-    "needle": "titans_platform.evals.tasks.needle:Needle",
-    "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
-    "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
-    "recall": "titans_platform.evals.tasks.recall:Recall",
-    "resets": "titans_platform.evals.tasks.recall:Resets",
-    "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
-    "words": "titans_platform.evals.tasks.synthetic:Words",
-}, UsageError)  # fmt: skip
+TASKS = Registry(
+    "task",
+    Task,
+    {
+        "babi": "titans_platform.evals.tasks.babi:Babi",
+        "babilong": "titans_platform.evals.tasks.babi:Babilong",
+        "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
+        "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
+        "composition": "titans_platform.evals.tasks.recall:Composition",
+        "episodes": "titans_platform.evals.tasks.recall:Episodes",
+        "functions": "titans_platform.evals.tasks.synthetic:Functions",
+        "fuzzy_recall": "titans_platform.evals.tasks.synthetic:FuzzyRecall",
+        "lm_eval": "titans_platform.evals.lm_harness:LmEval",
+        "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
+        "memorisation": "titans_platform.evals.tasks.synthetic:Memorisation",
+        "needle": "titans_platform.evals.tasks.needle:Needle",
+        "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
+        "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
+        "recall": "titans_platform.evals.tasks.recall:Recall",
+        "resets": "titans_platform.evals.tasks.recall:Resets",
+        "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
+        "words": "titans_platform.evals.tasks.synthetic:Words",
+    },
+    UsageError,
+)
 """Every task by name, which is its class's `name`; objectives add those that need their data."""
 
 
